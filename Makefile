@@ -1,0 +1,35 @@
+# make demo and make test do all the set-up on a fresh machine: Python 3.11+, make and a C compiler are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test matrix fast lint clean
+
+$(BIN)/.installed-core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(BIN)/.installed-dev: $(BIN)/.installed-core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
+	touch $@
+
+demo: $(BIN)/.installed-core
+	$(BIN)/shoal demo
+
+test: $(BIN)/.installed-dev
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m pytest -q -m "not matrix"
+
+fast: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest -q -m fast
+
+matrix: $(BIN)/.installed-dev
+	$(BIN)/python -m pytest -q -m "matrix or not matrix"
+
+lint: $(BIN)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) runs build
