@@ -1,0 +1,56 @@
+"""The contenders of `dp`: Shoal, the limit, the peers, and what the table says of each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks import peers
+from benchmarks.processes import Build, Step
+from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, sum_loss
+
+LIMIT = "no-communication"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contender: how to build it, in which precisions it runs, its note in the table."""
+
+    build: Build
+    note: str
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+
+
+def shoal(case: Case, precision: str, exchange: str = "allreduce") -> Step:
+    """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer."""
+    from shoal import Engine, Plan
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    engine = Engine(
+        build_model,
+        sum_loss,
+        partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
+        Plan(dp=ranks, exchange=exchange),
+        global_batch=case.batch,
+        microbatch=case.batch // ranks,
+        precision=precision,
+    )
+    batches = engine.batches(Tokens(case.sequence))
+    return lambda: engine.step(next(batches))
+
+
+CONTENDERS: dict[str, Entry] = {
+    LIMIT: Entry(
+        partial(shoal, exchange="none"), "Shoal's engine, exchange removed: all ranks at once, same kernels and optimizer"
+    ),
+    "no-communication-by-hand": Entry(peers.none_by_hand, "a plain PyTorch loop, a check on the limit"),
+    "shoal": Entry(shoal, "bf16: weights bf16, gradients and exchange fp32, fp32 masters"),
+    "ddp": Entry(peers.ddp, "torch DDP; bf16: autocast over fp32 weights, exchange fp32"),
+    "ddp-pure-bf16": Entry(peers.ddp_pure, "torch DDP; weights, gradients, exchange, AdamW all bf16: LOWER PRECISION", ("bf16",)),
+    "fsdp2": Entry(peers.fsdp2, "torch FSDP2; bf16: parameters bf16, reduce fp32"),
+    "accelerate": Entry(peers.accelerate, "Accelerate's prepare; bf16: autocast over fp32 weights"),
+    "deepspeed-zero1": Entry(peers.deepspeed_zero1, "DeepSpeed ZeRO-1; bf16: weights and exchange bf16, fp32 masters sharded"),
+}

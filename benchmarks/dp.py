@@ -1,0 +1,79 @@
+"""Question `dp`: what does data parallelism cost, with Shoal and with its peers?
+
+    python -m benchmarks.dp [--rounds 7] [--quick] [--case compute] [--precision fp32] [--only shoal,ddp]
+
+GPT of 33.7M parameters on 2 processes of one thread, in two cases (`compute`: 4 rows of 256 tokens a rank; `communication`: 1 row of 64)
+and two precisions. The limit is `no-communication`: Shoal's engine with the exchange removed, all ranks running at once, same
+kernels, same optimizer; `no-communication-by-hand` checks it with a plain loop. Each contender's docstring in `peers` says what
+it does, bf16 above all. Writes results/dp.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.contenders import CONTENDERS, LIMIT
+from benchmarks.processes import ProcessGroup
+from benchmarks.workload import CASES, Case
+
+RANKS = 2
+
+
+def run_set(case: Case, precision: str, rounds: int, steps: int, names: list[str]) -> dict[str, Any]:
+    """Runs the contenders of one case and precision in turn; prints the progress, returns the part of the record."""
+    chosen = {name: CONTENDERS[name] for name in names if precision in CONTENDERS[name].precisions}
+    limit = LIMIT if LIMIT in chosen else next(iter(chosen))
+    with ExitStack() as stack:
+        groups = {}
+        for name, entry in chosen.items():
+            print(f"{case.name} {precision}: starting {name}", flush=True)
+            groups[name] = stack.enter_context(ProcessGroup(entry.build, {"case": case, "precision": precision}, size=RANKS))
+        samples = harness.measure(groups, rounds, steps)
+    notes = {name: entry.note for name, entry in chosen.items()}
+    return harness.result_of(samples, limit, notes, case=case.name, precision=precision, steps=steps)
+
+
+def main() -> None:
+    arguments = _arguments()
+    cases = [CASES[name] for name in arguments.case]
+    names = [name for name in CONTENDERS if arguments.only is None or name in arguments.only]
+    results = [
+        run_set(case, precision, arguments.rounds, arguments.steps or case.steps, names)
+        for case, precision in itertools.product(cases, arguments.precision)
+    ]
+    record = harness.write_record("dp", vars(arguments), results, packages=("accelerate", "deepspeed"))
+    for result in results:
+        harness.print_table(result)
+    print(f"record: {record.relative_to(record.parents[2])}")
+
+
+def _arguments() -> argparse.Namespace:
+    def names(known: list[str]) -> Any:
+        def parse(text: str) -> list[str]:
+            chosen = text.split(",")
+            for name in chosen:
+                if name not in known:
+                    raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+            return chosen
+
+        return parse
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dp", description="Data parallel: Shoal and its peers, in turn.")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (7)")
+    parser.add_argument("--steps", type=int, help="timed steps a turn (3 of the compute case, 12 of the communication case)")
+    parser.add_argument("--only", type=names(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}")
+    parser.add_argument("--case", type=names(list(CASES)), default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--precision", type=names(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16")
+    parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps: does everything run?")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.steps = 2, 2
+    return arguments
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""One builder a peer: what its users write, for the model of `workload`.
+
+All take fused AdamW, the same batches and the same loss. A builder's docstring says what the peer does with bf16, because that is
+not one thing. `none_by_hand` is no peer but the check on the limit: a plain loop without communication.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.processes import Step
+from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, mean_loss
+
+
+def none_by_hand(case: Case, precision: str) -> Step:
+    """No communication: every rank trains its own replica on its own share. bf16: weights in bf16, gradients in fp32
+    (`grad_dtype`), fp32 masters in the optimizer: the meaning that Shoal gives to bf16."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model, shares = build_model(), _shares(case, rank, size)
+    if precision == "fp32":
+        optimizer = _adamw(model)
+
+        def step() -> None:
+            _forward_backward(model, *next(shares))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    masters: list[Tensor] = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    model.to(torch.bfloat16)
+    weights: list[Tensor] = list(model.parameters())
+    for weight in weights:
+        weight.grad_dtype = torch.float32
+    optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, fused=True)
+
+    def master_step() -> None:
+        _forward_backward(model, *next(shares))
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad, weight.grad = weight.grad, None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+
+    return master_step
+
+
+def ddp(case: Case, precision: str) -> Step:
+    """torch DDP with its default buckets and gradients as views of them. bf16: autocast over fp32 weights, gradients and
+    exchange in fp32."""
+    return _ddp(case, _autocast(precision))
+
+
+def ddp_pure(case: Case, precision: str) -> Step:
+    """torch DDP with weights, gradients, exchange and AdamW's state all in bf16: half the bytes everywhere, and less precise than
+    every other row (a weight does not move when its update is below 1/256 of it)."""
+    assert precision == "bf16"
+    return _ddp(case, nullcontext(), torch.bfloat16)
+
+
+def fsdp2(case: Case, precision: str) -> Step:
+    """torch FSDP2 (`fully_shard`, a block at a time and the root): parameters, gradients and state sharded. bf16:
+    MixedPrecisionPolicy with parameters in bf16, gradients reduced in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    rank, size = _init_gloo()
+    mesh = init_device_mesh("cpu", (size,))
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    model, shares = build_model(), _shares(case, rank, size)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = _adamw(model)
+
+    def step() -> None:
+        _forward_backward(model, *next(shares))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def accelerate(case: Case, precision: str) -> Step:
+    """Hugging Face Accelerate: `prepare` wraps in DDP (here with gradients as views of the buckets). bf16: its mixed precision,
+    autocast over fp32 weights and logits cast to fp32."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    rank, size = _init_gloo()
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if precision == "bf16" else "no",
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    plain, shares = build_model(), _shares(case, rank, size)
+    model, optimizer = accelerator.prepare(plain, _adamw(plain))
+
+    def step() -> None:
+        tokens, labels = next(shares)
+        accelerator.backward(mean_loss(model(tokens), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def deepspeed_zero1(case: Case, precision: str) -> Step:
+    """DeepSpeed ZeRO stage 1: optimizer state sharded. bf16: its bf16 mode, weights in bf16, gradients exchanged in bf16, fp32
+    masters sharded with the state. Its shared-memory collectives for one host are compiled at the first use (needs ninja)."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    rank, size = _init_gloo()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model, shares = build_model(), _shares(case, rank, size)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=_adamw(model),
+        config={
+            "train_micro_batch_size_per_gpu": case.batch // size,
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": precision == "bf16"},
+            "steps_per_print": 1_000_000,
+        },
+    )
+
+    def step() -> None:
+        tokens, labels = next(shares)
+        engine.backward(mean_loss(engine(tokens), labels))
+        engine.step()
+
+    return step
+
+
+def _ddp(case: Case, context: AbstractContextManager[object], dtype: torch.dtype = torch.float32) -> Step:
+    rank, size = _init_gloo()
+    shares = _shares(case, rank, size)
+    model = nn.parallel.DistributedDataParallel(build_model().to(dtype), gradient_as_bucket_view=True, static_graph=True)
+    optimizer = _adamw(model)
+
+    def step() -> None:
+        _forward_backward(model, *next(shares), context)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _init_gloo() -> tuple[int, int]:
+    """Joins the ranks as torch programs do; returns (rank, number of ranks)."""
+    dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _autocast(precision: str) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def _shares(case: Case, rank: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return itertools.cycle(Tokens(case.sequence).shares(case.batch, rank, size))
+
+
+def _forward_backward(
+    model: nn.Module, tokens: Tensor, labels: Tensor, context: AbstractContextManager[object] | None = None
+) -> None:
+    with context or nullcontext():
+        loss = mean_loss(model(tokens), labels)
+    loss.backward()

@@ -1,0 +1,27 @@
+"""Checkpoints: boxes of global tensors, written atomically and in the background, read under any cut.
+
+A checkpoint is a directory `step-00000100/` with the files of a plain `torch.distributed.checkpoint` (`.metadata`,
+`__R_0.distcp`) and `manifest.json` (step, sizes and hashes of the files, JSON state). See `pieces` for what a rank says it
+writes and reads, `writer` for the save, `reader` for the load, `verify` for what may be wrong with one on disk.
+"""
+
+from shoal.checkpoint.manifest import Manifest, read_manifest
+from shoal.checkpoint.pieces import Piece, Want, share
+from shoal.checkpoint.reader import load, newest, tensor_names
+from shoal.checkpoint.verify import Row, listing, verify
+from shoal.checkpoint.writer import Writer
+
+__all__ = [
+    "Manifest",
+    "Piece",
+    "Row",
+    "Want",
+    "Writer",
+    "listing",
+    "load",
+    "newest",
+    "read_manifest",
+    "share",
+    "tensor_names",
+    "verify",
+]

@@ -1,0 +1,87 @@
+"""Names inside a directory of checkpoints, and the renames that make a save all or nothing.
+
+step-00000100        complete: it got its name by one rename, after everything in it was on disk
+step-00000100.tmp    being written, or being deleted; a leftover is a crash
+step-00000100.old    the earlier save of a step that is saved again, for the moment between two renames
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
+
+
+def step_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def tmp_of(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _old_of(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _entries(directory: Path, suffix: str | None) -> list[tuple[int, Path]]:
+    """(step, path) of the entries with that suffix, newest step first; nothing when the directory is missing."""
+    if not directory.is_dir():
+        return []
+    found = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir())
+    return sorted(
+        ((int(match[1]), path) for match, path in found if match and match[2] == suffix and path.is_dir()), reverse=True
+    )
+
+
+def completed(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of the complete checkpoints, newest step first, be they sound or damaged on disk since."""
+    stranded = [(step, path) for step, path in _entries(directory, ".old") if not path.with_suffix("").exists()]
+    return sorted(_entries(directory, None) + stranded, reverse=True)
+
+
+def unfinished(directory: Path) -> list[tuple[int, Path]]:
+    """(step, path) of saves that have not finished, newest step first."""
+    return _entries(directory, ".tmp")
+
+
+def clean(directory: Path) -> None:
+    """Sets right what a crash left: half-written checkpoints go, one caught between two renames gets its name back.
+
+    No save into `directory` may be under way.
+    """
+    for _, path in unfinished(directory):
+        shutil.rmtree(path)
+    for _, path in _entries(directory, ".old"):
+        if path.with_suffix("").exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(path.with_suffix(""))
+
+
+def publish(path: Path) -> None:
+    """Gives the finished `path`.tmp its name, durably. A checkpoint of that name gives way; one of the two always exists."""
+    sync(tmp_of(path))
+    if path.exists():
+        path.rename(_old_of(path))
+    tmp_of(path).rename(path)
+    sync(path.parent)
+    shutil.rmtree(_old_of(path), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint so that a crash in the middle leaves a .tmp, not a damaged one under a good name."""
+    path.rename(tmp_of(path))
+    shutil.rmtree(tmp_of(path), ignore_errors=True)
+
+
+def sync(directory: Path) -> None:
+    """Waits until the directory's entries are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""`manifest.json`: the last file written into a checkpoint, which says what the others must be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hex) of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """step: committed steps behind the saved state. world_size: ranks that wrote it. created: seconds since the epoch.
+    files: by name, all but the manifest itself. extra: JSON state of the caller."""
+
+    step: int
+    world_size: int
+    created: float
+    files: Mapping[str, FileRecord]
+    extra: Mapping[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Writes and fsyncs it, with a hash over its own text: a flipped digit in `extra` is damage too. Raises OSError."""
+    content = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "created": manifest.created,
+        "files": {name: vars(record) for name, record in sorted(manifest.files.items())},
+        "extra": manifest.extra,
+    }
+    with (path / MANIFEST).open("w") as stream:
+        json.dump({**content, "sha256": _digest(content)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointError when it is missing, damaged, or of a newer format."""
+    path = Path(path)
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: {MANIFEST} is missing; this is not a checkpoint, or its save did not finish") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise CheckpointError(f"{path}: {MANIFEST} is damaged: its contents do not match its own hash")
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{path}: format {content['format']}, this Shoal reads {FORMAT}; load it with a newer Shoal")
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    return Manifest(content["step"], content["world_size"], content["created"], files, content["extra"])
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,55 @@
+"""What the ranks say to each other during one save, through the store.
+
+Not a collective: the save runs in a background thread, where a collective would have to be ordered with those of training.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from typing import Any, Protocol
+
+from torch.distributed import Store
+
+POLL_SECONDS = 0.02
+
+
+class World(Protocol):
+    """What a checkpoint needs of the world. `store` is shared by all ranks; it may be None for one rank."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def store(self) -> Store | None: ...
+
+
+class Meeting:
+    """Values put by one rank and got by others, under keys of a `prefix` that no other meeting of this store has."""
+
+    def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
+        self.store, self.prefix, self.rank, self.size = store, prefix, rank, size
+
+    def put(self, topic: str, value: Any) -> None:
+        """Says `value` (any picklable) under `topic`; once a topic."""
+        self.store.set(self._key(topic), pickle.dumps(value))  # type: ignore[arg-type]  # the stub forgets bytes
+
+    def get(self, topic: str, timeout: float) -> Any:
+        """Waits for the value. Raises TimeoutError after `timeout` seconds."""
+        key, deadline = self._key(topic), time.monotonic() + timeout
+        # Polling: a blocking get would hold the lock of the store's client, and with it the training thread.
+        while not self.store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {topic!r} from another rank within {timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
+        return pickle.loads(self.store.get(key))
+
+    def leave(self, topics: list[str]) -> None:
+        """Says that this rank needs nothing more; the last one to leave deletes `topics`."""
+        if self.store.add(self._key("left"), 1) == self.size:
+            for topic in [*topics, "left"]:
+                self.store.delete_key(self._key(topic))
+
+    def _key(self, topic: str) -> str:
+        return f"{self.prefix}/{topic}"

@@ -1,0 +1,115 @@
+"""The engine's state as named global tensors and JSON: what a checkpoint holds, whatever the plan.
+
+    model.<parameter>          the master, fp32 (fp64 under fp64)
+    buffer.<buffer>            as it is
+    optim.<parameter>.<key>    optimizer state, floating ones at least fp32
+    extra["groups"]            options of each optimizer group with its members, by name
+    extra["optim"]             optimizer state that is not a tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.pieces import Piece, Want, share
+from shoal.checkpoint.reader import load, tensor_shapes
+from shoal.chunks import Chunk
+from shoal.optimizer import ChunkOptimizer
+from shoal.parallel.layout import Box
+
+_CHOICES = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how an optimizer runs here, not what it computes: never taken from a checkpoint."""
+
+
+def pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int, size: int) -> list[Piece]:
+    """What `rank` of `size` replicas writes."""
+    named = [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
+    for name, parameter in optimizer.parameters.items():
+        for key, value in optimizer.torch.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                named.append((f"optim.{name}.{key}", _canonical(value)))
+    return [piece for name, tensor in named for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
+
+
+def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:
+    """Options and plain values of the optimizer, for JSON."""
+    names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
+    groups = [
+        {
+            "members": [names[id(parameter)] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)},
+        }
+        for group in optimizer.torch.param_groups
+    ]
+    plain = {
+        name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
+        for name, parameter in optimizer.parameters.items()
+    }
+    return {"groups": groups, "optim": {name: values for name, values in plain.items() if values}}
+
+
+def restore(path: Path, module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | None) -> dict[str, Any]:
+    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`."""
+    wants = [Want(name, tuple(t.shape), Box.whole(tuple(t.shape)), t) for name, t in _model(chunks)]
+    wants += [Want(f"buffer.{name}", tuple(t.shape), Box.whole(tuple(t.shape)), t) for name, t in _persistent_buffers(module)]
+    states = _empty_states(path, optimizer) if optimizer is not None else {}
+    for name, values in states.items():
+        wants += [Want(f"optim.{name}.{key}", tuple(t.shape), Box.whole(tuple(t.shape)), t) for key, t in values.items()]
+    with torch.no_grad():
+        extra = load(path, wants)
+        for chunk in chunks:
+            chunk.publish()
+    if optimizer is not None:
+        _put_back(optimizer, states, extra)
+    return extra
+
+
+def _model(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
+    return ((f"model.{slot.name}", slot.view(chunk.master)) for chunk in chunks for slot in chunk.slots)
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _canonical(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _empty_states(path: Path, optimizer: ChunkOptimizer) -> dict[str, dict[str, Tensor]]:
+    """Tensors to read the saved optimizer state into, by parameter and key."""
+    shapes = tensor_shapes(path)
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in optimizer.parameters.items():
+        prefix = f"optim.{name}."
+        for key, shape in shapes.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")
+                dtype = parameter.dtype if shape == tuple(parameter.shape) else torch.float32
+                states.setdefault(name, {})[key[len(prefix) :]] = torch.zeros(shape, dtype=dtype, device=device)
+    return states
+
+
+def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]], extra: Mapping[str, Any]) -> None:
+    """Hands the state to the optimizer through its own `load_state_dict`, which knows where each key belongs."""
+    saved_options = {name: group["options"] for group in extra["groups"] for name in group["members"]}
+    names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
+    current = optimizer.torch.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for group, packed in zip(optimizer.torch.param_groups, current["param_groups"], strict=True):
+        options = saved_options.get(names[id(group["params"][0])], {})
+        packed.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+        for parameter, index in zip(group["params"], packed["params"], strict=True):
+            name = names[id(parameter)]
+            values = {**states.get(name, {}), **extra["optim"].get(name, {})}
+            if values:
+                state[index] = values
+    optimizer.torch.load_state_dict({"state": state, "param_groups": current["param_groups"]})

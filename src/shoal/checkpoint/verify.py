@@ -1,0 +1,86 @@
+"""What is wrong with a checkpoint on disk, and what a directory of them holds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from shoal.checkpoint import directory as names
+from shoal.checkpoint.manifest import FileRecord, read_manifest
+from shoal.errors import CheckpointError
+
+
+def verify(path: Path | str) -> list[str]:
+    """Reads every byte of the checkpoint; returns what is wrong with it, one sentence a problem, nothing when it is sound."""
+    return problems(Path(path), hashes=True)
+
+
+def problems(path: Path, hashes: bool) -> list[str]:
+    """As `verify`; without `hashes` by existence and size only, which takes no reading."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    # hashlib releases the interpreter lock, so threads hash as fast as cores and disk allow.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda item: _problem(path / item[0], item[1], hashes), sorted(manifest.files.items()))
+    return [problem for problem in found if problem]
+
+
+def _problem(file: Path, record: FileRecord, hashes: bool) -> str | None:
+    try:
+        size = file.stat().st_size
+        if size != record.bytes:
+            return f"{file}: {size} bytes, {record.bytes} were written"
+        if not hashes:
+            return None
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        return f"{file}: {error.strerror or error}"
+    return None if digest == record.sha256 else f"{file}: contents changed since the save (SHA-256 differs)"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of `shoal ckpt ls`. world_size and bytes are those of the manifest; 0 ranks and the bytes found where there
+    is none. `detail` is the first problem."""
+
+    path: Path
+    step: int
+    when: datetime
+    bytes: int
+    world_size: int
+    state: Literal["ok", "damaged", "partial"]
+    detail: str = ""
+
+
+def listing(directory: Path | str) -> list[Row]:
+    """The checkpoints of a directory, newest step first, judged by sizes alone; `verify` reads their contents."""
+    directory = Path(directory)
+    rows = [_row(step, path) for step, path in names.completed(directory)]
+    rows += [
+        _bare(step, path, "partial", "the save did not finish, or is under way") for step, path in names.unfinished(directory)
+    ]
+    return sorted(rows, key=lambda row: row.step, reverse=True)
+
+
+def _row(step: int, path: Path) -> Row:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return _bare(step, path, "damaged", str(error))
+    found = problems(path, hashes=False)
+    when = datetime.fromtimestamp(manifest.created)
+    state: Literal["ok", "damaged"] = "damaged" if found else "ok"
+    return Row(path, step, when, manifest.bytes, manifest.world_size, state, found[0] if found else "")
+
+
+def _bare(step: int, path: Path, state: Literal["damaged", "partial"], detail: str) -> Row:
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return Row(path, step, datetime.fromtimestamp(path.stat().st_mtime), size, 0, state, detail)

@@ -1,0 +1,116 @@
+"""Saving while training goes on: a snapshot into host memory now, the files in a background thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from shoal.checkpoint.directory import clean, step_path
+from shoal.checkpoint.meeting import Meeting, World
+from shoal.checkpoint.pieces import BOX_BYTES, Piece, cut
+from shoal.checkpoint.save import Job, save_together
+from shoal.errors import CheckpointError
+
+
+class Writer:
+    """Saves checkpoints of one run into `directory`, which all ranks see; every rank makes one and calls it alike.
+
+    At most one save is in flight. What went wrong with it is the same on every rank, and raised there as CheckpointError by
+    the next `save`, `wait` or `close`; `last_error` shows it without raising. Earlier checkpoints are then as they were, and
+    a caller who catches the error may go on training and save again. The newest `keep` checkpoints are kept.
+
+    `timeout`: seconds to wait for another rank's part of a save.
+    """
+
+    def __init__(self, directory: Path | str, world: World, keep: int = 3, timeout: float = 1800.0) -> None:
+        assert keep >= 1 and (world.store is not None or world.size == 1)
+        self.directory = Path(directory).absolute()
+        self.last_error: CheckpointError | None = None
+        self._world, self._keep, self._timeout = world, keep, timeout
+        self._store = HashStore() if world.store is None else world.store
+        self._saves = 0
+        self._thread: Thread | None = None
+        self._snapshot = _Snapshot()
+        # Ranks make their writers in the same order, so counting them gives each a prefix that all ranks agree on.
+        number = self._store.add(f"checkpoint/writers/{world.rank}", 1)
+        self._prefix = f"checkpoint/{number}"
+        if world.rank == 0:
+            self._prepare()
+
+    def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool) -> None:
+        """Saves the pieces of all ranks and `extra` (JSON; rank 0's is kept) as the checkpoint of `step`.
+
+        Returns when the tensors may change again, or with `wait` when the checkpoint is complete on disk. Waits first for
+        the save before this one; when that failed, raises its error and saves nothing.
+        """
+        self.wait()
+        extra = json.loads(json.dumps(extra))  # a copy, and a complaint here rather than in the thread
+        held = self._snapshot.take(pieces)
+        job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
+        self._saves += 1
+        prefix = f"{self._prefix}/{self._saves}"
+        meeting = Meeting(self._store, prefix, self._world.rank, self._world.size)
+        # A daemon: when training fails, a save that waits for a dead rank must not keep the process alive.
+        self._thread = Thread(target=self._run, args=(job, meeting), name=f"checkpoint-{step}", daemon=True)
+        self._thread.start()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is in flight. Raises CheckpointError when the last one failed, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self.last_error = self.last_error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """As `wait`, and gives the host memory of the snapshot back. A save in flight is lost when a process ends without."""
+        self._snapshot = _Snapshot()
+        self.wait()
+
+    def _run(self, job: Job, meeting: Meeting) -> None:
+        try:
+            save_together(job, meeting)
+        except CheckpointError as error:
+            self.last_error = error
+        except Exception as error:  # the store is gone: this rank alone can say so
+            self.last_error = CheckpointError(f"the checkpoint of step {job.step} was not finished: {error}")
+
+    def _prepare(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            clean(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
+
+
+class _Snapshot:
+    """Copies of pieces in host memory, kept from save to save: pinned memory is slow to get.
+
+    Each box has storage of its own, because DCP copies tensors that are a part of a larger storage once more.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def take(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The pieces, cut to the size of boxes on disk, with tensors that nobody else writes to."""
+        parts = [part for piece in pieces for part in cut(piece, BOX_BYTES)]
+        old, self._buffers = self._buffers, {}
+        for part in parts:
+            key = (part.name, part.box.offsets)
+            buffer = old.pop(key, None)
+            if buffer is None or buffer.shape != part.tensor.shape or buffer.dtype != part.tensor.dtype:
+                buffer = torch.empty(part.box.sizes, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
+            self._buffers[key] = buffer.copy_(part.tensor.detach(), non_blocking=True)
+        for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return [Piece(part.name, part.shape, part.box, self._buffers[part.name, part.box.offsets]) for part in parts]

@@ -1,0 +1,76 @@
+"""Moving a built module onto its storage: parameters become views of chunks, buffers become real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks.allocate import Allocator
+from shoal.chunks.assign import ChunkKey, assign
+from shoal.chunks.chunk import Chunk
+from shoal.precision import Precision
+
+
+def make_chunks(
+    module: nn.Module, member: Mapping[str, int], precision: Precision, chunk_bytes: int, group: str, allocate: Allocator
+) -> list[Chunk]:
+    """Chunks for the parameters of `module`, last registered first, since their gradients are ready first.
+
+    `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its
+    gradient is complete.
+    """
+    owners = {f"{prefix}.{name}".lstrip("."): owner for prefix, owner in module.named_modules() for name, _ in owner.named_parameters(recurse=False)}
+    order = []
+    for name, parameter in reversed(list(module.named_parameters())):
+        dtype = precision.parameter_dtype(parameter.dtype, owners[name])
+        key = ChunkKey(dtype, group, member[name], parameter.requires_grad)
+        order.append((name, parameter.shape, key))
+    cut = assign(order, chunk_bytes, precision.grad.itemsize)
+    return [
+        Chunk(index, slots, key.dtype, _master(key.dtype, precision), precision.grad, key.trainable, allocate)
+        for index, (key, slots) in enumerate(cut)
+    ]
+
+
+def _master(dtype: torch.dtype, precision: Precision) -> torch.dtype:
+    return precision.master if dtype.is_floating_point else dtype
+
+
+def adopt(
+    module: nn.Module, chunks: Sequence[Chunk], value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device
+) -> dict[str, nn.Parameter]:
+    """Fills chunks and buffers with their initial values, one tensor at a time, and puts them into `module`.
+
+    Returns the parameters by their first names, in the module's order. Every place of a tied parameter gets the same object.
+    """
+    slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.slots}
+    adopted: dict[int, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
+    with torch.no_grad():
+        for name, built in list(module.named_parameters(remove_duplicate=False)):
+            if id(built) not in adopted:
+                chunk, slot = slots[name]
+                slot.view(chunk.master).copy_(value(name, built))
+                parameter = nn.Parameter(slot.view(chunk.data), requires_grad=built.requires_grad)
+                parameter.__dict__.update(built.__dict__)
+                adopted[id(built)] = by_name[name] = parameter
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, adopted[id(built)])
+        for chunk in chunks:
+            chunk.publish()
+        _adopt_other_tensors(module, value, precision, device)
+    return by_name
+
+
+def _adopt_other_tensors(module: nn.Module, value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device) -> None:
+    """Makes buffers real, and tensors that the constructor kept as plain attributes."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in list(owner._buffers.items()):
+            if buffer is not None:
+                dtype = precision.buffer_dtype(buffer, owner, name not in owner._non_persistent_buffers_set)
+                owner._buffers[name] = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype)
+        for name, attribute in list(vars(owner).items()):
+            if isinstance(attribute, Tensor):
+                vars(owner)[name] = value(f"{prefix}.{name}".lstrip("."), attribute).to(device)

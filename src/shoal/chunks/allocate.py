@@ -1,0 +1,27 @@
+"""Where a chunk's bytes come from. Private storage belongs to this process alone."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and the widest vector register."""
+
+
+class Allocator(Protocol):
+    """Gives flat, zeroed storage of `numel` elements whose first byte is aligned to ALIGNMENT."""
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+
+class Private:
+    """Storage of this process on `device`, from torch's allocator, which aligns to at least 64 bytes on CPU and CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)

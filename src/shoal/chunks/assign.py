@@ -1,0 +1,50 @@
+"""Which parameter goes to which chunk: a pure function of names, shapes, dtypes and the chunk size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from shoal.chunks.chunk import Slot, aligned
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """What the parameters of one chunk share. `group` names the ranks that hold it, `options` its optimizer group."""
+
+    dtype: torch.dtype
+    group: str
+    options: int
+    trainable: bool
+
+
+def assign(
+    parameters: Iterable[tuple[str, torch.Size, ChunkKey]], chunk_bytes: int, grad_itemsize: int
+) -> list[tuple[ChunkKey, tuple[Slot, ...]]]:
+    """Cuts `parameters` (name, shape, key) into chunks of at most `chunk_bytes` of gradient, a larger parameter alone in its own.
+
+    Parameters come in the order in which their gradients are expected to be ready and stay in it; chunks are ordered by their
+    last parameter, since that is when they are full. Slots are aligned for the narrowest type that the chunk holds.
+    """
+    open_chunks: dict[ChunkKey, list[Slot]] = {}
+    done: list[tuple[int, ChunkKey, tuple[Slot, ...]]] = []
+    last: dict[ChunkKey, int] = {}
+    limit = max(1, chunk_bytes // grad_itemsize)
+
+    def close(key: ChunkKey) -> None:
+        done.append((last[key], key, tuple(open_chunks.pop(key))))
+
+    for position, (name, shape, key) in enumerate(parameters):
+        itemsize = min(key.dtype.itemsize, grad_itemsize)
+        slots = open_chunks.get(key)
+        offset = aligned(slots[-1].offset + slots[-1].numel, itemsize) if slots else 0
+        if slots and offset + shape.numel() > limit:
+            close(key)
+            offset = 0
+        open_chunks.setdefault(key, []).append(Slot(name, shape, offset))
+        last[key] = position
+    for key in list(open_chunks):
+        close(key)
+    return [(key, slots) for _, key, slots in sorted(done, key=lambda entry: entry[0])]

@@ -1,0 +1,73 @@
+"""A chunk: flat storage of parameters that share a dtype, a group and an optimizer group.
+
+    offset 0        64-byte aligned            64-byte aligned         size
+    | weight ......... |pad| bias .. |  pad  | weight ............... |
+    data    what the module sees (the model's dtype); parameters are views, never re-bound
+    grad    what is reduced (fp32, or fp64 for fp64 parameters); `parameter.grad` are views
+    master  what the optimizer updates: fp32 beside low-precision data, else data itself
+
+Padding is zero in all three, so norms and reductions run over the flat storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks.allocate import ALIGNMENT, Allocator
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies: `numel` elements of `shape` at `offset`, in elements."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's tensor inside `flat`."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+
+class Chunk:
+    """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master."""
+
+    def __init__(
+        self,
+        index: int,
+        slots: tuple[Slot, ...],
+        dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        trainable: bool,
+        allocate: Allocator,
+    ) -> None:
+        self.index, self.slots, self.trainable = index, slots, trainable
+        self.size = slots[-1].offset + slots[-1].numel
+        self.data = allocate(self.size, dtype)
+        self.master = self.data if not trainable or master_dtype == dtype else allocate(self.size, master_dtype)
+        self.grad = allocate(self.size, grad_dtype) if trainable else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data, gradient and master together."""
+        parts = [self.data] if self.master is self.data else [self.data, self.master]
+        return sum(part.nbytes for part in parts + ([self.grad] if self.grad is not None else []))
+
+    def publish(self) -> None:
+        """Casts the updated master into what the module sees; nothing to do where they are one."""
+        if self.master is not self.data:
+            self.data.copy_(self.master)
+
+
+def aligned(numel: int, itemsize: int) -> int:
+    """`numel` rounded up so that the next slot starts on ALIGNMENT bytes."""
+    per_line = max(1, ALIGNMENT // itemsize)
+    return -(-numel // per_line) * per_line

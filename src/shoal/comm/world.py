@@ -1,0 +1,75 @@
+"""The ranks of a job and the groups among them. Passed as an argument, never global; nothing here reads the environment."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.collectives import Group
+from shoal.comm.ledger import Ledger
+
+
+class World:
+    """`size` ranks that share a `store`; this one is `rank`, the `local_rank`-th of `local_size` on `host`.
+
+    `generation` counts memberships: every group's keys stand under it, so a later generation never reads an earlier one's.
+    The store's server lives in the launcher (or the cluster), `None` for a single process. `device` defaults to
+    `cuda:local_rank` where there is CUDA, else the CPU.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        local_rank: int = 0,
+        local_size: int = 1,
+        store: dist.Store | None = None,
+        generation: int = 0,
+        device: torch.device | str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        assert size == 1 or store is not None, "ranks need a store to meet"
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.generation, self.timeout = generation, timeout
+        self.host = socket.gethostname()
+        self.device = torch.device(device) if device is not None else _default_device(local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.store = dist.PrefixStore(f"generation{generation}", store) if store is not None else None
+        self.ledger = Ledger()
+        self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+
+    @classmethod
+    def single(cls, device: torch.device | str | None = None) -> World:
+        """A world of this process alone."""
+        return cls(device=device)
+
+    def group(self, name: str, ranks: list[int]) -> Group:
+        """The group of `ranks`, made at the first call, which all its ranks must make. This rank must be one of them."""
+        key = (name, tuple(ranks))
+        if key not in self._groups:
+            store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store) if self.store is not None else None
+            self._groups[key] = Group(
+                name,
+                ranks,
+                ranks.index(self.rank),
+                self.ledger,
+                store,
+                self.device,
+                loopback=self.local_size == self.size,
+                timeout=self.timeout,
+            )
+        return self._groups[key]
+
+    @property
+    def everyone(self) -> Group:
+        """The group of all ranks."""
+        return self.group("world", list(range(self.size)))
+
+
+def _default_device(local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,39 @@
+"""Data: documents to tokens to packed rows, and the order in which steps take them.
+
+The road of text is `open_text`: corpus -> tokenizer -> shards -> split -> packed rows. Any map-style dataset of dicts goes on
+from there: a `Cursor` says which samples a step takes, `map_batches` hands them out; an `IterableSource` does both for a stream.
+"""
+
+from .corpus import Corpus, open_corpus
+from .cursor import Cursor
+from .iterable import IterableSource
+from .loader import Batch, map_batches, stack_samples
+from .pack import PackedText
+from .prefetch import Prefetcher
+from .shards import Shards, build_shards, damaged_files, open_shards
+from .split import Split, split_documents
+from .text import TextData, open_text
+from .tokens import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "Cursor",
+    "IterableSource",
+    "PackedText",
+    "Prefetcher",
+    "Shards",
+    "Split",
+    "TextData",
+    "Tokenizer",
+    "build_shards",
+    "damaged_files",
+    "load_tokenizer",
+    "map_batches",
+    "open_corpus",
+    "open_shards",
+    "open_text",
+    "split_documents",
+    "stack_samples",
+]

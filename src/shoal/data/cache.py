@@ -1,0 +1,51 @@
+"""The cache of things made once from the user's data: where it is, and how a directory in it comes to be exactly once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from ..errors import UserError
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/shoal`, or `~/.cache/shoal`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
+
+
+def fingerprint_of(*parts: object) -> str:
+    """24 hexadecimal digits that stand for `parts` (anything that JSON can write)."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
+
+
+def build_once(target: Path, build: Callable[[Path], None], intact: Callable[[Path], bool]) -> None:
+    """Makes the directory `target` by `build(empty_directory)`, unless it is there and `intact(target)`.
+
+    Any number of processes may call at once: one builds under a file lock, the others wait and find it done. The directory
+    is built beside its place and renamed, so a killed build leaves nothing that looks finished. What is there but not
+    intact is replaced; a process that has its files mapped keeps the old ones.
+    """
+    try:
+        if intact(target):
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.with_name(target.name + ".lock")):
+            if intact(target):
+                return
+            unfinished = target.with_name(target.name + ".tmp")
+            for leftover in (unfinished, target):
+                if leftover.exists():
+                    shutil.rmtree(leftover)
+            unfinished.mkdir()
+            build(unfinished)
+            unfinished.rename(target)
+    except OSError as error:
+        raise UserError(
+            f"the data cache {target} cannot be written: {error}. Free or allow the space, or give another place by cache_dir"
+        ) from error

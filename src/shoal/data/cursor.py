@@ -1,0 +1,75 @@
+"""Which samples make up the global batch of a step: a pure function of (seed, step), with nothing to save or replay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from .keyed import derive_key, keyed_hash
+
+ROUNDS = 4  # each changes both halves; four are the usual lower bound for a pseudo-random permutation (Luby, Rackoff 1988)
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The order of a map-style dataset of `samples` items, in global batches of `global_batch`.
+
+    Every sample comes once an epoch, each epoch in a fresh order; the epoch's last batch is short when `global_batch` does
+    not divide `samples`. Steps count from 0 and run on over epochs.
+    """
+
+    samples: int
+    global_batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UserError("the dataset has no samples: there is nothing to train on. Check its source and its split")
+        if self.global_batch < 1:
+            raise UserError(f"global_batch is {self.global_batch}: give the number of samples in one step, at least 1")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples / self.global_batch)
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that `step` belongs to."""
+        return step // self.steps_per_epoch
+
+    def ids(self, step: int) -> NDArray[np.int64]:
+        """The sample ids of the global batch of `step`, in order. Time and memory are O(global_batch)."""
+        if step < 0:
+            raise UserError(f"step is {step}: steps count from 0")
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.global_batch
+        positions = np.arange(first, min(first + self.global_batch, self.samples), dtype=np.uint64)
+        return permute(positions, self.samples, ("cursor", self.seed, epoch)).astype(np.int64)
+
+
+def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]) -> NDArray[np.uint64]:
+    """Where a keyed pseudo-random permutation of range(size) sends each of `positions` (all below `size`).
+
+    A Feistel network over Z_rows x Z_columns, the smallest near-square grid that holds `size` cells. What lands in one of
+    the fewer than `rows` surplus cells is sent on until it lands inside ("cycle walking"), which keeps it a permutation
+    (Black, Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = math.ceil(size / rows)
+    round_keys = [(derive_key(*key, "row", r), derive_key(*key, "column", r)) for r in range(ROUNDS)]
+    images = _feistel(positions, rows, columns, round_keys)
+    while (outside := images >= size).any():
+        images[outside] = _feistel(images[outside], rows, columns, round_keys)
+    return images
+
+
+def _feistel(cells: NDArray[np.uint64], rows: int, columns: int, round_keys: list[tuple[int, int]]) -> NDArray[np.uint64]:
+    """One pass of the network; a bijection of range(rows * columns), as each half-round only adds to one coordinate."""
+    row, column = np.divmod(cells, np.uint64(columns))
+    for row_key, column_key in round_keys:
+        row = (row + keyed_hash(column, row_key) % np.uint64(rows)) % np.uint64(rows)
+        column = (column + keyed_hash(row, column_key) % np.uint64(columns)) % np.uint64(columns)
+    return row * np.uint64(columns) + column

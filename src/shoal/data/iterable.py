@@ -1,0 +1,109 @@
+"""Global batches of an iterable dataset: read by one rank, in order, and dispatched to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UserError
+from .loader import Batch, Collate, stack_samples
+
+Dispatch = Callable[[list[Any] | None], list[Any]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """After which batch a source stands: the step, epoch and id to come, and the samples of this epoch handed out so far."""
+
+    step: int = 0
+    epoch: int = 0
+    next_id: int = 0
+    samples_in_epoch: int = 0
+
+
+class IterableSource:
+    """An iterable of samples with a place in it that can be saved.
+
+    Only the rank with `reads=True` touches `iterable`. An iterable that can be iterated again makes further epochs, and hears
+    of them by its `set_epoch(epoch)` if it has one.
+    """
+
+    def __init__(self, iterable: Iterable[Any], *, reads: bool = True) -> None:
+        self._iterable = iterable
+        self._reads = reads
+        self._place = Place()
+        self._reader: Iterator[Any] | None = None  # of the epoch under way; None between epochs and after loading a state
+        self._saved: Any = None  # the iterable's state, loaded and not yet used
+
+    def batches(
+        self, global_batch: int, *, dispatch: Dispatch | None = None, epochs: int | None = None, collate: Collate | None = None
+    ) -> Iterator[Batch]:
+        """Batches of `global_batch` samples from the place on; the last one of an epoch is short.
+
+        Ids are running numbers over all epochs. `dispatch` is called on every rank for each batch and once at the end of an
+        epoch, on the reading rank with the samples and elsewhere with None, and returns the samples to all (a broadcast of
+        objects). Ends after `epochs`, or with an epoch that has no samples.
+        """
+        if global_batch < 1:
+            raise UserError(f"global_batch is {global_batch}: give the number of samples in one step, at least 1")
+        stack = collate or stack_samples
+        while epochs is None or self._place.epoch < epochs:
+            while samples := self._next(global_batch, dispatch):
+                place = self._place
+                self._place = Place(
+                    place.step + 1, place.epoch, place.next_id + len(samples), place.samples_in_epoch + len(samples)
+                )
+                ids = tuple(range(place.next_id, self._place.next_id))
+                yield Batch(place.step, place.epoch, ids, _loader(samples, place.next_id, stack))
+            if self._place.samples_in_epoch == 0:
+                return
+            self._place = replace(self._place, epoch=self._place.epoch + 1, samples_in_epoch=0)
+            self._reader = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch handed out; so ask for a batch only when the one before it is taken.
+
+        On the reading rank it holds the iterable's own `state_dict()` where that has one, which must be something JSON can write.
+        """
+        state = self._saved
+        if self._reader is not None and hasattr(self._iterable, "state_dict"):
+            state = self._iterable.state_dict()
+        return {**asdict(self._place), "iterable": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a saved place. Where the iterable has no state of its own, the next batch reads on from its start to there."""
+        self._place = Place(**{name: value for name, value in state.items() if name != "iterable"})
+        self._saved = state["iterable"]
+        self._reader = None
+
+    def _next(self, samples: int, dispatch: Dispatch | None) -> list[Any]:
+        read = None
+        if self._reads:
+            if self._reader is None:
+                self._reader = self._open_epoch()
+            read = list(islice(self._reader, samples))
+        if dispatch is not None:
+            return dispatch(read)
+        assert read is not None, "a rank that does not read needs a dispatch"
+        return read
+
+    def _open_epoch(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, None
+        done = self._place.samples_in_epoch
+        if hasattr(self._iterable, "set_epoch"):
+            self._iterable.set_epoch(self._place.epoch)
+        if done and saved is not None:
+            self._iterable.load_state_dict(saved)  # type: ignore[attr-defined]  # it gave the state
+            return iter(self._iterable)
+        reader = iter(self._iterable)
+        for _ in islice(reader, done):
+            continue
+        return reader
+
+
+def _loader(samples: list[Any], first: int, stack: Collate) -> Callable[[Sequence[int]], dict[str, Tensor]]:
+    return lambda ids: stack([samples[i - first] for i in ids])

@@ -1,0 +1,77 @@
+"""Global batches of a map-style dataset: the ids of a step, and the means to load any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ..errors import UserError
+from .cursor import Cursor
+
+Collate = Callable[[list[Any]], dict[str, Tensor]]
+
+
+class MapDataset(Protocol):
+    """A map-style dataset: any rank may ask for any item, and an item is the same each time."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch of one step, the same on every rank. `load(some_of_ids)` gives those samples, stacked."""
+
+    step: int
+    epoch: int
+    ids: tuple[int, ...]
+    load: Callable[[Sequence[int]], dict[str, Tensor]]
+
+
+def map_batches(dataset: MapDataset, cursor: Cursor, start_step: int = 0, collate: Collate | None = None) -> Iterator[Batch]:
+    """The batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""
+    stack = collate or stack_samples
+
+    def load(ids: Sequence[int]) -> dict[str, Tensor]:
+        return stack([dataset[int(i)] for i in ids])
+
+    for step in count(start_step):
+        yield Batch(step, cursor.epoch(step), tuple(cursor.ids(step).tolist()), load)
+
+
+def stack_samples(samples: list[Any]) -> dict[str, Tensor]:
+    """Stacks samples, dicts of tensors, arrays or numbers, along a new first dimension, key by key.
+
+    Raises `UserError` naming the key where samples do not have the same keys and shapes, or values that are no numbers.
+    """
+    first = samples[0]
+    if not isinstance(first, Mapping):
+        raise UserError(
+            f"a sample is a {type(first).__name__}, not a dict of tensors: return dicts from the dataset, or give collate="
+        )
+    for sample in samples:
+        if sample.keys() != first.keys():
+            raise UserError(f"samples of one batch have different keys: {sorted(first)} and {sorted(sample)}")
+    return {key: _stack(key, [sample[key] for sample in samples]) for key in first}
+
+
+def _stack(key: str, values: list[Any]) -> Tensor:
+    for value in values:
+        if not isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | int | float):
+            raise UserError(f"sample[{key!r}] is a {type(value).__name__}: give tensors, arrays or numbers, or give collate=")
+    shapes = list(dict.fromkeys(tuple(np.shape(value)) for value in values))
+    if len(shapes) > 1:
+        raise UserError(
+            f"sample[{key!r}] has different shapes in one batch: {', '.join(map(str, shapes))}. "
+            "Pad samples to one length, pack them, or give collate="
+        )
+    stacked = default_collate(values)
+    assert isinstance(stacked, torch.Tensor)
+    return stacked

@@ -1,0 +1,43 @@
+"""Train and validation documents, told apart by a keyed hash of the document's number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UserError
+from .keyed import derive_key, keyed_hash
+
+
+@dataclass(frozen=True)
+class Split:
+    """Document numbers, ascending, of each side. `validation` is empty only when none was asked for."""
+
+    train: NDArray[np.int64]
+    validation: NDArray[np.int64]
+
+
+def split_documents(documents: int, validation: float, seed: int) -> Split:
+    """Splits range(documents): each falls to validation with probability `validation`, by itself.
+
+    So appended documents leave earlier ones on their side. A side that chance left empty gets the one document nearest to
+    it. `validation=0` keeps all for training. Raises `UserError` for a fraction outside [0, 1) and where one document
+    would have to be on both sides.
+    """
+    if not 0 <= validation < 1:
+        raise UserError(f"validation is {validation}: give the share of documents to hold out, from 0 (none) to below 1")
+    numbers = np.arange(documents, dtype=np.int64)
+    if validation == 0:
+        return Split(numbers, numbers[:0])
+    if documents < 2:
+        raise UserError(
+            f"the corpus has {documents} document(s): a validation part of {validation} needs at least 2. "
+            "Give more documents, or validation=0 to train on all"
+        )
+    draw = keyed_hash(numbers.astype(np.uint64), derive_key("split", seed)) / 2.0**64
+    held_out = draw < validation
+    held_out[draw.argmin()] = True
+    held_out[draw.argmax()] = False
+    return Split(numbers[~held_out], numbers[held_out])

@@ -1,0 +1,197 @@
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or one that exists as a `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from ..errors import UserError
+from .cache import build_once, fingerprint_of
+from .corpus import Corpus
+from .split import split_documents
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT
+TRAINING_CHARACTERS = 8_000_000  # merges learned on more differ little, and training time grows with it
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids in range(vocab_size) and back. `eos` ends each document; `encode` never adds it, `decode` drops it.
+
+    Equal `fingerprint`s mean equal ids for every text.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a document."""
+
+    vocab_size: int = 257
+    eos: int = 256
+    fingerprint: str = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i != self.eos).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class LibraryTokenizer:
+    """A tokenizer of the `tokenizers` library. `file` is its `tokenizer.json`."""
+
+    library: tokenizers.Tokenizer
+    vocab_size: int
+    eos: int
+    fingerprint: str
+    file: Path
+
+    def encode(self, text: str) -> list[int]:
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.library.decode([int(i) for i in ids if i != self.eos], skip_special_tokens=False)
+
+
+def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> LibraryTokenizer:
+    """Reads a `tokenizer.json`, or the directory of a Hugging Face tokenizer that has one.
+
+    The end-of-document token is the `eos_token` of the `tokenizer_config.json` beside it, or else the first of
+    `KNOWN_EOS` in the vocabulary. Text that spells a special token gives that token, as in `transformers`, unless
+    `special_in_text=False`: then a document cannot contain its own end. Raises `UserError` where the file is missing or broken or has no such token.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file /= "tokenizer.json"
+    if not file.is_file():
+        raise UserError(
+            f"no tokenizer at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
+            "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))"
+        )
+    try:
+        library = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception itself
+        raise UserError(f"{file} is not a tokenizer.json: {error}. Delete it if Shoal made it, else get a whole one") from error
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = not special_in_text
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    eos = _eos_token(file, vocabulary)
+    return LibraryTokenizer(
+        library=library,
+        vocab_size=max(vocabulary.values()) + 1,  # ids may have gaps
+        eos=vocabulary[eos],
+        fingerprint=fingerprint_of(library.to_str(), eos, special_in_text),
+        file=file,
+    )
+
+
+def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
+    config = file.with_name("tokenizer_config.json")
+    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    if isinstance(named, dict):  # an AddedToken as transformers writes it
+        named = named["content"]
+    candidates = [named] if named else list(KNOWN_EOS)
+    for token in candidates:
+        if token in vocabulary:
+            return token
+    raise UserError(
+        f"{file} has no end-of-document token: looked for {', '.join(candidates)}. "
+        f'Add one to its vocabulary, and name it as "eos_token" in {config.name} beside it'
+    )
+
+
+def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, cache_dir: Path) -> Tokenizer:
+    """The tokenizer that `spec` names: `"bytes"`, `"bpe:SIZE"`, a path for `load_tokenizer`, or a `Tokenizer` as it is.
+
+    `"bpe:SIZE"` is trained once on training documents of `corpus` (see `train_bpe`) and kept in `cache_dir`.
+    """
+    if isinstance(spec, Tokenizer):
+        return spec
+    if not isinstance(spec, str | Path):
+        raise UserError(f"tokenizer is a {type(spec).__name__}: give 'bytes', 'bpe:SIZE', a path, or a shoal.data.Tokenizer")
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    if not str(spec).startswith("bpe:"):
+        return load_tokenizer(spec)
+    vocab_size = _bpe_size(str(spec))
+    if corpus.tokenised:
+        raise UserError(
+            f"tokenizer is {spec}, but {corpus.name} is tokenised already: give the tokenizer that made its input_ids"
+        )
+    key = fingerprint_of("bpe", corpus.fingerprint, vocab_size, validation, seed, TRAINING_CHARACTERS)
+    directory = cache_dir / "tokenizers" / key
+    build_once(
+        directory,
+        build=lambda unfinished: train_bpe(corpus, vocab_size, validation, seed).save(str(unfinished / "tokenizer.json")),
+        intact=lambda finished: (finished / "tokenizer.json").is_file(),
+    )
+    return load_tokenizer(directory, special_in_text=False)
+
+
+def _bpe_size(spec: str) -> int:
+    size = spec.removeprefix("bpe:")
+    if not size.isdecimal() or int(size) < 257:
+        raise UserError(
+            f"tokenizer is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096"
+        )
+    return int(size)
+
+
+def train_bpe(corpus: Corpus, vocab_size: int, validation: float, seed: int) -> tokenizers.Tokenizer:
+    """A byte-level BPE of at most `vocab_size` ids, learned from the training side of `split_documents`.
+
+    Of a corpus with more than `TRAINING_CHARACTERS` of training text, every k-th document is read, so that about that many
+    characters are spread evenly over it. The corpus is streamed twice: once to count, once to learn.
+    """
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(_training_text(corpus, validation, seed), trainer)
+    return library
+
+
+def _training_text(corpus: Corpus, validation: float, seed: int) -> Iterator[str]:
+    lengths = np.fromiter((len(document) for document in corpus.stream()), np.int64)
+    train = split_documents(len(lengths), validation, seed).train
+    stride = -(-int(lengths[train].sum()) // TRAINING_CHARACTERS) or 1
+    chosen = set(train[::stride].tolist())
+    left = TRAINING_CHARACTERS
+    for number, text in enumerate(corpus.stream()):
+        if number in chosen and left > 0:
+            assert isinstance(text, str)
+            yield text[:left]
+            left -= len(text)

@@ -1,0 +1,307 @@
+"""The engine: how one model and a plan become a running job. `__init__` is the assembly, in its fixed order."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import checkpoint
+from shoal.batchnorm import has_batch_statistics, synchronise
+from shoal.build import build
+from shoal.checkpoint import state
+from shoal.chunks import adopt, make_chunks
+from shoal.chunks.allocate import Private
+from shoal.comm import Lane, World
+from shoal.comm.functional import copy_to, reduce_from
+from shoal.compiling import compile_blocks
+from shoal.data import Batch, Cursor, IterableSource, map_batches
+from shoal.data.loader import Collate, stack_samples
+from shoal.errors import CheckpointError, UserError
+from shoal.exchange import algorithm
+from shoal.exchange.reducer import Reducer
+from shoal.launch import join
+from shoal.lr import Schedule
+from shoal.mesh import Mesh
+from shoal.models.export import export_model
+from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
+from shoal.parallel.layout import Layout
+from shoal.plan import Plan
+from shoal.precision import cast_at_the_border, precision as precision_named
+from shoal.random import Randomness, keyed_functional
+from shoal.step import Loss, StepResult, StepRunner, call_loss, microbatches, share
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over `tokens` counts of the whole dataset (or its first batches), the same on every rank."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class Engine:
+    """Trains `model`, written for one device, on the ranks of `world` as `plan` says.
+
+    `model`: a factory without arguments, or a ready module. `loss(model, microbatch)` returns (sum, count) or (sum, count, {name:
+    auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
+    parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, and must
+    be given where the model has batch-wide statistics. `precision`: "fp32", "fp64", "bf16". `clip`: largest norm of the global gradient.
+    `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
+    parameter's group. `sync_bn`: BatchNorm statistics over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
+    (torch's own kernels; depends on the plan). `world`: by default what the launcher's variables say.
+
+    Raises UserError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        loss: Loss,
+        optimizer: OptimizerFactory,
+        plan: Plan | None = None,
+        *,
+        global_batch: int,
+        microbatch: int | None = None,
+        precision: str = "fp32",
+        seed: int = 0,
+        clip: float | None = None,
+        schedule: Schedule | None = None,
+        param_groups: GroupRule | None = None,
+        sync_bn: bool = False,
+        dropout: str = "keyed",
+        collate: Collate | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or join()
+        self.plan = plan or Plan(dp=self.world.size)
+        self.mesh = Mesh(self.plan, self.world.rank, self.world.size)
+        self.device, self.ledger = self.world.device, self.world.ledger
+        self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
+        group = self._group = self.world.group("dp", self.mesh.ranks("dp"))
+
+        built = build(model, seed)
+        self.module, self.build_note = built.module, built.how
+        if sync_bn:
+            synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
+        self._microbatch = _choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
+        self._loss, self._collate, self._source = loss, collate, None
+        self._randomness = Randomness(seed, self.device)
+        if dropout == "keyed":
+            self._randomness.take_over(self.module)
+        elif dropout != "fused":
+            raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
+        if self.plan.compile:
+            compile_blocks(self.module, self.plan.compile)
+        cast_at_the_border(self.module, self.precision)
+
+        exchange = algorithm(self.plan.exchange)
+        options, member = group_options(self.module.named_parameters(), param_groups)
+        self.chunks = make_chunks(self.module, member, self.precision, exchange.chunk_bytes, "dp", Private(self.device))
+        self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
+        self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
+        self._agree(everything=not built.same)
+
+        trainable = [chunk for chunk in self.chunks if chunk.trainable]
+        if not trainable:
+            raise UserError("the model has no parameter with requires_grad: there is nothing to train")
+        self.optimizer = ChunkOptimizer(optimizer, trainable, self.parameters, options, member)
+        self.scheduler = schedule(self.optimizer.torch) if schedule else None
+        self._lane = Lane(self.device)
+        self._runner = StepRunner(
+            self.module,
+            loss,
+            trainable,
+            self.optimizer,
+            self.scheduler,
+            Reducer(trainable, self.parameters, group, exchange, self._lane),
+            self._randomness,
+            group,
+            microbatch=self._microbatch,
+            whole=sync_bn,
+            clip=clip,
+            device=self.device,
+            keyed=dropout == "keyed",
+        )
+        self._writers: dict[Path, checkpoint.Writer] = {}
+        self.step_index = 0
+
+    def batches(self, dataset: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
+        """The global batches from the engine's step on: `steps` of them, or up to the end of `epochs`, or without end.
+
+        A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the epoch's last batch
+        is short. An iterable is read by rank 0 and dispatched; its place is saved in checkpoints.
+        """
+        last = self.step_index + steps if steps is not None else None
+        for batch in self._endless(dataset, epochs):
+            if (last is not None and batch.step >= last) or (epochs is not None and batch.epoch >= epochs):
+                return
+            yield batch
+
+    def _endless(self, dataset: Any, epochs: int | None) -> Iterator[Batch]:
+        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+            return map_batches(dataset, Cursor(len(dataset), self.global_batch, self.seed), self.step_index, self._collate)
+        source = IterableSource(dataset, reads=self._group.rank == 0)
+        if isinstance(self._source, dict):
+            source.load_state_dict(self._source)
+        self._source = source
+        return source.batches(self.global_batch, dispatch=self._group.broadcast_object, epochs=epochs, collate=self._collate)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Trains on one global batch. The result is lazy and the same on every rank.
+
+        Raises TrainingError on a loss or gradient that is not finite; weights and optimizer then are those of the step before.
+        """
+        if batch.step != self.step_index:
+            raise UserError(f"this batch is of step {batch.step}, the engine is at step {self.step_index}: take batches from engine.batches")
+        self.ledger.step = batch.step
+        result = self._runner.run(batch)
+        self.step_index += 1
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
+        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
+        started = time.perf_counter()
+        samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
+        pieces = microbatches(range(samples), self._microbatch)
+        mine = share(len(pieces), self._group.rank, self._group.size)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        stack = self._collate or stack_samples
+        self.module.eval()
+        for ids in (pieces[i] for i in mine):
+            batch = {key: value.to(self.device) for key, value in stack([dataset[i] for i in ids]).items()}
+            sums = call_loss(self._loss, self.module, batch)
+            totals += torch.stack([sums.total.double(), sums.count.double()])
+        self.module.train()
+        total, count = self._group.all_reduce(totals, purpose="evaluation").tolist()
+        if count == 0:
+            raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
+        return Evaluation(total / count, round(count), time.perf_counter() - started)
+
+    def objective(self, batch: Batch) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
+        Hessian pass through its collectives and equal one process. All ranks must call it alike."""
+
+        def mean(parameters: Mapping[str, Tensor]) -> Tensor:
+            local = {name: copy_to(value, self._group) for name, value in parameters.items()}
+            total = count = torch.zeros((), device=self.device)
+            for ids in self._runner.cut(batch.ids)[0]:
+                self._randomness.begin(batch.step, ids)
+                with keyed_functional(self._randomness):
+                    sums = call_loss(self._loss, _Functional(self.module, local), self._runner.load(batch, ids))  # type: ignore[arg-type]
+                total, count = total + sums.total, count + sums.count
+            return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
+
+        return mean
+
+    def save(self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None) -> None:
+        """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
+        if this save (or, without waiting, the one before) failed; the last good checkpoint stays."""
+        self._runner.settle()
+        path = Path(directory)
+        if path not in self._writers:
+            self._writers[path] = checkpoint.Writer(path, self.world, keep)
+        pieces = state.pieces(self.module, self.chunks, self.optimizer, self._group.rank, self._group.size)
+        self._writers[path].save(self.step_index, pieces, {**self._extra(), "user": dict(extra or {})}, wait)
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "step": self.step_index,
+            "seed": self.seed,
+            "precision": self.precision.name,
+            "plan": self.plan.to_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
+            **state.optimizer_extra(self.optimizer),
+        }
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Reads a checkpoint written under any plan: one `step-...`, or the newest good one in `directory`. Returns its user `extra`."""
+        path = Path(directory)
+        if not path.name.startswith("step-"):
+            path = self._newest(path)
+        extra = state.restore(path, self.module, self.chunks, self.optimizer)
+        if self.scheduler is not None and extra["scheduler"] is not None:
+            self.scheduler.load_state_dict(extra["scheduler"])
+        self._source = extra["source"]
+        self.step_index = extra["step"]
+        return extra["user"]
+
+    def _newest(self, directory: Path) -> Path:
+        """The newest good checkpoint; the first rank looks, since it reads every byte. Damaged ones are named in a warning."""
+        found: Path | None = None
+        damaged: list[str] = []
+        if self._group.rank == 0:
+            found = checkpoint.newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
+        found, damaged = self._group.broadcast_object((found, damaged))
+        if found is None:
+            raise CheckpointError(f"no checkpoint to load in {directory}" + (f" (damaged: {'; '.join(damaged)})" if damaged else ""))
+        if damaged and self._group.rank == 0:
+            warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {'; '.join(damaged)}", stacklevel=3)
+        return found
+
+    def export(self, directory: str | Path) -> Path:
+        """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
+        rank writes; all ranks return when it is done."""
+        if self._group.rank == 0:
+            weights = {slot.name: slot.view(chunk.master) for chunk in self.chunks for slot in chunk.slots}
+            saved = self.module.state_dict().keys()
+            weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
+            export_model(self.module, weights, Path(directory))
+        self._group.barrier()
+        return Path(directory)
+
+    def close(self) -> None:
+        """Ends background work: waits for a save under way and for the lane."""
+        self._runner.settle()
+        for writer in self._writers.values():
+            writer.close()
+        self._lane.close()
+
+    def _agree(self, everything: bool) -> None:
+        """Buffers are those of the first rank; so are weights where ranks could not be sure to have built the same."""
+        with torch.no_grad():
+            for buffer in self.module.buffers():
+                self._group.broadcast(buffer, purpose="buffers")
+            for chunk in self.chunks if everything else ():
+                self._group.broadcast(chunk.master, purpose="weights")
+                chunk.publish()
+
+
+class _Functional:
+    """The module as a function of `parameters`, called like the module."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self._module, self._parameters = module, dict(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(self._module, self._parameters, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
+    if global_batch < 1:
+        raise UserError(f"global_batch = {global_batch}: a step needs at least one sample")
+    if given is not None and not 1 <= given <= global_batch:
+        raise UserError(f"microbatch = {given}: give 1 to global_batch ({global_batch}) samples")
+    whole = -(-global_batch // ranks)
+    if sync_bn:
+        if given not in (None, whole):
+            raise UserError(f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch")
+        return whole
+    if given is None and has_batch_statistics(module):
+        raise UserError(
+            "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
+            "for statistics over the global batch"
+        )
+    return given or whole

@@ -1,0 +1,83 @@
+"""Hands full gradient chunks to the algorithm during the last backward of a step, strictly in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm import Group, Lane
+
+if TYPE_CHECKING:
+    from shoal.exchange import Algorithm
+
+
+class Reducer:
+    """Watches each parameter's gradient accumulate; a chunk is handed over when all its parameters are in and it is at the front.
+
+    `touched[name]` says whether any backward of this step reached the parameter here. `norms` are the reduced chunks' 2-norms,
+    taken on the lane while the chunk is still in the cache.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Chunk], parameters: Mapping[str, torch.nn.Parameter], group: Group, algorithm: Algorithm, lane: Lane
+    ) -> None:
+        self._chunks, self._group, self._algorithm, self._lane = chunks, group, algorithm, lane
+        self.touched: dict[str, bool] = {}
+        self.norms: list[Tensor] = []
+        self._armed = False
+        self._missing: list[set[str]] = []
+        self._front = 0
+        for place, chunk in enumerate(chunks):
+            for slot in chunk.slots:
+                self.touched[slot.name] = False
+                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name))
+
+    def begin(self) -> None:
+        """A new step: gradients are zeroed by the caller, nothing has been touched."""
+        self.touched = dict.fromkeys(self.touched, False)
+        self._missing = [{slot.name for slot in chunk.slots} for chunk in self._chunks]
+        self.norms = [torch.empty(0)] * len(self._chunks)
+        self._front = 0
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        """Inside, a chunk that is complete is exchanged while backward goes on."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def finish(self) -> None:
+        """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
+        for missing in self._missing:
+            missing.clear()
+        self._advance()
+        self._lane.wait()
+
+    def _hook(self, place: int, name: str) -> Callable[[Tensor], None]:
+        def accumulated(_: Tensor) -> None:
+            self.touched[name] = True
+            if self._armed:
+                self._missing[place].discard(name)
+                if place == self._front:
+                    self._advance()
+
+        return accumulated
+
+    def _advance(self) -> None:
+        while self._front < len(self._chunks) and not self._missing[self._front]:
+            place = self._front
+            self._front += 1
+            self._lane.submit(lambda place=place: self._exchange(place))  # type: ignore[misc]
+
+    def _exchange(self, place: int) -> None:
+        chunk = self._chunks[place]
+        assert chunk.grad is not None
+        self._algorithm.run(chunk, self._group)
+        self.norms[place] = torch.linalg.vector_norm(chunk.grad)

@@ -1,0 +1,57 @@
+"""The program that `launch` starts for each rank: runs a script as `python` would, and leaves a Failure if it raises.
+
+    python -m shoal.launch.rank script.py ARGS...
+    python -m shoal.launch.rank -m module ARGS...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+from shoal.launch.failure import failure_of, write_failure
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Runs the program in `sys.argv`; exits with the code of its error."""
+    die_with_launcher(int(os.environ["SHOAL_LAUNCHER"]))
+    faulthandler.enable()  # a crash in native code prints the Python stack
+    try:
+        run_program(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        failure = failure_of(error, int(os.environ["SHOAL_RANK"]))
+        write_failure(failure, Path(os.environ["SHOAL_FAILURE_FILE"]))
+        sys.exit(failure.exit_code)
+
+
+def die_with_launcher(launcher: int) -> None:
+    """Asks Linux to kill this process when the launcher ends, however it ends; elsewhere only the launcher's own care is left."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended before the request
+        sys.exit(1)
+
+
+def run_program(program: list[str]) -> None:
+    """Runs ["script.py", ...] or ["-m", "module", ...] as `__main__` with `sys.argv` and `sys.path[0]` as `python` sets them."""
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

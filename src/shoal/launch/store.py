@@ -1,0 +1,154 @@
+"""The ranks meet at their store: connecting, the roll call, and who stands on which host."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import Identity
+
+_RETRY_SECONDS = 0.2
+
+
+def connect(identity: Identity, timeout: float = 300.0) -> dist.Store | None:
+    """The store of `identity`'s ranks under a prefix of its generation, once all of them have come; None for a single process.
+
+    Raises LaunchError with host, port, rank, the time waited and the ranks that are missing: if the address cannot be reached, the
+    port is taken, a rank comes twice, or not every rank has come within `timeout` seconds.
+    """
+    if not identity.store_url:
+        return None
+    started = time.monotonic()
+    bare = _file_store(identity) if identity.store_url.startswith("file:") else _tcp_store(identity, timeout)
+    store = dist.PrefixStore(f"shoal/gen{identity.generation}", bare)
+    _roll_call(store, identity, max(1.0, timeout - (time.monotonic() - started)))
+    return store
+
+
+def locate(identity: Identity, store: dist.Store | None) -> Identity:
+    """`identity` with its local rank and size, by the ranks' host names where no launcher said them."""
+    if identity.local_rank is not None and identity.local_size is not None:
+        return identity
+    assert store is not None, "a single process knows its local rank"
+    hosts = [store.get(f"host/{rank}") for rank in range(identity.size)]
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[identity.rank]]
+    return replace(identity, local_rank=here.index(identity.rank), local_size=len(here))
+
+
+def rank_list(ranks: list[int]) -> str:
+    """Ascending ranks for a message: [0, 2, 3, 4] -> "0, 2-4"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _file_store(identity: Identity) -> dist.Store:
+    path = Path(urlsplit(identity.store_url).path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return dist.FileStore(str(path), identity.size)
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"rank {identity.rank}: the store file {path} cannot be opened: {_first_line(error)}. Name a file in a folder that every rank can write."
+        ) from error
+
+
+def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
+    address = urlsplit(identity.store_url)
+    host, port = address.hostname or "", address.port or 0
+    if identity.rank0_serves and identity.rank == 0:
+        try:
+            return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise LaunchError(
+                f"rank 0 on {socket.gethostname()}: port {port} cannot be opened for the store ({_first_line(error)}). "
+                f"Another process or an earlier run may still hold it: end that one, or choose another MASTER_PORT on every rank."
+            ) from error
+    _await_listener(identity, host, port, timeout)
+    return _client(identity, host, port, timeout)
+
+
+def _await_listener(identity: Identity, host: str, port: int, timeout: float) -> None:
+    """Returns once something listens. torch's own client would wait as well, but prints a C++ stack trace at each attempt."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= deadline:
+                raise LaunchError(_unreachable(identity, host, port, timeout, error)) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _client(identity: Identity, host: str, port: int, timeout: float) -> dist.Store:
+    """A TCPStore client, made in a thread: against a listener that never answers, torch's constructor does not heed its time-out."""
+    made: list[dist.Store | RuntimeError] = []
+
+    def make() -> None:
+        try:
+            made.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)))
+        except RuntimeError as error:
+            made.append(error)
+
+    thread = threading.Thread(target=make, name="store client", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if made and isinstance(made[0], dist.Store):
+        return made[0]
+    cause = _first_line(made[0]) if made and isinstance(made[0], RuntimeError) else "no answer"
+    raise LaunchError(
+        f"rank {identity.rank} on {socket.gethostname()}: {host}:{port} listens but is no store of this run ({cause}, waited {timeout:.0f} s). "
+        f"Another program may hold the port: choose another MASTER_PORT on every rank."
+    )
+
+
+def _unreachable(identity: Identity, host: str, port: int, timeout: float, error: OSError) -> str:
+    server = "rank 0" if identity.rank0_serves else "the launcher"
+    return (
+        f"rank {identity.rank} of {identity.size} on {socket.gethostname()} did not reach the store at {host}:{port} "
+        f"within {timeout:.0f} s (last: {error}; from {identity.source}). Check that {server} runs there, that the address is the one "
+        f"other hosts see, and that no firewall closes the port."
+    )
+
+
+def _roll_call(store: dist.Store, identity: Identity, timeout: float) -> None:
+    """Waits until every rank has come. The last to come tells the others, so that each waits for one key only."""
+    rank, size = identity.rank, identity.size
+    try:
+        if store.add(f"arrived/{rank}", 1) > 1:
+            raise LaunchError(
+                f"rank {rank} came twice to {identity.store_url}: two processes have this rank, or the store still holds an earlier run. "
+                f"Give each process its own rank, and a new {'file' if identity.store_url.startswith('file:') else 'port'} to each run."
+            )
+        store.set(f"host/{rank}", socket.gethostname())
+        if store.add("arrived", 1) == size:
+            store.set("complete", "1")
+        store.wait(["complete"], timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise LaunchError(_incomplete(store, identity, timeout, error)) from error
+
+
+def _incomplete(store: dist.Store, identity: Identity, timeout: float, error: RuntimeError) -> str:
+    waited = f"rank {identity.rank} of {identity.size} on {socket.gethostname()} waited {timeout:.0f} s at {identity.store_url}"
+    try:
+        missing = [rank for rank in range(identity.size) if not store.check([f"arrived/{rank}"])]
+    except RuntimeError:
+        return f"{waited} and lost the store: {_first_line(error)}. Rank 0 or the launcher may have ended: see its output."
+    return f"{waited}; missing: rank {rank_list(missing)}. See the output of those ranks, or whether they were started at all."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

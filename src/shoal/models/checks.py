@@ -1,0 +1,28 @@
+"""Checks of the fields of a model's configuration. Each raises `UserError` with the field, its value and what it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.errors import UserError, did_you_mean
+
+
+def positive(owner: str, field: str, value: float) -> None:
+    if value <= 0:
+        raise UserError(f"{owner}: {field}={value} must be greater than 0.")
+
+
+def fraction(owner: str, field: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise UserError(f"{owner}: {field}={value} must be at least 0 and below 1.")
+
+
+def one_of(owner: str, field: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        hint = did_you_mean(str(value), [str(choice) for choice in choices])
+        raise UserError(f"{owner}: {field}={value!r} is none of {', '.join(map(repr, choices))}.{hint}")
+
+
+def divides(owner: str, field: str, part: int, whole_field: str, whole: int) -> None:
+    if whole % part:
+        raise UserError(f"{owner}: {field}={part} does not divide {whole_field}={whole}.")

@@ -1,0 +1,31 @@
+"""Weights on disk for others: Hugging Face layout where the model has one, plain safetensors by the model's own names elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shoal.models.gpt import GPT
+from shoal.models.hf import export_hf
+from shoal.models.hf_map import unmapped
+
+
+def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes `weights` (parameters and buffers by the names of `model.state_dict()`, each tied one once) to `directory`.
+
+    A model of `transformers`, or a GPT whose configuration maps to one, is loaded by `AutoModelForCausalLM.from_pretrained`; any other
+    becomes `model.safetensors`, with the reason and the class in `model.json`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):
+        export_hf(model, weights, directory)
+        return
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    why = unmapped(model.cfg) if isinstance(model, GPT) else None
+    about = {"class": f"{type(model).__module__}.{type(model).__qualname__}", "not in Hugging Face layout": why or "no such layout for this class"}
+    (directory / "model.json").write_text(json.dumps(about, indent=2) + "\n")

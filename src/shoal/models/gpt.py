@@ -1,0 +1,175 @@
+"""GPT: a pre-norm decoder, from GPT-2 (learned positions, GELU, LayerNorm) to Llama (rotary, SwiGLU, RMSNorm).
+
+Shape suffixes: B batch, T sequence, D d_model, F width of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.models.attention import Attention, Rotation, document_mask, rotation
+from shoal.models.checks import divides, fraction, one_of, positive
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The size and the kind of a GPT.
+
+    `sequence` is the longest row that the model takes. `kv_heads` defaults to `heads`, `d_ff` to 4 d_model (GELU) or to 8/3 d_model
+    rounded up to a multiple of 64 (SwiGLU: three matrices with the weights of two). `tied` shares the embedding with the head.
+    `bias` is that of linear layers and LayerNorms; the head has none. `dropout` acts on embeddings, attention and residual branches.
+    """
+
+    vocab_size: int
+    sequence: int
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int | None = None
+    positions: Literal["learned", "rotary"] = "learned"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    d_ff: int | None = None
+    tied: bool = True
+    bias: bool = True
+    dropout: float = 0.0
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "key_value_heads", "ff", "rope_theta", "norm_eps"):
+            positive("GPTConfig", field, getattr(self, field))
+        one_of("GPTConfig", "positions", self.positions, ("learned", "rotary"))
+        one_of("GPTConfig", "mlp", self.mlp, ("gelu", "swiglu"))
+        one_of("GPTConfig", "norm", self.norm, ("layernorm", "rmsnorm"))
+        fraction("GPTConfig", "dropout", self.dropout)
+        divides("GPTConfig", "heads", self.heads, "d_model", self.d_model)
+        divides("GPTConfig", "kv_heads", self.key_value_heads, "heads", self.heads)
+        if self.positions == "rotary" and self.head_size % 2:
+            raise UserError(
+                f"GPTConfig: d_model={self.d_model} over heads={self.heads} gives heads of {self.head_size} channels; "
+                "rotary positions turn pairs of channels, so choose an even head size."
+            )
+
+    @property
+    def key_value_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def ff(self) -> int:
+        if self.d_ff is not None:
+            return self.d_ff
+        return 4 * self.d_model if self.mlp == "gelu" else 64 * math.ceil(8 * self.d_model / 3 / 64)
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with the tanh form of GELU, as GPT-2."""
+
+    def __init__(self, d_model: int, d_ff: int, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, d_model: int, d_ff: int, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, d_ff, bias=bias)
+        self.up = nn.Linear(d_model, d_ff, bias=bias)
+        self.down = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+def _norm(cfg: GPTConfig) -> nn.Module:
+    if cfg.norm == "rmsnorm":
+        return nn.RMSNorm(cfg.d_model, eps=cfg.norm_eps)
+    return nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps, bias=cfg.bias)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, cfg: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(cfg)
+        self.attention = Attention(cfg.d_model, cfg.heads, cfg.key_value_heads, bias=cfg.bias, causal=True, dropout=cfg.dropout)
+        self.attention_dropout = nn.Dropout(cfg.dropout)
+        self.mlp_norm = _norm(cfg)
+        self.mlp = (GeluMLP if cfg.mlp == "gelu" else SwiGLU)(cfg.d_model, cfg.ff, cfg.bias)
+        self.mlp_dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x_BTD: Tensor, by: Rotation | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention_dropout(self.attention(self.attention_norm(x_BTD), by, mask_B1TT))
+        return x_BTD + self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class GPT(nn.Module):
+    """Token ids to next-token logits. It is written for one device and knows nothing of any other."""
+
+    def __init__(self, cfg: GPTConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        self.position_embedding = nn.Embedding(cfg.sequence, cfg.d_model) if cfg.positions == "learned" else None
+        self.embedding_dropout = nn.Dropout(cfg.dropout)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.norm = _norm(cfg)
+        self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+        if cfg.tied:
+            self.head.weight = self.token_embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialises as GPT-2: normal(0, 0.02), biases 0, and the 2 x layers matrices that write to the residual stream scaled by
+        1 / sqrt(2 x layers), so that the stream's variance does not grow with depth (Radford et al. 2019, section 2.3)."""
+        residual = {id(linear) for m in self.modules() if isinstance(m, Block) for linear in (m.attention.out, m.mlp.down)}
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                shrink = math.sqrt(2 * self.cfg.layers) if id(module) in residual else 1.0
+                nn.init.normal_(module.weight, std=0.02 / shrink)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+        """Returns logits [B, T, V].
+
+        `position_ids` [B, T] default to 0..T-1. With `document_ids` [B, T] a token sees only its own document. A row longer than
+        `cfg.sequence` raises `UserError`.
+        """
+        T = input_ids_BT.shape[1]
+        if self.cfg.sequence < T:
+            raise UserError(
+                f"GPT: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or raise `sequence`."
+            )
+        if position_ids is None:
+            position_ids = torch.arange(T, device=input_ids_BT.device)[None]
+        x_BTD = self.token_embedding(input_ids_BT)
+        by = None
+        if self.position_embedding is not None:
+            x_BTD = x_BTD + self.position_embedding(position_ids)
+        else:
+            by = rotation(position_ids, self.cfg.head_size, self.cfg.rope_theta, x_BTD.dtype)
+        mask_B1TT = None if document_ids is None else document_mask(document_ids, causal=True)
+
+        x_BTD = self.embedding_dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, by, mask_B1TT)
+        return self.head(self.norm(x_BTD))

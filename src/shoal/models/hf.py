@@ -1,0 +1,209 @@
+"""Causal language models of `transformers` by configuration, without any download; and export that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError, did_you_mean
+from shoal.models.gpt import GPT, GPTConfig
+from shoal.models.hf_map import to_hf
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# What a published config.json says that is not about the architecture. Precision belongs to the job, code is never fetched.
+NOT_ARCHITECTURE = ("auto_map", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+
+
+def from_config(config: str | Path | Mapping[str, Any], **overrides: Any) -> Callable[[], PreTrainedModel]:
+    """Returns a factory of the model that `config` describes, freshly initialised, in fp32.
+
+    `config` is a JSON file, a directory with a `config.json`, or a dict; it holds `model_type` ("llama", "gpt2", "qwen3", ...).
+    `overrides` replace its values, e.g. `vocab_size=257`. The factory may run on the meta device. Attention is SDPA where the model
+    has it, the key/value cache is off, and a mixture of experts returns its balance loss.
+
+    Raises `UserError` for a missing or broken file, an unknown `model_type`, an override that the model does not know, a quantised
+    model, or when `transformers` is not installed.
+    """
+    return partial(build_model, config_of(config, **overrides))
+
+
+def config_of(config: str | Path | Mapping[str, Any], **overrides: Any) -> PretrainedConfig:
+    """Returns the configuration that `from_config` builds from."""
+    return _parse(_read(config), overrides)
+
+
+def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
+    """Returns the function from the length of a row to the FLOPs of one of its tokens, forward and backward.
+
+    6 N + 12 L W T as `presets.flops_per_token` (W: the width of all query heads), with N the matrices that a token meets: the head but
+    not the embedding, and of a mixture of experts those that it is routed to. The model is built on the meta device to count them.
+    """
+    with torch.device("meta"):
+        model: Any = build_model(config)
+    text: Any = config.get_text_config()
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    share = text.num_experts_per_tok / experts if experts else 1.0
+    matrices = [(name, parameter) for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+    weights = sum(parameter.numel() * (share if ".experts." in name else 1.0) for name, parameter in matrices)
+    if model.get_input_embeddings().weight is not model.get_output_embeddings().weight:
+        weights -= model.get_input_embeddings().weight.numel()
+    if text.model_type == "gpt2":
+        weights -= text.n_positions * text.n_embd
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return lambda sequence: 6.0 * weights + 12.0 * text.num_hidden_layers * width * sequence
+
+
+def export_hf(model: nn.Module | GPTConfig | PretrainedConfig, state_dict: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Writes config.json, generation_config.json and safetensors (in parts of at most 5 GB) to `directory`, so that
+    `AutoModelForCausalLM.from_pretrained(directory)` loads them.
+
+    `model` tells the architecture alone: a module of `transformers`, a `GPT`, or the configuration of one. The weights are those of
+    `state_dict`, under the names of the model's own `state_dict()` and at full shape; a tied weight may be there once or twice. They
+    are written in their own dtype. Raises `UserError` for a model without equivalent in `transformers` or for names that do not fit.
+    """
+    if isinstance(model, GPT | GPTConfig):
+        config_dict, weights = to_hf(model.cfg if isinstance(model, GPT) else model, state_dict)
+        config = _parse(config_dict, {})
+    else:
+        config, weights = _config_to_publish(model), dict(state_dict)
+    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    with torch.device("meta"):
+        architecture = build_model(config, dtype)
+    # The configuration is published as a user of the model wants it; the settings of training go.
+    defaults = type(config)()
+    for setting in ("use_cache", "output_router_logits"):
+        if hasattr(defaults, setting):
+            setattr(architecture.config, setting, getattr(defaults, setting))
+    with _no_progress_bar():
+        architecture.save_pretrained(directory, state_dict=_own_tensors(architecture, weights), max_shard_size="5GB")
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"Models of transformers need it installed ({error}). Run: pip install 'shoal[hf]'") from error
+    return transformers
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keeps the bars of `transformers` out of the progress line of a run."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory with config.json; "
+            "nothing is downloaded."
+        ) from error
+    except ValueError as error:
+        raise UserError(f"The model configuration {path} is not JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise UserError(
+            f"The model configuration {path} holds a {type(content).__name__}; it must be a JSON object with model_type."
+        )
+    return content
+
+
+def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> PretrainedConfig:
+    transformers = _transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = content.get("model_type")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        hint = did_you_mean(str(model_type), list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+        raise UserError(
+            f"model_type={model_type!r} is no causal language model of transformers {transformers.__version__} "
+            f"(e.g. gpt2, llama, qwen3, mixtral).{hint}"
+        )
+    if content.get("quantization_config"):
+        raise UserError(
+            "The model configuration has a quantization_config: weights in a quantised format cannot be trained. Remove it."
+        )
+    fields = {key: value for key, value in content.items() if key not in (*NOT_ARCHITECTURE, "model_type")}
+    known = transformers.AutoConfig.for_model(model_type)
+    for key in overrides:
+        if not hasattr(known, key):
+            hint = did_you_mean(key, list(known.to_dict()))
+            raise UserError(f"{key} is no field of the configuration of a {model_type} of transformers.{hint}")
+    fields |= overrides
+    # A smaller vocabulary than the published one leaves the published ids of special tokens outside of it.
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = fields.get(token, getattr(known, token, None))
+        if isinstance(value, int) and value >= fields.get("vocab_size", value + 1):
+            fields[token] = None
+    try:
+        return transformers.AutoConfig.for_model(model_type, **fields)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The configuration of the {model_type} is refused by transformers: {error}") from error
+
+
+def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Returns the model of `config` as `from_config` describes; `config` stays as it is."""
+    transformers = _transformers()
+    config = deepcopy(config)
+    config.use_cache = False
+    if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef"):
+        config.output_router_logits = True
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    attention = "sdpa" if model_class._supports_sdpa else "eager"
+    return transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
+
+
+def _config_to_publish(model: Any) -> PretrainedConfig:
+    transformers = _transformers()
+    config = model.config if isinstance(model, transformers.PreTrainedModel) else model
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise UserError(
+            f"A {type(model).__name__} has no equivalent in transformers, so it cannot be exported for from_pretrained; "
+            "models 'gpt' and 'hf' can."
+        )
+    return config
+
+
+def _own_tensors(architecture: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drops the second name of a tied weight, checks the names, and gives each tensor a storage of its own.
+
+    Views of one flat storage would look tied to `transformers`, which tells tied weights by storage.
+    """
+    tied = set(architecture.all_tied_weights_keys) if architecture.config.tie_word_embeddings else set()
+    expected = set(architecture.state_dict()) - tied
+    given = set(weights) - tied
+    if expected != given:
+        missing, extra = sorted(expected - given)[:3], sorted(given - expected)[:3]
+        raise UserError(
+            f"The weights do not fit a {type(architecture).__name__}: missing {missing}, unknown {extra} (three of each at most)."
+        )
+    own: dict[str, Tensor] = {}
+    for name in given:
+        tensor = weights[name].detach().cpu().contiguous()
+        own[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+    return own

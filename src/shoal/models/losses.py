@@ -1,0 +1,98 @@
+"""Losses of one microbatch on one device: `loss(model, mb)` returns (sum, count), or (sum, count, auxiliary losses).
+
+The sum is over elements that count, never a mean: so any split of a batch over ranks or accumulation gives the same number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UserError, did_you_mean
+
+Microbatch = Mapping[str, Tensor]
+LossResult = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]
+Loss = Callable[[nn.Module, Microbatch], LossResult]
+
+IGNORED = -100
+
+
+def causal_lm(model: nn.Module, mb: Microbatch) -> LossResult:
+    """Next-token cross-entropy in nats: `input_ids` [B, T] against `labels` [B, T], already shifted, -100 not counted.
+
+    `model` returns logits [B, T, V] or an object of `transformers` with `.logits`. `position_ids`, `document_ids` and
+    `attention_mask` are passed where both the microbatch has them and the model's forward names them. The balance loss of a
+    mixture of experts comes as the auxiliary loss "router", times the model's `config.router_aux_loss_coef`.
+    """
+    output = model(mb["input_ids"], **_optional_inputs(model, mb))
+    total, count = _cross_entropy(getattr(output, "logits", output), mb["labels"])
+    router = getattr(output, "aux_loss", None)
+    if router is None:
+        return total, count
+    config: Any = model.config
+    return total, count, {"router": config.router_aux_loss_coef * router.to(total.dtype)}
+
+
+def masked_lm(model: nn.Module, mb: Microbatch) -> LossResult:
+    """Cross-entropy at the masked places: `labels` [B, T] hold the original token there and -100 elsewhere (see `MaskedTokens`)."""
+    output = model(mb["input_ids"], **_optional_inputs(model, mb))
+    return _cross_entropy(getattr(output, "logits", output), mb["labels"])
+
+
+def classification(model: nn.Module, mb: Microbatch) -> LossResult:
+    """Cross-entropy of `inputs` [B, ...] against class numbers `labels` [B], -100 not counted; `model` returns logits [B, classes]."""
+    return _cross_entropy(model(mb["inputs"]), mb["labels"])
+
+
+def regression(model: nn.Module, mb: Microbatch) -> LossResult:
+    """Squared error of `model(inputs)` against `targets`, summed over all elements; the count is the number of elements.
+
+    Predictions [B, 1] and targets [B] are the same thing; any other difference of shape raises `UserError`, since broadcasting
+    would give a silently wrong loss.
+    """
+    predictions, targets = model(mb["inputs"]), mb["targets"]
+    if predictions.dim() == targets.dim() + 1 and predictions.shape[-1] == 1:
+        predictions = predictions.squeeze(-1)
+    if predictions.shape != targets.shape:
+        raise UserError(
+            f"regression: the model predicts {tuple(predictions.shape)} where the targets are {tuple(targets.shape)}; make them equal."
+        )
+    error = _at_least_fp32(predictions) - targets
+    return error.square().sum(), torch.tensor(targets.numel(), device=targets.device)
+
+
+LOSSES: dict[str, Loss] = {
+    "causal_lm": causal_lm,
+    "masked_lm": masked_lm,
+    "classification": classification,
+    "regression": regression,
+}
+
+
+def find_loss(name: str) -> Loss:
+    """Returns the loss of that name; an unknown one raises `UserError`."""
+    if name not in LOSSES:
+        raise UserError(f"loss = {name!r} is not a loss of Shoal ({', '.join(LOSSES)}).{did_you_mean(name, list(LOSSES))}")
+    return LOSSES[name]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(_at_least_fp32(logits).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    """bf16 and fp16 become fp32; fp64 stays, so that a parity test in fp64 is one throughout."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _optional_inputs(model: nn.Module, mb: Microbatch) -> dict[str, Any]:
+    # By name only: the **kwargs of transformers would swallow `document_ids` and do nothing with it. There, positions that start
+    # again at 0 tell the documents apart.
+    accepted = inspect.signature(model.forward).parameters
+    return {key: mb[key] for key in ("position_ids", "document_ids", "attention_mask") if key in mb and key in accepted}

@@ -1,0 +1,58 @@
+"""Named GPT sizes, and what a GPT costs: parameters and FLOPs by formula, without building it."""
+
+from __future__ import annotations
+
+from shoal.models.gpt import GPTConfig
+
+# 1m to 15m: modern small models on bytes or a small BPE, for demonstrations and tests on a few cores.
+# 33m: learned positions and an untied head, the model of the data-parallel benchmark.
+# 124m: GPT-2 (Radford et al. 2019). 350m to 6.7b: the sizes of GPT-3 (Brown et al. 2020, table 2.1) with GPT-2's vocabulary; 1.3b has
+# 16 heads of 128, because the 24 heads printed there do not divide 2048.
+# 13b: CodeGeeX (Zheng et al. 2023, https://arxiv.org/abs/2303.17568): 39 layers and one "top query" layer of the same shape, hidden 5120,
+# 40 heads, MLP 20480, sequence 2048, vocabulary 52224 with the head tied to the embedding. Ours differs in three points: the 40th layer
+# is an ordinary block, so there is no table of query embeddings (2048 x 5120, 0.08% of the weights); the last norm stands after
+# that layer, not before it; GELU has its tanh form in place of FastGELU.
+PRESETS: dict[str, GPTConfig] = {
+    "1m": GPTConfig(257, 256, 5, 128, 4, positions="rotary", mlp="swiglu", norm="rmsnorm", bias=False),
+    "5m": GPTConfig(257, 256, 6, 256, 4, positions="rotary", mlp="swiglu", norm="rmsnorm", bias=False),
+    "15m": GPTConfig(4096, 256, 8, 384, 6, positions="rotary", mlp="swiglu", norm="rmsnorm", bias=False),
+    "33m": GPTConfig(8192, 256, 8, 512, 8, tied=False),
+    "124m": GPTConfig(50257, 1024, 12, 768, 12),
+    "350m": GPTConfig(50257, 2048, 24, 1024, 16),
+    "760m": GPTConfig(50257, 2048, 24, 1536, 16),
+    "1.3b": GPTConfig(50257, 2048, 24, 2048, 16),
+    "2.7b": GPTConfig(50257, 2048, 32, 2560, 32),
+    "6.7b": GPTConfig(50257, 2048, 32, 4096, 32),
+    "13b": GPTConfig(52224, 2048, 40, 5120, 40),
+}
+
+
+def _block_matrix_weights(cfg: GPTConfig) -> int:
+    """Weights of the matrices of one block, without biases."""
+    attention = cfg.d_model * cfg.head_size * (cfg.heads + 2 * cfg.key_value_heads) + cfg.d_model**2
+    return attention + (2 if cfg.mlp == "gelu" else 3) * cfg.d_model * cfg.ff
+
+
+def _block_biases(cfg: GPTConfig) -> int:
+    """Biases of the linear layers of one block, were there any: qkv and out, up (and gate) and down."""
+    attention = cfg.head_size * (cfg.heads + 2 * cfg.key_value_heads) + cfg.d_model
+    return attention + (1 if cfg.mlp == "gelu" else 2) * cfg.ff + cfg.d_model
+
+
+def count_parameters(cfg: GPTConfig) -> int:
+    """Returns the number of parameters of `GPT(cfg)`; a tied head counts once."""
+    norm = cfg.d_model * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
+    block = _block_matrix_weights(cfg) + 2 * norm + (_block_biases(cfg) if cfg.bias else 0)
+    embeddings = cfg.vocab_size * cfg.d_model * (1 if cfg.tied else 2)
+    positions = cfg.sequence * cfg.d_model if cfg.positions == "learned" else 0
+    return embeddings + positions + cfg.layers * block + norm
+
+
+def flops_per_token(cfg: GPTConfig, sequence: int) -> float:
+    """Returns the FLOPs of one token's forward and backward in rows of `sequence` tokens.
+
+    6 N + 12 L D T with N the weights of matrix products, head included, embedding look-up not (Chowdhery et al. 2022, PaLM,
+    appendix B). As there, attention is counted in full although half of it is masked, and recomputation is not counted.
+    """
+    weights = cfg.layers * _block_matrix_weights(cfg) + cfg.vocab_size * cfg.d_model
+    return 6.0 * weights + 12.0 * cfg.layers * cfg.d_model * sequence

@@ -1,0 +1,187 @@
+"""Models by name, from the `[model]` table of a job file: {"name": "gpt", "preset": "5m", "vocab_size": 257}."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+
+from shoal.errors import UserError, did_you_mean
+from shoal.models.bert import Bert, BertConfig, MaskedTokens
+from shoal.models.checks import one_of
+from shoal.models.chess import chess_evaluator
+from shoal.models.gpt import GPT, GPTConfig
+from shoal.models.losses import Loss, find_loss
+from shoal.models.lstm import LSTM, LSTMConfig
+from shoal.models.mlp import MLP
+from shoal.models.presets import PRESETS, flops_per_token
+from shoal.models.resnet import ResNet, ResNetConfig
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that is ready to be built.
+
+    `factory` builds it, on the meta device too. `loss` is the loss that it is trained with. `values` are all its settings with
+    defaults filled in, for the record. `vocab_size` and `sequence` are None where it reads no tokens, or rows of any length.
+    `flops_per_token(sequence)` is None where no formula is known. `prepare_data` turns the job's dataset into the model's.
+    """
+
+    name: str
+    factory: Callable[[], nn.Module]
+    loss: Loss
+    values: dict[str, Any]
+    vocab_size: int | None = None
+    sequence: int | None = None
+    flops_per_token: Callable[[int], float] | None = None
+    prepare_data: Callable[[Any], Any] = lambda dataset: dataset
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """The settings of an `MLP` in a job file; `task` tells the loss."""
+
+    sizes: list[int]
+    activation: str = "relu"
+    dropout: float = 0.0
+    task: Literal["classification", "regression"] = "classification"
+
+    def __post_init__(self) -> None:
+        one_of("model 'mlp'", "task", self.task, ("classification", "regression"))
+
+
+def build(spec: Mapping[str, Any]) -> ModelSpec:
+    """Returns the model of a table with `name` and the settings of that model, and perhaps `loss`, which replaces the model's own.
+
+    An unknown name, preset or setting, a missing setting or one of a wrong type raises `UserError`. Settings by name:
+    gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it; bert, lstm, resnet: the fields of their
+    configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
+    """
+    settings = dict(spec)
+    name, loss = settings.pop("name", None), settings.pop("loss", None)
+    if not isinstance(name, str) or name not in BUILDERS:
+        hint = did_you_mean(str(name), list(BUILDERS))
+        raise UserError(f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}")
+    model = BUILDERS[name](settings)
+    return model if loss is None else replace(model, loss=find_loss(loss))
+
+
+def _gpt(settings: dict[str, Any]) -> ModelSpec:
+    preset = settings.pop("preset", None)
+    if not isinstance(preset, str | None):
+        raise UserError(f"model.preset = {preset!r} of gpt must be one text ({', '.join(PRESETS)}).")
+    if preset is not None and preset not in PRESETS:
+        raise UserError(
+            f"model.preset = {preset!r} is no preset of gpt ({', '.join(PRESETS)}).{did_you_mean(str(preset), list(PRESETS))}"
+        )
+    cfg = _config(GPTConfig, "gpt", settings, PRESETS[preset] if preset else None)
+    return ModelSpec(
+        "gpt", partial(GPT, cfg), find_loss("causal_lm"), asdict(cfg), cfg.vocab_size, cfg.sequence, partial(flops_per_token, cfg)
+    )
+
+
+def _hf(settings: dict[str, Any]) -> ModelSpec:
+    from shoal.models import hf
+
+    if "config" not in settings:
+        raise UserError("model 'hf' needs `config`: a JSON file, a directory with config.json, or a table with model_type.")
+    config = hf.config_of(settings.pop("config"), **settings)
+    text = config.get_text_config()
+    return ModelSpec(
+        "hf",
+        partial(hf.build_model, config),
+        find_loss("causal_lm"),
+        config.to_dict(),
+        text.vocab_size,
+        getattr(text, "max_position_embeddings", None),
+        hf.flops_per_token(config),
+    )
+
+
+def _bert(settings: dict[str, Any]) -> ModelSpec:
+    cfg = _config(BertConfig, "bert", settings)
+    masked = partial(MaskedTokens, vocab_size=cfg.vocab_size, mask_id=cfg.vocab_size - 1)
+    return ModelSpec(
+        "bert", partial(Bert, cfg), find_loss("masked_lm"), asdict(cfg), cfg.vocab_size, cfg.sequence, prepare_data=masked
+    )
+
+
+def _lstm(settings: dict[str, Any]) -> ModelSpec:
+    cfg = _config(LSTMConfig, "lstm", settings)
+    return ModelSpec("lstm", partial(LSTM, cfg), find_loss("causal_lm"), asdict(cfg), cfg.vocab_size)
+
+
+def _resnet(settings: dict[str, Any]) -> ModelSpec:
+    cfg = _config(ResNetConfig, "resnet", settings)
+    return ModelSpec("resnet", partial(ResNet, cfg), find_loss("classification"), asdict(cfg))
+
+
+def _mlp(settings: dict[str, Any]) -> ModelSpec:
+    cfg = _config(MLPConfig, "mlp", settings)
+    factory = partial(MLP, cfg.sizes, cfg.activation, cfg.dropout)
+    with torch.device("meta"):
+        factory()  # a wrong size or activation is an error of the job file, not of the first step
+    return ModelSpec("mlp", factory, find_loss(cfg.task), asdict(cfg))
+
+
+def _chess(settings: dict[str, Any]) -> ModelSpec:
+    if settings:
+        raise UserError(f"model 'chess' has no settings; remove {', '.join(settings)}.")
+    return ModelSpec("chess", chess_evaluator, find_loss("regression"), {})
+
+
+BUILDERS: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
+    "gpt": _gpt,
+    "hf": _hf,
+    "bert": _bert,
+    "lstm": _lstm,
+    "resnet": _resnet,
+    "mlp": _mlp,
+    "chess": _chess,
+}
+
+
+def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None) -> Any:
+    """Returns a `kind` from the settings, over `base` where there is one; checks names and types first."""
+    hints = get_type_hints(kind)
+    for key, value in settings.items():
+        if key not in hints:
+            raise UserError(f"model.{key} is not a setting of {name} ({', '.join(hints)}).{did_you_mean(key, list(hints))}")
+        if not _fits(value, hints[key]):
+            raise UserError(f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}.")
+    if base is not None:
+        return replace(base, **settings)
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in settings]
+    if missing:
+        preset = " or a `preset`" if kind is GPTConfig else ""
+        raise UserError(f"model {name!r} needs {', '.join(missing)}{preset}.")
+    return kind(**settings)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from TOML or JSON is of the type of a field. An integer is a float too; a bool is no number."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return isinstance(value, str)  # the choice itself is checked by the configuration, which names what there is
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if hint is NoneType:
+        return value is None
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _spoken(hint: Any) -> str:
+    """The type as a person says it: `int | None` -> "an integer"."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_spoken(member) for member in get_args(hint) if member is not NoneType)
+    if get_origin(hint) is list:
+        return "a list of integers"
+    return {int: "an integer", float: "a number", bool: "true or false"}.get(hint, "a text")

@@ -1,0 +1,43 @@
+/* Shoal's native kernels. Compiled on first use with the system's C compiler; a torch fallback of each stands in Python.
+ * No torch headers: plain pointers through ctypes.
+ */
+#include <stdint.h>
+
+/* Philox4x32-10 (Salmon et al., SC'11): ten rounds of two 32x32->64 multiplications over a 128-bit counter. */
+static inline void philox(uint64_t counter, uint64_t key, uint32_t out[4]) {
+    uint32_t c0 = (uint32_t)counter, c1 = (uint32_t)(counter >> 32), c2 = 0, c3 = 0;
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        uint64_t p0 = (uint64_t)c0 * 0xD2511F53u, p1 = (uint64_t)c2 * 0xCD9E8D57u;
+        uint32_t n0 = (uint32_t)(p1 >> 32) ^ c1 ^ k0, n2 = (uint32_t)(p0 >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)p1;
+        c3 = (uint32_t)p0;
+        c0 = n0;
+        c2 = n2;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    out[0] = c0;
+    out[1] = c1;
+    out[2] = c2;
+    out[3] = c3;
+}
+
+#define BLOCK 64 /* counters at a time: lanes of a vector register, several times */
+
+/* kept[i] = 1 where element i of a sample survives: the word (i % 4) of philox(i / 4) under the sample's key is >= threshold. */
+void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t *keys, uint32_t threshold) {
+    for (int64_t s = 0; s < samples; s++) {
+        uint8_t *row = kept + s * elements;
+        uint64_t key = (uint64_t)keys[s];
+        for (int64_t start = 0; start < elements; start += 4 * BLOCK) {
+            uint32_t words[BLOCK][4];
+            for (int lane = 0; lane < BLOCK; lane++)
+                philox((uint64_t)(start / 4 + lane), key, words[lane]);
+            int64_t stop = elements - start < 4 * BLOCK ? elements - start : 4 * BLOCK;
+            const uint32_t *flat = &words[0][0];
+            for (int64_t i = 0; i < stop; i++)
+                row[start + i] = flat[i] >= threshold;
+        }
+    }
+}

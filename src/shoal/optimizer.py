@@ -1,0 +1,124 @@
+"""The optimizer's side of the chunks: parameter groups, fp32 masters, gradients as views, the apply of a committed step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks import Chunk
+from shoal.errors import UserError
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any]]
+
+
+def decay_matrices_only(weight_decay: float) -> GroupRule:
+    """The usual rule for transformers: weight decay on tensors of two or more dimensions, none on biases and norms."""
+
+    def rule(name: str, parameter: nn.Parameter) -> Mapping[str, Any]:
+        return {"weight_decay": weight_decay if parameter.dim() >= 2 else 0.0}
+
+    return rule
+
+
+def group_options(names: Iterable[tuple[str, nn.Parameter]], rule: GroupRule | None) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Distinct options in order of appearance, and each parameter's index into them."""
+    groups: list[dict[str, Any]] = []
+    member: dict[str, int] = {}
+    for name, parameter in names:
+        options = dict(rule(name, parameter)) if rule else {}
+        if options not in groups:
+            groups.append(options)
+        member[name] = groups.index(options)
+    return groups, member
+
+
+class ChunkOptimizer:
+    """A torch optimizer over the masters of `chunks`.
+
+    `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data.
+    Gradients are permanent views of the gradient chunks. `fused` is switched on where the factory takes it and leaves it open.
+    """
+
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        chunks: Sequence[Chunk],
+        module_parameters: Mapping[str, nn.Parameter],
+        options: list[dict[str, Any]],
+        member: Mapping[str, int],
+    ) -> None:
+        self._chunks = chunks
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._grads: dict[str, Tensor] = {}
+        for chunk in chunks:
+            assert chunk.grad is not None
+            for slot in chunk.slots:
+                seen = module_parameters[slot.name]
+                own = seen if chunk.master is chunk.data else nn.Parameter(slot.view(chunk.master))
+                grad = slot.view(chunk.grad)
+                if own is not seen:
+                    seen.grad_dtype = chunk.grad.dtype
+                seen.grad = own.grad = grad
+                self.parameters[slot.name], self._grads[slot.name] = own, grad
+        groups = [
+            {"params": [self.parameters[name] for name in module_parameters if name in self.parameters and member[name] == index], **extra}
+            for index, extra in enumerate(options)
+        ]
+        self.torch = _make(factory, [group for group in groups if group["params"]])
+        self._scales = bool(getattr(self.torch, "_step_supports_amp_scaling", False)) and _is_fused(self.torch)
+
+    def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        """Updates with gradients times `factor` (0-dim), then publishes the masters.
+
+        `untouched` parameters are left alone, as torch leaves those whose gradient is None. `skip` (0-dim float, on the device)
+        not zero leaves everything alone without the host having to know; only fused optimizers take it.
+        """
+        grads = [chunk.grad for chunk in self._chunks if chunk.grad is not None]
+        if self._scales and all(grad.dtype == torch.float32 for grad in grads):
+            self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
+            self.torch.found_inf = skip  # type: ignore[attr-defined]
+        elif float(factor) != 1.0:
+            torch._foreach_mul_(grads, factor)
+        for name in untouched:
+            self.parameters[name].grad = None
+        self.torch.step()
+        for name in untouched:
+            self.parameters[name].grad = self._grads[name]
+        for chunk in self._chunks:
+            chunk.publish()
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `apply` honours `skip` without a wait of the host."""
+        return self._scales
+
+    def grad(self, name: str) -> Tensor:
+        """The gradient's view in its chunk."""
+        return self._grads[name]
+
+
+def _make(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        open_choices = inspect.signature(factory).parameters
+        takes_fused = "fused" in open_choices and open_choices["fused"].default in (None, False)
+        chosen = getattr(factory, "keywords", {})
+    except (TypeError, ValueError):
+        takes_fused, chosen = False, {}
+    if takes_fused and not {"fused", "foreach", "differentiable", "capturable"} & set(chosen):
+        try:
+            return factory(groups, fused=True)  # type: ignore[call-arg]
+        except (RuntimeError, ValueError, NotImplementedError):
+            return factory(groups)  # this optimizer has no fused kernel for these dtypes or this device
+    optimizer = factory(groups)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer gave a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass e.g. partial(torch.optim.AdamW, lr=3e-4)")
+    return optimizer
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)

@@ -1,0 +1,113 @@
+"""Boxes in the coordinates of a global tensor, and the layout of a parameter: which of its boxes a rank holds, and where.
+
+Everything here is plain data about shapes; no tensor and no communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """A hyper-rectangle of a tensor: `sizes[d]` elements from `offsets[d]` along each dim `d`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the box: `tensor[box.slices]` is a view of it."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def shifted(self, by: tuple[int, ...]) -> Box:
+        """The same box in coordinates whose origin lies `by` before this box's origin."""
+        return Box(tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box of the elements that lie in both, or None when there are none."""
+    starts = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    stops = tuple(min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True))
+    if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+        return None
+    return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of the flattened (row-major) tensor as boxes, in flat order.
+
+    A tensor of k >= 1 dims gives at most 2k-1 boxes: the rest of the first row, whole rows, the beginning of the last row,
+    where a cut row is again a tensor of k-1 dims (its end takes at most k-1 boxes, and so does its beginning). A box is
+    contiguous in memory, so its elements in row-major order are a stretch of the range. An empty range has no boxes.
+
+        boxes_of_range((3, 4), 2, 9)     . . 1 1      Box((0, 2), (1, 2))
+                                         2 2 2 2      Box((1, 0), (1, 4))
+                                         3 . . .      Box((2, 0), (1, 1))
+    """
+    assert 0 <= start <= stop <= prod(shape), f"range [{start}, {stop}) of a tensor of shape {shape}"
+    if start == stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:
+        return _in_row(shape, end_whole, start - end_whole * row, stop - end_whole * row)
+    boxes = []
+    if start < first_whole * row:
+        boxes += _in_row(shape, first_whole - 1, start - (first_whole - 1) * row, row)
+    if first_whole < end_whole:
+        boxes.append(Box((first_whole,) + (0,) * (len(shape) - 1), (end_whole - first_whole, *shape[1:])))
+    if end_whole * row < stop:
+        boxes += _in_row(shape, end_whole, 0, stop - end_whole * row)
+    return boxes
+
+
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[Box]:
+    """Boxes of the range [start, stop) of row `index`, in coordinates of the whole tensor."""
+    return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes_of_range(shape[1:], start, stop)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the rank's own tensor (`local`) and the box of the global tensor that it holds (`world`); equal sizes."""
+
+    local: Box
+    world: Box
+
+    def __post_init__(self) -> None:
+        assert self.local.sizes == self.world.sizes, f"a part maps boxes of equal sizes, not {self.local} to {self.world}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a rank holds of one parameter; layouts stand beside the model, keyed by parameter name.
+
+    shape: of the global parameter, as the single-device model has it. Checkpoints know only this one.
+    parts: pairs local slice -> global slice. One pair covers a replicated or evenly cut parameter; several cover a fused
+        qkv (this rank's rows of q, of k and of v are apart in the global tensor, adjacent in the local one), and KV heads
+        fewer than the tensor-parallel ranks (two ranks name the same global slice).
+    replicas: mesh axes along which ranks hold the same parts; exactly one replica of each element is written to disk.
+    reduce: mesh axes over which its gradient is summed; a weight tied across stages adds theirs.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    replicas: tuple[str, ...] = ("dp",)
+    reduce: tuple[str, ...] = ("dp",)
+
+    @classmethod
+    def replicated(cls, shape: tuple[int, ...]) -> Layout:
+        """Every rank holds the whole parameter."""
+        whole = Box.whole(shape)
+        return cls(tuple(shape), (Part(whole, whole),))

@@ -1,0 +1,101 @@
+"""The Plan: how one model is spread over the ranks. Frozen data with one schema, from Python, TOML or JSON.
+
+A plan never changes the mathematics, but for lossy or delayed exchanges and asynchronous schedules, which say so. Precision,
+microbatch, clipping and seeds belong to the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shoal.errors import UserError, did_you_mean
+
+Option = str | Mapping[str, Any]
+"""A name, or a table {name = ..., parameter = ...}."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees and strategies; world = pp x dp x cp x tp.
+
+    `dp` counts all data-parallel ranks, `shard` those that share one copy of the state (default `dp`); `ep` divides dp x cp.
+    `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
+    backend) or a backend's name, and applies to the forward of each block.
+
+    Raises UserError for a degree below 1 and, by name, for a field whose strategy does not exist yet.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    shard: int | None = None
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    zero: int = 0
+    exchange: Option = "allreduce"
+    schedule: Option = "1f1b"
+    recompute: Option = "none"
+    memory: Option | None = None
+    compile: bool | str = False
+
+    def __post_init__(self) -> None:
+        for axis in ("pp", "dp", "cp", "tp", "ep"):
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise UserError(f"plan.{axis} = {degree!r}: a degree is a whole number of at least 1")
+        if not isinstance(self.compile, (bool, str)):
+            raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
+        option_name(self.exchange, "exchange")
+        for field, only, what in _ONLY:
+            value = getattr(self, field)
+            if value not in only:
+                raise UserError(f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {only[0]!r}")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that the plan needs."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Plan:
+        """A plan from a TOML or JSON table; an unknown key raises UserError with the closest known one."""
+        known = [field.name for field in fields(cls)]
+        for key in table:
+            if key not in known:
+                raise UserError(f'plan has no field "{key}".{did_you_mean(key, known)} Fields: {", ".join(known)}')
+        return cls(**table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that differ from the defaults: what `from_dict` reads back."""
+        default = Plan()
+        return {key: value for key, value in asdict(self).items() if value != getattr(default, key)}
+
+
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("pp", (1,), "pipeline parallel"),
+    ("cp", (1,), "context parallel"),
+    ("tp", (1,), "tensor parallel"),
+    ("ep", (1,), "expert parallel"),
+    ("shard", (None,), "hybrid sharding"),
+    ("zero", (0,), "ZeRO sharding"),
+    ("schedule", ("1f1b",), "pipeline schedules"),
+    ("recompute", ("none",), "activation recompute"),
+    ("memory", (None,), "memory tiers"),
+)
+"""(field, values that exist, what the field is): later strategies leave this table one by one."""
+
+
+def option_name(option: Option, field: str) -> str:
+    """The name of an option given as a string or as a table with a `name`."""
+    if isinstance(option, str):
+        return option
+    if isinstance(option, Mapping) and isinstance(option.get("name"), str):
+        return option["name"]
+    raise UserError(f"plan.{field} = {option!r}: give a name, or a table with a `name` and its parameters")
+
+
+def option_parameters(option: Option) -> dict[str, Any]:
+    """The parameters of an option without its name; empty for a plain string."""
+    return {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}

@@ -1,0 +1,81 @@
+"""What a precision means, everywhere the same: the dtypes of what the module sees, of the masters, of the gradients.
+
+Under bf16 the module sees low-precision views; the fp32 master lives with the optimizer, gradients accumulate and are reduced in
+fp32. Normalisation kernels accumulate in fp32 inside; BatchNorm keeps fp32 parameters and statistics; the model's floating
+inputs are cast down on the way in and its outputs up to fp32 on the way out, so the loss computes in fp32. Autocast is not
+used: autograd would save a low-precision copy of every weight outside its chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
+
+from shoal.errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`model`: what the module computes in. `master`: what the optimizer updates. `grad`: accumulation and reduction."""
+
+    name: str
+    model: torch.dtype
+    master: torch.dtype
+    grad: torch.dtype
+
+    @property
+    def low(self) -> bool:
+        """Whether the module sees fewer bits than the optimizer."""
+        return self.model != self.master
+
+    def parameter_dtype(self, built: torch.dtype, owner: nn.Module) -> torch.dtype:
+        """The dtype that the module sees of a parameter built as `built`; integers stay, BatchNorm keeps the master's."""
+        if not built.is_floating_point:
+            return built
+        return self.master if isinstance(owner, _BatchNorm) else self.model
+
+    def buffer_dtype(self, buffer: Tensor, owner: nn.Module, persistent: bool) -> torch.dtype:
+        """The dtype of a buffer: floating ones follow the parameters, but running statistics and derived, non-persistent tables
+        (rotary frequencies) keep the master's under low precision."""
+        if not buffer.is_floating_point():
+            return buffer.dtype
+        return self.master if isinstance(owner, _BatchNorm) or not persistent else self.model
+
+
+PRECISIONS = {
+    "fp32": Precision("fp32", torch.float32, torch.float32, torch.float32),
+    "fp64": Precision("fp64", torch.float64, torch.float64, torch.float64),
+    "bf16": Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
+}
+
+
+def precision(name: str) -> Precision:
+    """The precision called `name`; UserError names the closest one."""
+    if name not in PRECISIONS:
+        raise UserError(f'precision "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(name, list(PRECISIONS))}')
+    return PRECISIONS[name]
+
+
+def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
+    """Hooks on the root module: floating arguments to the model's dtype, low-precision results to the master's."""
+
+    def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floating((args, kwargs), chosen.model)
+
+    def outputs(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast_floating(output, chosen.master)
+
+    if chosen.low or chosen.model != torch.float32:
+        module.register_forward_pre_hook(inputs, with_kwargs=True)
+    if chosen.low:
+        module.register_forward_hook(outputs)
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """`tree` with each floating tensor in it cast to `dtype`."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)

@@ -1,0 +1,255 @@
+"""Randomness keyed by (seed, step, sample id, module name and call index, element): never by rank or microbatch.
+
+`keyed_dropout` stands in for `F.dropout`: element i of a sample is kept or not by Philox4x32-10 under the sample's key, so any
+split of the batch, and any re-run of a step, drops the same elements. The mask is made again in backward, not saved. The first
+dimension of a tensor counts samples; where it does not (time-major), the whole microbatch is one sample, named by its first id.
+
+Other draws (`torch.rand` in a forward) come from torch's generator, seeded for each microbatch by (seed, step, first sample id).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.native import library
+
+_MASK32 = 0xFFFFFFFF
+_SIGN = 1 << 63
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= _SIGN else value
+
+
+def name_key(name: str) -> int:
+    """64 bits of a module's name, as int64."""
+    return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
+
+
+def mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele et al., OOPSLA'14) on int64: every input bit reaches every output bit."""
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int) -> Tensor:
+    """The mask of `shoal_keep` in torch operations: [samples, elements] bool, on the device of `keys` (int64 [samples])."""
+    counter = torch.arange(-(-elements // 4), device=keys.device)
+    c0 = (counter & _MASK32).expand(samples, -1)
+    c1 = (counter >> 32).expand(samples, -1)
+    c2 = c3 = torch.zeros_like(c0)
+    k0, k1 = (keys & _MASK32).unsqueeze(1), _shift(keys, 32).unsqueeze(1)
+    for _ in range(10):
+        high0, low0 = _multiply(c0, 0xD2511F53)
+        high1, low1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    words = torch.stack((c0, c1, c2, c3), dim=2).view(samples, -1)[:, :elements]
+    return words >= threshold
+
+
+def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of the product of 32-bit values held in int64, without overflow."""
+    low, high = a * (b & 0xFFFF), a * (b >> 16)
+    return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK32
+
+
+@torch.library.custom_op("shoal::keyed_drop", mutates_args=())
+def _keyed_drop(x: Tensor, p: float, keys: Tensor) -> Tensor:
+    """x / (1 - p) where kept, 0 elsewhere; `keys` int64 [samples], samples dividing the first dimension of x."""
+    x = x.contiguous()
+    samples, threshold = keys.numel(), min(_MASK32, round(p * (1 << 32)))
+    elements = x.numel() // samples if samples else 0
+    kernels = library() if x.device.type == "cpu" else None
+    if kernels is not None:
+        kept = torch.empty(samples, elements, dtype=torch.bool)
+        kernels.shoal_keep(ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.contiguous().data_ptr()), threshold)
+    else:
+        kept = keep_fallback(samples, elements, keys, threshold)
+    return x * kept.view(x.shape) * (1.0 / (1.0 - p))
+
+
+@_keyed_drop.register_fake
+def _(x: Tensor, p: float, keys: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """Linear in x, so backward and forward mode apply the same mask."""
+
+    @staticmethod
+    def forward(x: Tensor, p: float, keys: Tensor) -> Tensor:
+        return _keyed_drop(x, p, keys)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
+        _, ctx.p, ctx.keys = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _KeyedDropout.apply(grads[0], ctx.p, ctx.keys), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _KeyedDropout.apply(tangents[0], ctx.p, ctx.keys)
+
+
+class Randomness:
+    """What is drawn in one microbatch. `begin` names it; the model's dropout layers read `samples`."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.samples = torch.zeros(1, dtype=torch.int64, device=device)
+        self.active = False
+        self.module = ""
+        self._layers: list[KeyedDropout] = []
+        self._calls: dict[str, int] = {}
+        self._forward_calls: dict[str, int] = {}
+
+    def begin(self, step: int, ids: Sequence[int]) -> None:
+        """Everything drawn until the next call belongs to the samples `ids` of `step`."""
+        base = name_key(f"{self.seed}/{step}")
+        self.samples = mix(mix(torch.tensor(ids, dtype=torch.int64)) ^ base).to(self.device)
+        self._calls, self._forward_calls = {}, {}
+        for layer in self._layers:
+            layer.calls, layer.forward_calls = 0, 0
+        torch.manual_seed((base ^ int(ids[0] if len(ids) else 0)) & (_SIGN - 1))
+
+    def replay(self) -> None:
+        """Backward begins: a module that recomputes its forward counts its calls from the start again."""
+        self._forward_calls, self._calls = self._calls, {}
+        for layer in self._layers:
+            layer.forward_calls, layer.calls = layer.calls, 0
+
+    def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
+        """`x` with elements dropped at rate `p` under the site's `key` (int64, 0-dim)."""
+        samples = self.samples if len(self.samples) and x.dim() and x.shape[0] % len(self.samples) == 0 else self.samples[:1]
+        if p == 1.0:
+            return x * 0.0
+        return _KeyedDropout.apply(x, p, mix(samples ^ key))
+
+    def next_key(self) -> Tensor:
+        """The key of the next functional call inside the module that runs now."""
+        call = self._calls.get(self.module, 0)
+        self._calls[self.module] = call + 1
+        if self.module in self._forward_calls:
+            call %= self._forward_calls[self.module]
+        return torch.tensor(name_key(f"{self.module}#{call}"), device=self.device)
+
+    def take_over(self, root: nn.Module) -> None:
+        """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly."""
+        for name, module in list(root.named_modules()):
+            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+                raise UserError(
+                    f"{type(module).__name__}(dropout={module.dropout}) in {name or 'the model'} draws inside its kernel, which cannot be "
+                    'keyed by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the plan)'
+                )
+            if isinstance(module, nn.Dropout) and not isinstance(module, KeyedDropout):
+                layer = KeyedDropout(module.p, name, self)
+                layer.train(module.training)
+                self._layers.append(layer)
+                owner, _, attribute = name.rpartition(".")
+                setattr(root.get_submodule(owner), attribute, layer)
+            elif not type(module).__module__.startswith("torch.nn.modules.") or list(module.children()):
+                self._follow(module, name)
+
+    def _follow(self, module: nn.Module, name: str) -> None:
+        def enter(*_: Any) -> None:
+            self.module = name
+
+        def leave(*_: Any) -> None:
+            self.module = name.rpartition(".")[0]
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+
+class KeyedDropout(nn.Dropout):
+    """nn.Dropout by `Randomness.drop`, under the layer's name and the index of its call in the microbatch."""
+
+    def __init__(self, p: float, name: str, randomness: Randomness) -> None:
+        super().__init__(p)
+        self.calls = self.forward_calls = 0
+        self._name, self._randomness = name, randomness
+        self._keys = [torch.tensor(name_key(f"{name}#0"), device=randomness.device)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return input
+        if not self._randomness.active:  # the module is used outside a step: plain dropout
+            return _torch_dropout(input, self.p)
+        call = self.calls % self.forward_calls if self.forward_calls else self.calls
+        self.calls += 1
+        while len(self._keys) <= call:
+            self._keys.append(torch.tensor(name_key(f"{self._name}#{len(self._keys)}"), device=self._randomness.device))
+        key = self._keys[call]
+        return self._randomness.drop(input, self.p, key)
+
+
+_torch_dropout = F.dropout
+_torch_attention = F.scaled_dot_product_attention
+
+
+@contextmanager
+def keyed_functional(randomness: Randomness) -> Iterator[None]:
+    """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules.
+
+    Attention with dropout computes its scores explicitly: the fused kernels draw inside.
+    """
+
+    @torch.compiler.disable
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        dropped = randomness.drop(input, p, randomness.next_key())
+        return input.copy_(dropped) if inplace else dropped
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **rest: Any
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return _torch_attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
+        weights = attention_weights(query, key, attn_mask, is_causal, **rest)
+        groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
+        return dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)
+
+    randomness.active = True
+    F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = _torch_dropout, _torch_attention
+        randomness.active = False
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """softmax(q k^T scale + mask), [..., heads, T, S]: the reference in the documentation of scaled_dot_product_attention."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)

@@ -1,0 +1,239 @@
+"""The page's charts, as inline SVG that takes its colours and its font from the page, so that dark mode and print need no second copy."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from . import units
+from .metrics import EvalRecord, StepRecord
+from .timeline import LANES, Span
+
+MAX_POINTS = 2000
+MAX_SPANS = 1500
+MAX_RANKS = 8
+WIDE, NARROW = 880.0, 410.0
+"""Widths in CSS pixels. A figure is drawn at the width at which it is shown, or its text would shrink on a phone."""
+
+# matplotlib wants colours; each of these is a stand-in that becomes a variable of the page's style sheet.
+COLOURS = {
+    "#000001": "var(--ink)",
+    "#000002": "var(--muted)",
+    "#000003": "var(--rule)",
+    "#000004": "var(--first)",
+    "#000005": "var(--first-faint)",
+    "#000006": "var(--second)",
+    "#000007": "var(--bar-1)",
+    "#000008": "var(--bar-2)",
+    "#000009": "var(--bar-3)",
+    "#00000a": "var(--bar-comm)",
+    "#00000b": "var(--paper)",
+}
+INK, MUTED, RULE, FIRST, FAINT, SECOND, *BARS, COMM, PAPER = COLOURS
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 12.0,
+    "font.family": ["DejaVu Sans"],  # comes with matplotlib, and is wide: text that fits in it fits in the page's font
+    "text.parse_math": False,
+}
+
+Series = tuple[Sequence[float], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One figure: its SVG at both widths, the heading with the unit, and the sentence that a screen reader reads."""
+
+    title: str
+    label: str
+    wide: str
+    narrow: str
+
+
+def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Chart:
+    """The training loss, faint as it is and strong as smoothed, with the validation points."""
+    train = ([float(r.step) for r in steps], [r.loss for r in steps])
+    smoothed = (train[0], smooth(train[1]))
+    validation = ([float(r.step) for r in evals], [r.loss for r in evals])
+
+    def draw(axes: Axes) -> None:
+        axes.plot(*thin(*train), color=FAINT, linewidth=1)
+        axes.plot(*thin(*smoothed), color=FIRST, linewidth=2, solid_capstyle="round")
+        axes.plot(*validation, color=SECOND, linewidth=1.5, marker="o", markersize=4.5, markeredgecolor=PAPER)
+        ends = [("training", FIRST, smoothed)] + ([("validation", SECOND, validation)] if evals else [])
+        _label_ends(axes, ends, "{:.3f}")
+
+    label = f"Training loss from {train[1][0]:.3f} at step {steps[0].step} to {train[1][-1]:.3f} at step {steps[-1].step}"
+    return _chart("Loss", label, draw, height=300, wide=WIDE)
+
+
+def step_chart(
+    title: str, steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None], show: Callable[[float], str]
+) -> Chart | None:
+    """One quantity over the steps, its last value written at the end of the line; None when no step has it."""
+    points = [(float(record.step), y) for record in steps if (y := value(record)) is not None]
+    if not points:
+        return None
+    curve = [x for x, _ in points], [y for _, y in points]
+
+    def draw(axes: Axes) -> None:
+        axes.plot(*thin(*curve), color=FIRST, linewidth=1.5, solid_capstyle="round")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: show(y)))
+        finite = [y for y in curve[1] if math.isfinite(y)]
+        if finite and min(finite) >= 0:
+            axes.set_ylim(0, 1.12 * max(finite) or 1)
+        _label_ends(axes, [(None, FIRST, curve)], show)
+
+    return _chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
+
+
+def timeline_chart(spans: Sequence[Span]) -> Chart:
+    """One recorded step: a row for each rank and lane, a bar for each span, milliseconds from the first one."""
+    ranks = sorted({span.rank for span in spans})[:MAX_RANKS]
+    shown = sorted((span for span in spans if span.rank in ranks), key=lambda span: -span.seconds)[:MAX_SPANS]
+    rows = {(rank, lane): 2.35 * i + j for i, rank in enumerate(ranks) for j, lane in enumerate(LANES)}
+    colour = bar_colours(spans)
+    origin = min(span.start for span in spans)
+    end = max(span.stop for span in spans)
+
+    def draw(axes: Axes) -> None:
+        for row, height in rows.items():
+            bars = [span for span in shown if (span.rank, span.lane) == row]
+            extents = [(1e3 * (span.start - origin), 1e3 * span.seconds) for span in bars]
+            faces = [colour[family(span.name)] for span in bars]
+            axes.broken_barh(extents, (height - 0.4, 0.8), facecolors=faces, edgecolor=PAPER, linewidth=0.7)
+        axes.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" if lane == "compute" else lane for rank, lane in rows])
+        axes.set_ylim(max(rows.values()) + 0.55, -0.55)
+        axes.set_xlim(0, 1e3 * (end - origin))
+        axes.grid(False, axis="y")
+        axes.grid(True, axis="x", color=RULE, linewidth=0.8)
+        axes.figure.canvas.draw()  # the layout, on which the room for names depends
+        pixels = axes.bbox.width / axes.figure.dpi * 72 / (end - origin or 1.0)
+        for span in shown:
+            if span.seconds * pixels > 6.4 * len(span.name) + 6:
+                middle = 1e3 * (span.start + span.seconds / 2 - origin)
+                axes.text(middle, rows[span.rank, span.lane], span.name, ha="center", va="center_baseline", size=11, color=INK)
+
+    label = f"Step {spans[0].step}: compute and communication of {len(ranks)} ranks over {units.duration(end - origin)}"
+    return _chart(f"Step {spans[0].step}", label, draw, height=40 + 24 * len(rows), wide=WIDE, first_tick="{:g} ms")
+
+
+def family(name: str) -> str:
+    """The name without its number: the bars "chunk 3" and "chunk 4" share a colour."""
+    return re.sub(r"[\s.:_\[#-]*\d+\]?$", "", name) or name
+
+
+def bar_colours(spans: Sequence[Span]) -> dict[str, str]:
+    """A stand-in colour for each family of names: shades of one hue for compute in order of appearance, another for comm."""
+    colours: dict[str, str] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        if family(span.name) not in colours:
+            shades = sum(shade != COMM for shade in colours.values())
+            colours[family(span.name)] = COMM if span.lane == "comm" else BARS[shades % len(BARS)]
+    return colours
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """The mean of about a fortieth of the run around each value; a window that would reach over an end is narrowed on both
+    sides, so a falling curve is not shifted. Values that are not finite are left out of the means.
+    """
+    finite = [math.isfinite(value) for value in values]
+    sums = [0.0, *accumulate(value if ok else 0.0 for value, ok in zip(values, finite, strict=True))]
+    counts = [0, *accumulate(finite)]
+    reach = len(values) // 80
+    means = []
+    for i, ok in enumerate(finite):
+        side = min(reach, i, len(values) - 1 - i)
+        first, stop = i - side, i + side + 1
+        means.append((sums[stop] - sums[first]) / (counts[stop] - counts[first]) if ok else math.nan)
+    return means
+
+
+def thin(x: Sequence[float], y: Sequence[float]) -> Series:
+    """At most MAX_POINTS points: of each stretch its lowest and its highest one, so that no spike is lost."""
+    if len(x) <= MAX_POINTS:
+        return x, y
+    stretch = math.ceil(len(x) / (MAX_POINTS // 2))
+    keep: list[int] = []
+    for first in range(0, len(x), stretch):
+        indices = range(first, min(first + stretch, len(x)))
+        finite = [i for i in indices if math.isfinite(y[i])] or indices
+        keep += sorted({min(finite, key=y.__getitem__), max(finite, key=y.__getitem__)})
+    return [x[i] for i in keep], [y[i] for i in keep]
+
+
+def _label_ends(axes: Axes, ends: Sequence[tuple[str | None, str, Series]], show: str | Callable[[float], str]) -> None:
+    """Writes name and last value beside the end of each curve, moved apart where they would overlap."""
+    placed = []
+    for name, colour, (x, y) in ends:
+        last = next((i for i in reversed(range(len(y))) if math.isfinite(y[i])), None)
+        if last is not None:
+            value = show.format(y[last]) if isinstance(show, str) else show(y[last])
+            placed.append((y[last], x[last], colour, f"{name} {value}" if name else value))
+    placed.sort()
+    low, high = axes.get_ylim()
+    # Lines of text are 15 px high.
+    gap = 15 / (axes.get_figure().get_figheight() * 72 - 40) * (high - low)  # type: ignore[union-attr]
+    at = [y for y, *_ in placed]
+    for i in range(1, len(at)):
+        at[i] = max(at[i], at[i - 1] + gap)
+    right = max((x for _, x, *_ in placed), default=0.0)
+    beside: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+    for height, (*_, colour, text) in zip(at, placed, strict=True):
+        axes.annotate(text, (right, height), color=colour, **beside)
+
+
+def _chart(
+    title: str, label: str, draw: Callable[[Axes], None], *, height: float, wide: float, first_tick: str = "step {:g}"
+) -> Chart:
+    """Draws both widths; the first tick of the horizontal axis says what the axis counts."""
+    drawings = {width: _svg(draw, width, height, first_tick, f"{title} {width}") for width in (wide, NARROW)}
+    return Chart(title=title, label=label, wide=drawings[wide], narrow=drawings[NARROW])
+
+
+def _svg(draw: Callable[[Axes], None], width: float, height: float, first_tick: str, salt: str) -> str:
+    # The salt keeps the ids of clip paths apart: all figures share one HTML document.
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
+        figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none", dpi=72)
+        axes = figure.add_subplot(facecolor="none")
+        for side in ("top", "left", "right"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(RULE)
+        axes.tick_params(colors=MUTED, length=0, labelsize=11)
+        axes.tick_params(axis="x", pad=7)
+        axes.grid(True, axis="y", color=RULE, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.margins(x=0.01, y=0.1)
+        axes.xaxis.set_major_locator(MaxNLocator(6 if width == WIDE else 4, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        draw(axes)
+        low, high = axes.get_xlim()
+        ticks = [x for x in axes.get_xticks() if low <= x <= high]
+        axes.set_xticks(ticks, [f"{x:g}" if i else first_tick.format(x) for i, x in enumerate(ticks)])
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return _for_page(buffer.getvalue())
+
+
+def _for_page(svg: str) -> str:
+    """Of a stand-alone SVG file only what an HTML page needs, without any address, in the page's colours and font."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*" height="[^"]*"|(<svg\b[^>]*?) height="[^"]*" width="[^"]*"', r"\1\2", svg)
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    referenced = set(re.findall(r"#(\w+)[\")]", svg))
+    svg = re.sub(r' id="(\w+)"', lambda found: found[0] if found[1] in referenced else "", svg)
+    svg = re.sub(r"#0000[01]\w", lambda found: COLOURS.get(found[0], found[0]), svg)
+    return re.sub(r"\s*\n\s*", "\n", svg).strip()

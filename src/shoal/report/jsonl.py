@@ -1,0 +1,81 @@
+"""Append-only JSON Lines that a crash can tear only at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UserError
+
+
+def open_for_append(path: Path) -> io.FileIO:
+    """Opens `path` for appending, unbuffered: one `write` is one system call, so a killed process loses at most its last line.
+
+    A last line that an earlier process left torn is cut off, as the next line would be glued to it and lost as well.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = io.FileIO(path, "a+")
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened for writing: {error.strerror}. Choose another run directory") from error
+    file.seek(0)
+    content = file.read()
+    tail = content[content.rfind(b"\n") + 1 :]
+    if tail and _parse(tail) is not None:
+        file.write(b"\n")
+    elif tail:
+        file.truncate(len(content) - len(tail))
+    file.seek(0, os.SEEK_END)
+    return file
+
+
+def encode_lines(objects: Iterable[dict[str, Any]]) -> bytes:
+    """One line an object of strict JSON: NaN and the infinities, which JSON lacks, become "NaN", "Infinity", "-Infinity"."""
+    return b"".join(
+        json.dumps(_finite(each), allow_nan=False, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+        for each in objects
+    )
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Returns the objects of `path` in order, and the numbers (from 1) of lines that are not JSON objects.
+
+    A torn last line is the trace of a killed or a running process, not damage: it is left out of both.
+    """
+    lines = path.read_bytes().split(b"\n")
+    objects, damaged = [], []
+    for number, line in enumerate(lines, start=1):
+        parsed = _parse(line)
+        if parsed is not None:
+            objects.append(parsed)
+        elif line and number < len(lines):
+            damaged.append(number)
+    return objects, damaged
+
+
+def as_float(value: Any) -> Any:
+    """Turns the strings that `encode_lines` writes for floats outside JSON back; other values pass through."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,78 @@
+"""How much memory this process, and its GPU, use."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+
+ROLLUP = Path("/proc/self/smaps_rollup")
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes. `rss` counts shared pages in full; `pss`, where the system tells it, splits them among the processes that map them.
+
+    `cuda` is the allocator's `max_memory_allocated`, None without a GPU.
+    """
+
+    rss: int
+    pss: int | None
+    cuda: int | None
+
+    @property
+    def bytes(self) -> int:
+        """The one figure to report: that of the GPU where there is one, else PSS, so that ranks of one host add up, else RSS."""
+        return next(value for value in (self.cuda, self.pss, self.rss) if value is not None)
+
+
+def read_memory(device: torch.device) -> MemoryUse:
+    """The use at this moment; `cuda` is the peak so far. Reading PSS walks the page table: about 10 ms for a gigabyte."""
+    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    if ROLLUP.exists():
+        kilobytes = _kilobytes(ROLLUP)
+        return MemoryUse(rss=kilobytes["Rss"] * 1024, pss=kilobytes["Pss"] * 1024, cuda=cuda)
+    return MemoryUse(rss=psutil.Process().memory_info().rss, pss=None, cuda=cuda)
+
+
+class MemoryMeter:
+    """Memory for a caller that asks at every step: reads at most once in `interval` seconds and keeps the peak of its readings."""
+
+    def __init__(self, device: torch.device, interval: float = 1.0) -> None:
+        self._device = device
+        self._interval = interval
+        self._read_at = time.monotonic()
+        self._use = read_memory(device)
+        self._peak = self._use
+
+    def read(self) -> MemoryUse:
+        if time.monotonic() - self._read_at >= self._interval:
+            self._use = read_memory(self._device)
+            self._read_at = time.monotonic()
+            self._peak = _maximum(self._peak, self._use)
+        return self._use
+
+    @property
+    def peak(self) -> MemoryUse:
+        """The highest values seen; `rss` is the kernel's own high-water mark where it keeps one, so it misses no spike."""
+        if STATUS.exists() and (high_water := _kilobytes(STATUS).get("VmHWM")):
+            # The kernel batches its counters, so that its mark can be some pages behind what we read.
+            return replace(self._peak, rss=max(high_water * 1024, self._peak.rss))
+        return self._peak
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """The "Name:   123 kB" lines of a file under /proc."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) == 3 and row[2] == "kB"}
+
+
+def _maximum(a: MemoryUse, b: MemoryUse) -> MemoryUse:
+    def larger(x: int | None, y: int | None) -> int | None:
+        return y if x is None else x if y is None else max(x, y)
+
+    return MemoryUse(rss=max(a.rss, b.rss), pss=larger(a.pss, b.pss), cuda=larger(a.cuda, b.cuda))

@@ -1,0 +1,101 @@
+"""The report of a run: one HTML file that needs nothing else, and that can be made at any moment of the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from . import figures, units
+from .figures import Chart
+from .metrics import RunRecords, read_metrics, summarize
+from .timeline import Span, overlap, read_timeline
+
+TIMELINE_STEPS = 3
+SAMPLES = 6
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Draws `run_dir`/report.html from metrics.jsonl and timeline.jsonl, and returns its path.
+
+    The run may be empty, going on, killed or finished. Raises UserError when the directory holds no metrics.jsonl.
+    """
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir / "metrics.jsonl")
+    html = render(run_dir.resolve().name, records, read_timeline(run_dir / "timeline.jsonl"))
+    path = run_dir / "report.html"
+    # A browser that reloads while the run goes on never sees half a page.
+    temporary = path.with_suffix(".html.tmp")
+    temporary.write_text(html, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def render(name: str, records: RunRecords, spans: Sequence[Span]) -> str:
+    """The page's HTML. Everything that comes from a run is escaped; only our own SVG goes in as it is."""
+    loader = PackageLoader("shoal.report", package_path="")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
+    environment.filters |= filters
+    recorded = _last_recorded(spans)
+    return environment.get_template("page.html").render(
+        name=name,
+        records=records,
+        result=summarize(records),
+        status=_status(records),
+        mean_mfu=_mean([record.mfu for record in records.steps if record.mfu is not None]),
+        charts=_charts(records),
+        timelines=[figures.timeline_chart(step) for step in recorded],
+        overlaps=[overlap(step) for step in recorded],
+        legend={
+            name: figures.COLOURS[colour]
+            for name, colour in figures.bar_colours([span for step in recorded for span in step]).items()
+        },
+        samples=records.samples[::-1][:SAMPLES],
+        written=datetime.now(UTC).timestamp(),
+        version=version("shoal"),
+    )
+
+
+def _status(records: RunRecords) -> dict[str, str]:
+    """How the run stands: a word, and the sentence behind it."""
+    if records.end is not None:
+        return {"word": "ended", "text": f"{records.end.reason.rstrip('.')}, after {units.duration(records.end.seconds)}."}
+    if not records.steps:
+        return {"word": "no steps yet", "text": "There are no steps yet."}
+    last = records.steps[-1]
+    return {"word": "not ended", "text": f"Still running, or killed: its last step, {last.step}, ended at {_utc(last.time)}."}
+
+
+def _charts(records: RunRecords) -> list[Chart]:
+    """Loss first, then the quantities that were recorded."""
+    steps = records.steps
+    if not steps:
+        return []
+    unit, unit_bytes = ("GiB", 2**30) if max(r.memory_bytes for r in steps) >= 2**30 else ("MiB", 2**20)
+    curves = [
+        figures.step_chart("Throughput, tokens/s", steps, lambda r: r.tokens_per_second, units.count),
+        figures.step_chart("Learning rate", steps, lambda r: r.lr, "{:.2g}".format),
+        figures.step_chart("Gradient norm", steps, lambda r: r.grad_norm, "{:.3g}".format),
+        figures.step_chart(f"Memory of rank 0, {unit}", steps, lambda r: r.memory_bytes / unit_bytes, "{:.3g}".format),
+    ]
+    return [figures.loss_chart(steps, records.evals), *(chart for chart in curves if chart is not None)]
+
+
+def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:
+    """The spans of the last few steps that the timeline holds, a list a step."""
+    steps = sorted({span.step for span in spans})[-TIMELINE_STEPS:]
+    return [[span for span in spans if span.step == step] for step in steps]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _utc(seconds: float) -> Any:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

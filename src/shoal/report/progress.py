@@ -1,0 +1,155 @@
+"""One line that lives while training runs, and the table at its end."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from . import units
+from .metrics import RunRecords, StepRecord, summarize
+
+SMOOTHING = 0.9
+"""The weight that a step's tokens and seconds keep at the next step: the rate shown covers about the last ten steps."""
+
+FRAMES_PER_SECOND = 10
+BAR_WIDTH = 24
+
+
+class Progress:
+    """The progress line, on `stream`, of rank 0; the other ranks make none.
+
+    On a terminal the line is redrawn in place. Elsewhere, or with TERM=dumb, a plain line is written at the first step, then
+    every `plain_interval` seconds, and at the last step. `total` is the number of steps, None when it is not known.
+    """
+
+    def __init__(self, total: int | None, stream: TextIO, plain_interval: float = 10.0) -> None:
+        self._total = total
+        self._pace = Pace(total)
+        self._console = Console(file=stream, highlight=False)
+        self._interval = plain_interval
+        self._drawn_at = float("-inf")
+        self._last: StepRecord | None = None
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+            self._interval = 1 / FRAMES_PER_SECOND
+
+    def update(self, record: StepRecord) -> None:
+        """Takes in a step, and redraws if it is time to."""
+        self._pace.add(record)
+        self._last = record
+        if time.monotonic() - self._drawn_at >= self._interval or record.step == self._total:
+            self._draw(record)
+
+    def message(self, text: str) -> None:
+        """Prints `text` above the line: a warning, an evaluation."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leaves the last state on the screen."""
+        if self._last is not None:
+            self._draw(self._last)
+        if self._live is not None:
+            self._live.stop()
+
+    def _draw(self, record: StepRecord) -> None:
+        self._drawn_at = time.monotonic()
+        self._last = None
+        line = status_line(record, self._total, self._pace)
+        if self._live is None:
+            self._console.print(Text(line), soft_wrap=True)
+            return
+        live_line = _bar(record.step, self._total).append(line)
+        live_line.no_wrap, live_line.overflow = True, "ellipsis"
+        self._live.update(live_line, refresh=True)
+
+
+class Pace:
+    """Smoothed tokens per second, and the time that is left."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._tokens = 0.0
+        self._seconds = 0.0
+        self._first: StepRecord | None = None
+        self._latest: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Both sums decay alike, so their ratio needs no correction at the start."""
+        self._tokens = SMOOTHING * self._tokens + record.tokens
+        self._seconds = SMOOTHING * self._seconds + record.seconds
+        self._first = self._first or record
+        self._latest = record
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """At the mean pace since the first step, evaluations and checkpoints included, but not the slow first step itself."""
+        if self._total is None or self._first is None or self._latest is None:
+            return None
+        done = self._latest.step - self._first.step
+        each = (self._latest.time - self._first.time) / done if done > 0 else self._latest.seconds
+        return each * (self._total - self._latest.step)
+
+
+def status_line(record: StepRecord, total: int | None, pace: Pace) -> str:
+    """The line's text, what matters most first, as a narrow terminal cuts off its end."""
+    remaining = pace.remaining_seconds
+    parts = [
+        f"step {record.step}" if total is None else f"step {record.step:>{len(str(total))}}/{total}",
+        f"loss {record.loss:.4f}",
+        f"{units.count(pace.tokens_per_second)} tok/s",
+        f"ETA {units.duration(remaining)}" if remaining is not None else "",
+        f"LR {record.lr:.2e}",
+        f"MFU {record.mfu:.0%}" if record.mfu is not None else "",
+        units.size(record.memory_bytes),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _bar(step: int, total: int | None) -> Text:
+    if not total:
+        return Text()
+    filled = min(BAR_WIDTH, BAR_WIDTH * step // total)
+    return Text.assemble(("━" * filled, "cyan"), ("━" * (BAR_WIDTH - filled), "bright_black"), "  ")
+
+
+def print_summary(records: RunRecords, stream: TextIO) -> None:
+    """The table at the end of a run."""
+    Console(file=stream, highlight=False).print(summary_table(records))
+
+
+def summary_table(records: RunRecords) -> Table:
+    """What came out of the run, one line a quantity."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bright_black")
+    table.add_column()
+    result = summarize(records)
+    if result is None:
+        table.add_row("steps", "none was completed")
+    else:
+        change = result.loss_after - result.loss_before
+        loss = f"{result.loss_before:.4f} → {result.loss_after:.4f}  ({change:+.4f})"
+        table.add_row(f"{result.measure} loss", Text(loss, style="bold"))
+        table.add_row("steps", f"{result.steps:,}")
+        table.add_row("tokens", units.count(result.tokens))
+        table.add_row("time in steps", units.duration(result.seconds))
+        table.add_row("throughput", f"{units.count(result.tokens_per_second)} tokens/s")
+        shares = [record.mfu for record in records.steps if record.mfu is not None]
+        if shares:
+            table.add_row("MFU", f"{sum(shares) / len(shares):.0%} of the measured matmul peak")
+        table.add_row("memory", f"{units.size(max(record.memory_bytes for record in records.steps))} at most")
+    if records.checkpoints:
+        table.add_row("last checkpoint", Text(records.checkpoints[-1].path))
+    if records.warnings:
+        table.add_row("warnings", str(len(records.warnings)))
+    return table

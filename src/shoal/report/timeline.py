@@ -1,0 +1,145 @@
+"""What each rank computed and sent when, in a few recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from .jsonl import encode_lines, open_for_append, read_lines
+
+LANES = ("compute", "comm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One piece of work. `start` is Unix time in seconds, so that the ranks of a step stand beside each other; `bytes` is what
+    a collective carries, 0 for compute.
+    """
+
+    step: int
+    rank: int
+    lane: Literal["compute", "comm"]
+    name: str
+    start: float
+    seconds: float
+    bytes: int = 0
+
+    @property
+    def stop(self) -> float:
+        return self.start + self.seconds
+
+
+class TimelineLog:
+    """Appends spans to `path`, one JSON object a line."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open_for_append(Path(path))
+
+    def write(self, spans: Iterable[Span]) -> None:
+        """Several ranks may append to one file: a call is one write of whole lines."""
+        self._file.write(encode_lines(map(asdict, spans)))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_timeline(path: Path | str) -> list[Span]:
+    """The spans in `path`, rank by rank in the order in which they were written; none when there is no such file.
+
+    Lines that are torn or of another form are left out. When a rank records an earlier step than the one before, its run was
+    resumed there, and what it had recorded from that step on is dropped.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    names = {field.name for field in fields(Span)}
+    kept: dict[int, list[Span]] = {}
+    for line in read_lines(path)[0]:
+        if set(line) != names or line["lane"] not in LANES:
+            continue
+        span = Span(**line)
+        of_rank = kept.setdefault(span.rank, [])
+        if of_rank and span.step < of_rank[-1].step:
+            of_rank[:] = [earlier for earlier in of_rank if earlier.step < span.step]
+        of_rank.append(span)
+    return [span for of_rank in kept.values() for span in of_rank]
+
+
+@dataclass(frozen=True)
+class StepOverlap:
+    """Of one step, in seconds: from its first span to its last, and means over ranks of the time in which compute, comm, and comm
+    without compute beside it ("exposed") ran. `bytes` is the mean of a rank.
+    """
+
+    step: int
+    ranks: int
+    seconds: float
+    compute: float
+    comm: float
+    exposed: float
+    bytes: float
+
+
+def overlap(spans: Sequence[Span]) -> StepOverlap:
+    """How much of the communication of one step is hidden behind compute. `spans` are those of that step, at least one."""
+    ranks = sorted({span.rank for span in spans})
+    compute = comm = both = 0.0
+    for rank in ranks:
+        computing = _union([span for span in spans if span.rank == rank and span.lane == "compute"])
+        sending = _union([span for span in spans if span.rank == rank and span.lane == "comm"])
+        compute += _length(computing)
+        comm += _length(sending)
+        both += sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in sending)
+    return StepOverlap(
+        step=spans[0].step,
+        ranks=len(ranks),
+        seconds=max(span.stop for span in spans) - min(span.start for span in spans),
+        compute=compute / len(ranks),
+        comm=comm / len(ranks),
+        exposed=(comm - both) / len(ranks),
+        bytes=sum(span.bytes for span in spans) / len(ranks),
+    )
+
+
+def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
+    """The time covered by the spans, as intervals that do not touch."""
+    merged: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if merged and span.start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span.stop))
+        else:
+            merged.append((span.start, span.stop))
+    return merged
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in intervals)
+
+
+def to_chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
+    """The spans as a trace for chrome://tracing or ui.perfetto.dev, to be written as JSON: a process a rank, a thread a lane.
+
+    Times are microseconds from the first span ("Trace Event Format", Google, complete and metadata events).
+    """
+    origin = min((span.start for span in spans), default=0.0)
+    labels: list[dict[str, Any]] = []
+    for rank in sorted({span.rank for span in spans}):
+        labels.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        for thread, lane in enumerate(LANES):
+            labels.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": lane}})
+    events = [
+        {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.lane,
+            "pid": span.rank,
+            "tid": LANES.index(span.lane),
+            "ts": (span.start - origin) * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": {"step": span.step, "bytes": span.bytes},
+        }
+        for span in spans
+    ]
+    return {"traceEvents": labels + events, "displayTimeUnit": "ms"}

@@ -1,0 +1,186 @@
+"""Other places that show a run while it goes on. They get copies: `metrics.jsonl` stays the source of truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from shoal.errors import UserError, did_you_mean
+
+from .metrics import EvalRecord, Record, RunRecord, SampleRecord, StepRecord
+
+
+class Tracker(Protocol):
+    """Gets the run first, then its other records in order. It may raise what it likes: `Trackers` then switches it off."""
+
+    def start(self, run: RunRecord) -> None: ...
+
+    def log(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The curves that a record adds a point to, by name; none for records that are not a point."""
+    if isinstance(record, EvalRecord):
+        return {"validation/loss": record.loss}
+    if not isinstance(record, StepRecord):
+        return {}
+    points = {
+        "train/loss": record.loss,
+        "train/lr": record.lr,
+        "train/grad_norm": record.grad_norm,
+        "speed/tokens_per_second": record.tokens_per_second,
+        "speed/mfu": record.mfu,
+        "memory/bytes": float(record.memory_bytes),
+    }
+    return {name: value for name, value in points.items() if value is not None}
+
+
+class TensorBoard:
+    """Event files in `directory`, for `tensorboard --logdir`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+        self._run: RunRecord | None = None
+
+    def start(self, run: RunRecord) -> None:
+        _import("torch.utils.tensorboard", "tensorboard")
+        self._run = run
+
+    def log(self, record: Record) -> None:
+        for name, value in scalars(record).items():
+            self._writer_from(record).add_scalar(name, value, record.step)  # type: ignore[union-attr]
+        if isinstance(record, SampleRecord):
+            # Four blanks make it a block of code for TensorBoard, which otherwise reads Markdown.
+            text = "\n".join(f"    {line}" for line in (record.prompt + record.text).splitlines())
+            self._writer_from(record).add_text("samples", text, record.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _writer_from(self, record: Any) -> Any:
+        """Opened by the first record with a step: what a killed attempt wrote from that step on is hidden (`purge_step`)."""
+        if self._writer is None:
+            assert self._run is not None, "start() comes first"
+            module = _import("torch.utils.tensorboard", "tensorboard")
+            self._writer = module.SummaryWriter(log_dir=str(self._directory), purge_step=record.step)
+            self._writer.add_text("configuration", _as_markdown(self._run), record.step)
+        return self._writer
+
+
+class WeightsAndBiases:
+    """One W&B run named after the run directory; `WANDB_MODE=offline` and its other variables work as usual."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._run: Any = None
+
+    def start(self, run: RunRecord) -> None:
+        wandb = _import("wandb", "wandb")
+        name = self._directory.name
+        project = os.environ.get("WANDB_PROJECT", "shoal")
+        self._run = wandb.init(dir=str(self._directory), project=project, name=name, id=name, resume="allow", config=_flat(run))
+
+    def log(self, record: Record) -> None:
+        if points := scalars(record):
+            self._run.log(points, step=record.step)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MLflow:
+    """One MLflow run named after the run directory, at the tracking URI that MLflow's own variables set."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mlflow: Any = None
+
+    def start(self, run: RunRecord) -> None:
+        self._mlflow = _import("mlflow", "mlflow")
+        self._mlflow.start_run(run_name=self._directory.name)
+        self._mlflow.log_params(_flat(run))
+
+    def log(self, record: Record) -> None:
+        if points := scalars(record):
+            # Synchronous calls would hold up the step while a server that does not answer is tried again and again.
+            self._mlflow.log_metrics(points, step=record.step, synchronous=False)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        if self._mlflow is not None:
+            self._mlflow.end_run()
+
+
+TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
+    "tensorboard": lambda run_dir: TensorBoard(run_dir / "events"),
+    "wandb": WeightsAndBiases,
+    "mlflow": MLflow,
+}
+
+
+def make_trackers(names: Sequence[str], run_dir: Path) -> dict[str, Tracker]:
+    """The trackers of those names, not started. Raises UserError for an unknown one."""
+    for name in names:
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
+            raise UserError(f'unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}')
+    return {name: TRACKERS[name](run_dir) for name in names}
+
+
+class Trackers:
+    """Hands every record to each tracker. One that raises is reported through `warn`, once, and then left alone.
+
+    Only a package that is not installed stops the run, with UserError from `start`: that is known before the first step.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+        self._working = dict(trackers)
+        self._warn = warn
+
+    def start(self, run: RunRecord) -> None:
+        self._each("start", lambda tracker: tracker.start(run))
+
+    def log(self, record: Record) -> None:
+        self._each("log", lambda tracker: tracker.log(record))
+
+    def close(self) -> None:
+        self._each("close", lambda tracker: tracker.close())
+
+    def _each(self, action: str, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._working.items()):
+            try:
+                call(tracker)
+            except UserError:
+                raise
+            except Exception as error:
+                # First taken out: `warn` may log a record, which comes back here.
+                del self._working[name]
+                reason = f"{type(error).__name__}: {error}"
+                self._warn(f"tracker {name} failed in {action}() and is switched off; training goes on ({reason})")
+
+
+def _import(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        remedy = "pip install tensorboard" if package == "tensorboard" else "pip install 'shoal[trackers]'"
+        raise UserError(f'the tracker needs the package "{package}", which cannot be imported ({error}): {remedy}') from error
+
+
+def _flat(run: RunRecord) -> dict[str, Any]:
+    about = {key: value for key, value in dataclasses.asdict(run).items() if key not in ("config", "versions")}
+    versions = {f"versions/{name}": version for name, version in run.versions.items()}
+    return about | versions | {key: entry["value"] for key, entry in run.config.items()}
+
+
+def _as_markdown(run: RunRecord) -> str:
+    return "\n".join(["| key | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in _flat(run).items())])

@@ -1,0 +1,52 @@
+"""Quantities as a person reads them."""
+
+from __future__ import annotations
+
+import math
+
+
+def count(value: float) -> str:
+    """Three significant digits and a decimal prefix: 950, 12.3k, 4.56M."""
+    return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def size(num_bytes: float) -> str:
+    """Three significant digits and a binary unit: 512 B, 1.20 GiB."""
+    return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def flops_rate(flops_per_second: float) -> str:
+    """190 GFLOP/s, 1.25 TFLOP/s."""
+    return _scaled(flops_per_second, 1000, tuple(f" {prefix}FLOP/s" for prefix in ("", "k", "M", "G", "T", "P")))
+
+
+def duration(seconds: float) -> str:
+    """The two largest parts: 850 ms, 4.2 s, 2 min 05 s, 3 h 20 min, 2 d 04 h."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    hours, minutes_of_hour = divmod(minutes, 60)
+    days, hours_of_day = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours_of_day:02d} h"
+    if hours:
+        return f"{hours} h {minutes_of_hour:02d} min"
+    return f"{minutes} min {whole_seconds:02d} s"
+
+
+def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    power = 0
+    # What would be printed as 1000 of one unit is 1 of the next.
+    while abs(value) >= 999.5 and power < len(units) - 1:
+        value /= base
+        power += 1
+    if power == 0:
+        return f"{value:.3g}{units[0]}" if value != int(value) else f"{int(value)}{units[0]}"
+    digits = max(0, 3 - len(str(int(abs(value))))) if abs(value) >= 1 else 2
+    return f"{value:.{digits}f}{units[power]}"

@@ -1,0 +1,61 @@
+"""A contender's processes: kept alive, stopped while they wait, killed when one fails."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from benchmarks.processes import ProcessGroup
+
+
+def sleeper(rank_1_extra: float) -> Callable[[], None]:
+    """Rank 0 sleeps 20 ms a step, rank 1 longer; they meet once, at the start."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    seconds = 0.02 + rank_1_extra * dist.get_rank()
+    return lambda: time.sleep(seconds)
+
+
+def failing() -> Callable[[], None]:
+    """Rank 1 cannot be built; rank 0 waits for ever."""
+    if os.environ["RANK"] == "1":
+        raise KeyError("no such case")
+    time.sleep(600)
+    return lambda: None
+
+
+def stopped(pids: list[int]) -> bool:
+    """Whether the processes stop within a second: a signal arrives soon, not at once."""
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        if all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_turns_are_means_over_the_ranks_and_waiting_ranks_are_stopped() -> None:
+    with ProcessGroup(sleeper, {"rank_1_extra": 0.04}) as group:
+        assert stopped(group.pids)
+        times = group.turn(3)
+        assert len(times) == 3
+        assert all(time >= 40 for time in times)  # (20 + 60) / 2: a sleep may take longer, never less
+        assert group.call(os.getpid) == group.pids
+        assert stopped(group.pids)
+        pids = group.pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_failing_rank_is_named_with_its_traceback() -> None:
+    before = psutil.Process().children()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 .*KeyError: 'no such case'"):
+        ProcessGroup(failing, {})
+    children = [
+        child for child in psutil.Process().children() if child not in before and "spawn_main" in " ".join(child.cmdline())
+    ]
+    assert children == []

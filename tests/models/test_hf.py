@@ -1,0 +1,191 @@
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shoal.errors import UserError
+from shoal.models import GPT, GPTConfig, build, causal_lm, export_hf, from_config
+from shoal.models.hf import config_of, flops_per_token
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+CONFIGS = {
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {"model_type": "llama", **SMALL},
+    "llama tied": {"model_type": "llama", **SMALL, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", **SMALL},
+    "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4},
+}
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@EACH
+def test_factory_builds_trains_and_needs_no_network(config, offline):
+    factory = from_config(config)
+    with torch.device("meta"):
+        shapes = {name: parameter.shape for name, parameter in factory().named_parameters()}
+    model = factory()
+    assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
+    ids = torch.randint(0, 61, (2, 9))
+    total, count, *_ = causal_lm(model, {"input_ids": ids, "labels": ids})
+    total.backward()
+    assert count == 18
+    assert model.config._attn_implementation == "sdpa"
+    assert "past_key_values" not in model(ids)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@EACH
+def test_export_is_read_by_from_pretrained(config, tmp_path, offline):
+    model = from_config(config)().eval()
+    # As an engine keeps them: views of one flat storage, each tied weight once.
+    names, tensors = zip(*model.named_parameters(), strict=True)
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    weights = {name: piece.view_as(tensor) for name, piece, tensor in zip(names, pieces, tensors, strict=True)}
+    with torch.device("meta"):
+        architecture = from_config(config)()
+    export_hf(architecture, weights, tmp_path)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    size = sum(tensor.nbytes for tensor in tensors)
+    assert (tmp_path / "model.safetensors").stat().st_size < size + 16_384  # a tied weight is there once
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.randint(0, 61, (2, 9))
+    assert torch.equal(loaded.eval()(ids).logits, model(ids).logits)
+    assert loaded.config.use_cache
+
+
+@EACH
+def test_packed_documents_do_not_see_each_other(config):
+    model = from_config(config)().eval()
+    ids = torch.randint(0, 61, (2, 9))
+    other = ids.clone()
+    other[:, 1] = (other[:, 1] + 1) % 61
+    at = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
+    changed = (model(ids, position_ids=at).logits != model(other, position_ids=at).logits).any(-1)
+    assert changed[:, 1:4].all()
+    assert not changed[:, 4:].any()
+
+
+def test_export_keeps_low_precision(tmp_path):
+    model = from_config(CONFIGS["llama"])().bfloat16()
+    export_hf(model.config, model.state_dict(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_mixture_of_experts_returns_its_balance_loss():
+    model = from_config({**CONFIGS["mixtral"], "router_aux_loss_coef": 0.5})()
+    ids = torch.randint(0, 61, (2, 9))
+    _, _, auxiliary = causal_lm(model, {"input_ids": ids, "labels": ids})
+    # Balanced experts give top_k = 2 (two of four experts a token); a fresh router is nearly balanced.
+    assert auxiliary["router"].item() == pytest.approx(0.5 * 2, rel=0.1)
+    assert auxiliary["router"].requires_grad
+
+
+def test_config_comes_from_a_file_a_directory_or_a_table(tmp_path):
+    path = tmp_path / "config.json"
+    published = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
+    path.write_text(json.dumps({**CONFIGS["llama"], **published}))
+    for source in (path, str(tmp_path), CONFIGS["llama"]):
+        model = from_config(source, vocab_size=257)()
+        assert model.lm_head.weight.shape == (257, 32)
+        assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        ({"model_type": "lama"}, {}, 'Did you mean "llama"?'),
+        ({}, {}, "model_type=None"),
+        (CONFIGS["llama"], {"hiden_size": 64}, 'Did you mean "hidden_size"?'),
+        ({**CONFIGS["llama"], "quantization_config": {"bits": 4}}, {}, "quantization_config"),
+        ("no/such.json", {}, "no/such.json cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_explained(config, overrides, message):
+    with pytest.raises(UserError) as error:
+        from_config(config, **overrides)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[1]", "holds a list")])
+def test_a_broken_file_is_explained(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        from_config(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path):
+    model = from_config(CONFIGS["llama"])()
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    with pytest.raises(UserError, match=r"missing \['model.norm.weight'\]"):
+        export_hf(model, weights, tmp_path)
+    with pytest.raises(UserError, match="A Linear has no equivalent"):
+        export_hf(torch.nn.Linear(2, 2), {}, tmp_path)
+
+
+def test_transformers_missing_is_explained(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"pip install 'shoal\[hf\]'"):
+        from_config(CONFIGS["llama"])
+
+
+def test_flops_by_hand():
+    # GPT-2: two blocks of 12 x 32^2, head 61 x 32; Mixtral: attention 3072, router 128, half of the experts 3 x 4 x 32 x 48.
+    assert flops_per_token(config_of(CONFIGS["gpt2"]))(8) == 6 * (2 * 12 * 1024 + 1952) + 12 * 2 * 32 * 8
+    assert flops_per_token(config_of(CONFIGS["mixtral"]))(8) == 6 * (2 * (3072 + 128 + 9216) + 1952) + 12 * 2 * 32 * 8
+
+
+def test_flops_agree_with_our_own_gpt(tmp_path):
+    model = build({"name": "gpt", "preset": "1m"})
+    gpt = model.factory()
+    export_hf(gpt, gpt.state_dict(), tmp_path)
+    theirs = build({"name": "hf", "config": str(tmp_path)})
+    assert theirs.flops_per_token(256) == model.flops_per_token(256)
+    assert (theirs.vocab_size, theirs.sequence) == (model.vocab_size, model.sequence)
+
+
+def test_export_of_a_large_model_is_in_parts(tmp_path, monkeypatch):
+    cfg = GPTConfig(vocab_size=61, sequence=32, layers=2, d_model=32, heads=4)
+    save = transformers.GPT2LMHeadModel.save_pretrained
+    monkeypatch.setattr(
+        transformers.GPT2LMHeadModel, "save_pretrained", lambda self, d, **kw: save(self, d, **{**kw, "max_shard_size": "40KB"})
+    )
+    gpt = GPT(cfg).eval()
+    export_hf(cfg, gpt.state_dict(), tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.randint(0, 61, (1, 5))
+    torch.testing.assert_close(loaded(ids).logits, gpt(ids))
+
+
+def test_models_come_without_transformers():
+    code = "import sys, shoal.models; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,222 @@
+"""Ranks for tests: a standing pool for ordinary multi-process tests, disposable ranks for those that kill.
+
+    def add(world, value):                       # top level, so that it can be pickled
+        return float(world.everyone.all_reduce(torch.tensor(value)))
+
+    assert run_ranks(add, 2, 1.0) == [2.0, 2.0]
+
+Rank processes are forked from a server that has imported torch and shoal, so a start costs a fraction of a second. The store's
+server lives here, in the test's own process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.world import World
+
+TIMEOUT = 120.0  # seconds a call may take
+GRACE = 8.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
+_PR_SET_PDEATHSIG = 1
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "shoal.comm.world"])
+_call_numbers = itertools.count()
+_pools: dict[int, list[Rank]] = {}
+
+
+class RankError(AssertionError):
+    """What went wrong in the ranks: the first failing rank's traceback, then a line for each of the others."""
+
+
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Calls `fn(world, *args)` on `size` standing ranks; returns their results in rank order.
+
+    The world is fresh: its keys stand under a prefix of this call. Raises RankError if a rank raises, dies or does not return in
+    `timeout` seconds; ranks that did not answer are killed and the next call starts new ones.
+    """
+    if size not in _pools:
+        _pools[size] = [Rank(rank, size) for rank in range(size)]
+    pool = _pools[size]
+    try:
+        _submit(pool, fn, args)
+        answers = _collect(pool, timeout)
+    except BaseException:
+        _discard(size)
+        raise
+    silent = [rank for rank in pool if rank.rank not in answers]
+    if silent:
+        _discard(size)
+    failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
+    if silent or failures:
+        raise RankError(_describe(failures, silent, timeout))
+    return [answers[rank] for rank in range(size)]
+
+
+@contextmanager
+def disposable_ranks(fn: Callable[..., Any], size: int, *args: Any) -> Iterator[list[Rank]]:
+    """Fresh ranks running `fn(world, *args)`, for tests that kill, stop or abandon them; those left at the end are killed."""
+    ranks = [Rank(rank, size) for rank in range(size)]
+    try:
+        _submit(ranks, fn, args)
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def close_pools() -> None:
+    """Ends every standing rank."""
+    for size in list(_pools):
+        _discard(size)
+
+
+class Failed:
+    """An exception of a rank as text, with the second at which it was raised."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.time = time.monotonic()  # one clock for all processes of a host
+
+    @property
+    def last_line(self) -> str:
+        return self.text.strip().splitlines()[-1]
+
+
+class Rank:
+    """One rank's process and the pipe to it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs, rank, size, _server().port), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs, -signal if one killed it."""
+        return self.process.exitcode
+
+    def join(self, timeout: float = TIMEOUT) -> None:
+        """Waits until the process has ended."""
+        self.process.join(timeout)
+
+    def result(self, timeout: float = TIMEOUT) -> Any:
+        """What `fn` returned. Raises RankError if it raised, died or took longer than `timeout` seconds."""
+        answer = _collect([self], timeout).get(self.rank)
+        if isinstance(answer, Failed):
+            raise RankError(_describe({self.rank: answer}, [], timeout))
+        if answer is None and not self.pipe.closed and self.process.is_alive():
+            raise RankError(_describe({}, [self], timeout))
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@cache
+def _server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _submit(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    message = pickle.dumps((next(_call_numbers), sys.path, pickle.dumps((fn, args))))
+    for rank in ranks:
+        rank.pipe.send_bytes(message)
+
+
+def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
+    """Answers by rank until all have come, or `timeout` is over, or the grace after a failure is."""
+    answers: dict[int, Any] = {}
+    waiting = {rank.pipe: rank for rank in ranks}
+    deadline = time.monotonic() + timeout
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            try:
+                answers[rank.rank] = pickle.loads(rank.pipe.recv_bytes())
+            except EOFError:
+                rank.process.join()
+                answers[rank.rank] = Failed(f"its process ended: {_ending(rank.process.exitcode)}")
+            if isinstance(answers[rank.rank], Failed):
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return answers
+
+
+def _ending(exitcode: int | None) -> str:
+    assert exitcode is not None
+    return f"killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exit code {exitcode}"
+
+
+def _describe(failures: dict[int, Failed], silent: list[Rank], timeout: float) -> str:
+    lines = []
+    for place, (rank, failed) in enumerate(sorted(failures.items(), key=lambda item: item[1].time)):
+        lines.append(f"rank {rank} failed: {failed.text if place == 0 else failed.last_line}")
+    if silent:
+        when = f"within {GRACE:.0f} s after that failure" if failures else f"within {timeout:.0f} s"
+        lines.append(f"did not return {when}: rank {', '.join(str(rank.rank) for rank in silent)}")
+    return "\n".join(lines)
+
+
+def _discard(size: int) -> None:
+    for rank in _pools.pop(size):
+        rank.kill()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    """The rank's process: answers calls until the pipe closes; dies with its parent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    while True:
+        try:
+            number, path, call = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        sys.path[:] = path  # a test's module may lie in a folder that the test run has only now come to
+        answer = _answer(call, rank, size, dist.PrefixStore(f"call{number}", store))
+        gc.collect()  # closes the call's connections, so that the ranks that wait for a failed one notice it
+        try:
+            message = pickle.dumps(answer)
+        except Exception:
+            message = pickle.dumps(Failed(f"the result cannot be pickled\n{traceback.format_exc()}"))
+        pipe.send_bytes(message)
+
+
+def _answer(call: bytes, rank: int, size: int, store: dist.Store) -> Any:
+    try:
+        fn, args = pickle.loads(call)
+        return fn(make_world(rank, size, store), *args)
+    except BaseException:  # SystemExit too: a rank that leaves must not take the pool with it
+        return Failed(traceback.format_exc())
+
+
+def make_world(rank: int, size: int, store: dist.Store | None) -> World:
+    """The world of a test's rank: all on this host, on the CPU, giving up on a hung collective after a minute."""
+    return World(rank, size, local_rank=rank, local_size=size, store=store, device="cpu", timeout=timedelta(minutes=1))
