@@ -34,7 +34,11 @@ def _processes() -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             mine = process.pid != os.getpid() and process.environ().get(_MARK) == _OURS
-            if mine and process.status() != psutil.STATUS_ZOMBIE and not any(w in " ".join(process.cmdline()) for w in _MULTIPROCESSING):
+            if (
+                mine
+                and process.status() != psutil.STATUS_ZOMBIE
+                and not any(w in " ".join(process.cmdline()) for w in _MULTIPROCESSING)
+            ):
                 found.append(process)
     return found
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from shoal.comm.world import World
 
 TIMEOUT = 120.0  # seconds a call may take
-GRACE = 8.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
+GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
 _PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
@@ -63,7 +63,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
         _discard(size)
         raise
     silent = [rank for rank in pool if rank.rank not in answers]
-    if silent:
+    if silent or any(rank.pipe_ended for rank in pool):
         _discard(size)
     failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
     if silent or failures:
@@ -106,6 +106,7 @@ class Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
+        self.pipe_ended = False
         self.pipe, theirs = _context.Pipe()
         self.process = _context.Process(target=_serve, args=(theirs, rank, size, _server().port), daemon=True)
         self.process.start()
@@ -127,12 +128,12 @@ class Rank:
 
     def result(self, timeout: float = TIMEOUT) -> Any:
         """What `fn` returned. Raises RankError if it raised, died or took longer than `timeout` seconds."""
-        answer = _collect([self], timeout).get(self.rank)
-        if isinstance(answer, Failed):
-            raise RankError(_describe({self.rank: answer}, [], timeout))
-        if answer is None and not self.pipe.closed and self.process.is_alive():
+        answers = _collect([self], timeout)
+        if self.rank not in answers:
             raise RankError(_describe({}, [self], timeout))
-        return answer
+        if isinstance(answers[self.rank], Failed):
+            raise RankError(_describe(answers, [], timeout))
+        return answers[self.rank]
 
     def kill(self) -> None:
         self.process.kill()
@@ -161,7 +162,8 @@ def _collect(ranks: list[Rank], timeout: float) -> dict[int, Any]:
             rank = waiting.pop(pipe)  # type: ignore[arg-type]
             try:
                 answers[rank.rank] = pickle.loads(rank.pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):
+                rank.pipe_ended = True
                 rank.process.join()
                 answers[rank.rank] = Failed(f"its process ended: {_ending(rank.process.exitcode)}")
             if isinstance(answers[rank.rank], Failed):

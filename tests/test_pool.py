@@ -31,6 +31,7 @@ def threads(world):
 
 
 def raise_on(world, rank):
+    world.everyone.barrier()
     if world.rank == rank:
         raise KeyError(f"raised by rank {rank}")
     world.everyone.barrier()
@@ -65,14 +66,6 @@ def test_each_rank_gets_its_world_and_the_results_come_in_rank_order():
 def test_ranks_stand_between_calls_and_use_one_thread():
     assert run_ranks(pid, 2) == run_ranks(pid, 2)
     assert run_ranks(threads, 2) == [1, 1]
-
-
-def test_a_call_on_standing_ranks_takes_a_moment():
-    run_ranks(pid, 2)
-    started = time.monotonic()
-    for _ in range(5):
-        run_ranks(add, 2, 1.0)
-    assert time.monotonic() - started < 5.0
 
 
 @pytest.mark.fast
@@ -131,7 +124,9 @@ def test_ranks_die_with_the_test_run(tmp_path: Path):
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = str(Path(__file__).parents[1])
-    run = subprocess.run([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+    )
     pids = [int(word) for word in run.stdout.split()]
     assert len(pids) == 2, run.stderr
     deadline = time.monotonic() + 10
@@ -142,7 +137,7 @@ def test_ranks_die_with_the_test_run(tmp_path: Path):
 
 def test_an_orphan_and_a_forgotten_shared_memory_file_are_found():
     shared_memory = leftovers.SharedMemory()
-    start_orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL).pid)"
+    start_orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
     orphan = int(subprocess.run([sys.executable, "-c", start_orphan], capture_output=True, text=True, check=True).stdout)
     forgotten = Path(f"/dev/shm/shoal-forgotten-{os.getpid()}")
     forgotten.write_bytes(b"x")

@@ -21,7 +21,9 @@ class RunningStatistics:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._layers = [m for m in root.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None]
+        self._layers = [
+            m for m in root.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
+        ]
         self._before: list[tuple[Tensor, int]] = []
 
     def __len__(self) -> int:
@@ -99,7 +101,9 @@ class SyncBatchNorm(_BatchNorm):
         x = input if input.dtype == torch.float64 else input.float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = self._group.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)).to(x.dtype)
+        count = self._group.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)).to(
+            x.dtype
+        )
         mean = self._sum(x.sum(dims)) / count
         centred = x - mean.view(shape)
         var = self._sum(centred.square().sum(dims)) / count

@@ -53,7 +53,9 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), record, _rejection_sampling_whole(record):
             module = model()
-    except Exception as error:  # a constructor may fail on fake tensors in its own way; if the model is wrong, the CPU build raises
+    except (
+        Exception
+    ) as error:  # a constructor may fail on fake tensors in its own way; if the model is wrong, the CPU build raises
         torch.manual_seed(seed)
         module = model()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

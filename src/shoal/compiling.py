@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,4 +26,5 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 def compile_blocks(module: nn.Module, backend: bool | str) -> None:
     """Compiles each block's forward with `backend` (True: torch's default). Compilation itself happens at the first call."""
     for block in blocks(module):
-        block.forward = torch.compile(block.forward, **({} if backend is True else {"backend": backend}))  # type: ignore[method-assign, call-overload]
+        choice: dict[str, Any] = {} if backend is True else {"backend": backend}
+        block.forward = torch.compile(block.forward, **choice)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from shoal.models.export import export_model
 from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan
-from shoal.precision import cast_at_the_border, precision as precision_named
+from shoal.precision import cast_at_the_border
+from shoal.precision import precision as precision_named
 from shoal.random import Randomness, keyed_functional
 from shoal.step import Loss, StepResult, StepRunner, call_loss, microbatches, share
 
@@ -92,7 +93,8 @@ class Engine:
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         self._microbatch = _choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
-        self._loss, self._collate, self._source = loss, collate, None
+        self._loss, self._collate = loss, collate
+        self._source: IterableSource | dict[str, Any] | None = None
         self._randomness = Randomness(seed, self.device)
         if dropout == "keyed":
             self._randomness.take_over(self.module)
@@ -160,7 +162,9 @@ class Engine:
         Raises TrainingError on a loss or gradient that is not finite; weights and optimizer then are those of the step before.
         """
         if batch.step != self.step_index:
-            raise UserError(f"this batch is of step {batch.step}, the engine is at step {self.step_index}: take batches from engine.batches")
+            raise UserError(
+                f"this batch is of step {batch.step}, the engine is at step {self.step_index}: take batches from engine.batches"
+            )
         self.ledger.step = batch.step
         result = self._runner.run(batch)
         self.step_index += 1
@@ -206,7 +210,7 @@ class Engine:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
         if this save (or, without waiting, the one before) failed; the last good checkpoint stays."""
         self._runner.settle()
-        path = Path(directory)
+        path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
         pieces = state.pieces(self.module, self.chunks, self.optimizer, self._group.rank, self._group.size)
@@ -243,7 +247,9 @@ class Engine:
             found = checkpoint.newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
         found, damaged = self._group.broadcast_object((found, damaged))
         if found is None:
-            raise CheckpointError(f"no checkpoint to load in {directory}" + (f" (damaged: {'; '.join(damaged)})" if damaged else ""))
+            raise CheckpointError(
+                f"no checkpoint to load in {directory}" + (f" (damaged: {'; '.join(damaged)})" if damaged else "")
+            )
         if damaged and self._group.rank == 0:
             warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {'; '.join(damaged)}", stacklevel=3)
         return found
@@ -297,7 +303,9 @@ def _choose_microbatch(given: int | None, global_batch: int, ranks: int, module:
     whole = -(-global_batch // ranks)
     if sync_bn:
         if given not in (None, whole):
-            raise UserError(f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch")
+            raise UserError(
+                f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch"
+            )
         return whole
     if given is None and has_batch_statistics(module):
         raise UserError(

@@ -25,7 +25,9 @@ def decay_matrices_only(weight_decay: float) -> GroupRule:
     return rule
 
 
-def group_options(names: Iterable[tuple[str, nn.Parameter]], rule: GroupRule | None) -> tuple[list[dict[str, Any]], dict[str, int]]:
+def group_options(
+    names: Iterable[tuple[str, nn.Parameter]], rule: GroupRule | None
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Distinct options in order of appearance, and each parameter's index into them."""
     groups: list[dict[str, Any]] = []
     member: dict[str, int] = {}
@@ -65,8 +67,9 @@ class ChunkOptimizer:
                     seen.grad_dtype = chunk.grad.dtype
                 seen.grad = own.grad = grad
                 self.parameters[slot.name], self._grads[slot.name] = own, grad
+        self.parameters = {name: self.parameters[name] for name in module_parameters if name in self.parameters}
         groups = [
-            {"params": [self.parameters[name] for name in module_parameters if name in self.parameters and member[name] == index], **extra}
+            {"params": [parameter for name, parameter in self.parameters.items() if member[name] == index], **extra}
             for index, extra in enumerate(options)
         ]
         self.torch = _make(factory, [group for group in groups if group["params"]])
@@ -116,7 +119,9 @@ def _make(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.opti
             return factory(groups)  # this optimizer has no fused kernel for these dtypes or this device
     optimizer = factory(groups)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer gave a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass e.g. partial(torch.optim.AdamW, lr=3e-4)")
+        raise UserError(
+            f"optimizer gave a {type(optimizer).__name__}, not a torch.optim.Optimizer: pass e.g. partial(torch.optim.AdamW, lr=3e-4)"
+        )
     return optimizer
 
 

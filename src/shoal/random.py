@@ -62,7 +62,7 @@ def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int) -> 
         high1, low1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    words = torch.stack((c0, c1, c2, c3), dim=2).view(samples, -1)[:, :elements]
+    words = torch.stack((c0, c1, c2, c3), dim=2).flatten(1)[:, :elements]
     return words >= threshold
 
 
@@ -81,7 +81,9 @@ def _keyed_drop(x: Tensor, p: float, keys: Tensor) -> Tensor:
     kernels = library() if x.device.type == "cpu" else None
     if kernels is not None:
         kept = torch.empty(samples, elements, dtype=torch.bool)
-        kernels.shoal_keep(ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.contiguous().data_ptr()), threshold)
+        kernels.shoal_keep(
+            ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.contiguous().data_ptr()), threshold
+        )
     else:
         kept = keep_fallback(samples, elements, keys, threshold)
     return x * kept.view(x.shape) * (1.0 / (1.0 - p))
@@ -223,7 +225,13 @@ def keyed_functional(randomness: Randomness) -> Iterator[None]:
         return input.copy_(dropped) if inplace else dropped
 
     def attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, **rest: Any
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
     ) -> Tensor:
         if dropout_p == 0.0:
             return _torch_attention(query, key, value, attn_mask, 0.0, is_causal, **rest)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batchnorm import RunningStatistics
+from shoal.buffers import OtherBuffers
 from shoal.chunks import Chunk
 from shoal.comm import Group
 from shoal.data import Batch
@@ -57,7 +58,9 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
         raise UserError(f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)")
     total, count = result[0], torch.as_tensor(result[1])
     if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
-        raise UserError(f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use reduction='sum')")
+        raise UserError(
+            f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use reduction='sum')"
+        )
     aux = {}
     for name, value in sorted(result[2].items() if len(result) == 3 else ()):
         value, weight = value if isinstance(value, tuple) else (value, 1.0)
@@ -128,7 +131,7 @@ class StepRunner:
         self._optimizer, self._scheduler, self._reducer, self._randomness = optimizer, scheduler, reducer, randomness
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._clip, self._device, self._keyed = microbatch, whole, clip, device, keyed
-        self._statistics = RunningStatistics(module)
+        self._statistics, self._buffers = RunningStatistics(module), OtherBuffers(module)
         self._aux_names: tuple[str, ...] | None = None
         self._per_sample = 1.0  # counts seen a sample, the expectation for the next step
         self._agreed = False
@@ -176,6 +179,7 @@ class StepRunner:
         """Backward of each microbatch; returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
         self._reducer.begin()
         self._statistics.begin()
+        self._buffers.begin()
         totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
         for index, ids in enumerate(mine):
             with self._ledger.span("compute", "load"):
@@ -208,12 +212,15 @@ class StepRunner:
             self._aux_names = names
             totals = torch.cat([totals, totals.new_zeros(len(names))])
         elif names != self._aux_names:
-            raise UserError(f"loss returned the auxiliary losses {names}, before it was {self._aux_names}: return the same each time")
+            raise UserError(
+                f"loss returned the auxiliary losses {names}, before it was {self._aux_names}: return the same each time"
+            )
         row = [sums.total.detach(), sums.count, *(value.detach() * sums.count for value in sums.aux.values())]
         return totals + torch.stack([item.double() for item in row])
 
     def _reduce(self, totals: Tensor, run_here: int, after: int) -> tuple[Tensor, list[str]]:
-        """The exchange ends, then one ballot carries the sums, which parameters were touched, and running statistics.
+        """The exchange ends, then one ballot carries the sums, which parameters were touched, whether buffers changed, and running
+        statistics.
 
         That every rank came to the ballot is the vote that all of them got through the step.
         """
@@ -223,17 +230,19 @@ class StepRunner:
             return totals, [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
-        parts = [totals, torch.tensor(touched, dtype=torch.float64, device=self._device)]
+        flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64, device=self._device)
+        parts = [totals, flags]
         if len(self._statistics):
             parts.append(self._statistics.term(run_here, after))
         ballot = self._group.all_reduce(torch.cat(parts), purpose="ballot")
-        totals, seen, *statistics = ballot.split([len(part) for part in parts])
+        totals, flags, *statistics = ballot.split([len(part) for part in parts])
         if statistics and not self._whole:
             self._statistics.commit(statistics[0])
-        untouched = []
-        if not all(touched):
-            untouched = [name for name, ranks in zip(self._reducer.touched, seen.tolist(), strict=True) if ranks == 0]
-        return totals, untouched
+        if len(self._buffers) and flags[-1] > 0:
+            self._buffers.merge(self._group, run_here)
+        if all(touched):
+            return totals, []
+        return totals, [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch learns the names of the auxiliary losses from the others."""
@@ -275,10 +284,18 @@ class StepRunner:
     def _require_finite(self, result: StepResult) -> None:
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
-        what = f"the loss is {result.loss}" if not math.isfinite(result.loss) else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
+        what = (
+            f"the loss is {result.loss}"
+            if not math.isfinite(result.loss)
+            else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
+        )
         broken = [name for name in self._optimizer.parameters if not torch.isfinite(self._optimizer.grad(name)).all()]
         weights = [name for name, value in self._optimizer.parameters.items() if not torch.isfinite(value).all()]
-        where = f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(self._optimizer.parameters)})" if broken else "gradients are finite"
+        where = (
+            f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(self._optimizer.parameters)})"
+            if broken
+            else "gradients are finite"
+        )
         if weights:
             where += f"; weights already not finite: {weights[0]}"
         raise TrainingError(

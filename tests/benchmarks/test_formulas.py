@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.formulas import MemoryTerms, ddp_terms, loss_bytes, saved_bytes, shoal_terms
 from benchmarks.memory import row
+from benchmarks.workload import mean_loss
 from shoal.models.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(vocab_size=48, sequence=16, layers=2, d_model=32, heads=4, tied=False)
@@ -40,6 +43,26 @@ def autograd_keeps(precision: str) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
 def test_saved_bytes_are_those_of_autograd(precision: str) -> None:
     assert saved_bytes(SMALL, ROWS, SEQUENCE, precision) == autograd_keeps(precision)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["fp32", "autocast"])
+def test_the_peak_of_allocations_is_saved_plus_loss(precision: str) -> None:
+    """The formulas against PyTorch's own count of bytes, over a forward and backward into gradients that exist."""
+    torch.set_num_threads(1)
+    cfg = GPTConfig(vocab_size=512, sequence=16, layers=2, d_model=32, heads=4, tied=False)
+    model, tokens = GPT(cfg), torch.zeros(8, 16, dtype=torch.long)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext():
+            logits = model(tokens)
+        loss = mean_loss(logits, tokens)
+        del logits
+        loss.backward()
+    moves = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    peak = max(itertools.accumulate(size for _, size in moves))
+    assert saved_bytes(cfg, 8, 16, precision) + loss_bytes(cfg, 128) == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.fast

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ranks import save_alone
 
 from shoal.checkpoint import Want, load, newest
 from shoal.parallel import Box
+from tests.checkpoint.fake_ranks import save_alone
 
 PRELUDE = """
 import resource, sys, types

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ranks import FakeWorld, save_alone
 
 from shoal.checkpoint import Want, Writer, listing, load, newest, verify
 from shoal.errors import CheckpointError
 from shoal.parallel import Box
+from tests.checkpoint.fake_ranks import FakeWorld, save_alone
 
 
 @pytest.fixture

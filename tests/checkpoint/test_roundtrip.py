@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from fake_ranks import FakeWorld, flat_wants, on_ranks, pieces_of, save_alone
 from torch.distributed import FileStore, HashStore, Store, TCPStore
 
 from shoal.checkpoint import Piece, Want, Writer, load, read_manifest, tensor_names
 from shoal.errors import CheckpointError
 from shoal.parallel import Box
+from tests.checkpoint.fake_ranks import FakeWorld, flat_wants, on_ranks, pieces_of, save_alone
 
 State = dict[str, torch.Tensor]
 

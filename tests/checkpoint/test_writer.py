@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ranks import FakeWorld, on_ranks, pieces_of, save_alone
 
 from shoal.checkpoint import Want, Writer, dcp, load, newest
 from shoal.errors import CheckpointError
 from shoal.parallel import Box
+from tests.checkpoint.fake_ranks import FakeWorld, on_ranks, pieces_of, save_alone
 
 State = dict[str, torch.Tensor]
 
@@ -101,6 +101,24 @@ def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
     assert newest(tmp_path, lambda *_: None) == tmp_path / "step-00000001.old"
     Writer(tmp_path, FakeWorld())
     assert newest(tmp_path, lambda *_: None) == tmp_path / "step-00000001"
+
+
+def test_a_step_saved_again_in_vain_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename that would give the second save its name fails: the first one is still there, and gets its name back."""
+    save_alone(tmp_path, 1, {"w": torch.full((3,), 1.0)})
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001.tmp":
+            raise OSError(5, os.strerror(5))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_alone(tmp_path, 1, {"w": torch.full((3,), 2.0)})
+    monkeypatch.undo()
+    Writer(tmp_path, FakeWorld())
+    assert value(tmp_path / "step-00000001") == 1.0
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -86,7 +86,9 @@ def test_packed_documents_do_not_see_each_other(config):
     other = ids.clone()
     other[:, 1] = (other[:, 1] + 1) % 61
     at = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)
-    changed = (model(ids, position_ids=at).logits != model(other, position_ids=at).logits).any(-1)
+    difference = (model(ids, position_ids=at).logits - model(other, position_ids=at).logits).abs().amax(-1)
+    # Not bitwise: experts multiply the tokens of both documents together, in another grouping.
+    changed = difference > 1e-5
     assert changed[:, 1:4].all()
     assert not changed[:, 4:].any()
 

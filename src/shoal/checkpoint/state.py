@@ -1,10 +1,10 @@
 """The engine's state as named global tensors and JSON: what a checkpoint holds, whatever the plan.
 
-    model.<parameter>          the master, fp32 (fp64 under fp64)
-    buffer.<buffer>            as it is
-    optim.<parameter>.<key>    optimizer state, floating ones at least fp32
-    extra["groups"]            options of each optimizer group with its members, by name
-    extra["optim"]             optimizer state that is not a tensor
+model.<parameter>          the master, fp32 (fp64 under fp64)
+buffer.<buffer>            as it is
+optim.<parameter>.<key>    optimizer state, floating ones at least fp32
+extra["groups"]            options of each optimizer group with its members, by name
+extra["optim"]             optimizer state that is not a tensor
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ def make_chunks(
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its
     gradient is complete.
     """
-    owners = {f"{prefix}.{name}".lstrip("."): owner for prefix, owner in module.named_modules() for name, _ in owner.named_parameters(recurse=False)}
+    owners = {
+        f"{prefix}.{name}".lstrip("."): owner
+        for prefix, owner in module.named_modules()
+        for name, _ in owner.named_parameters(recurse=False)
+    }
     order = []
     for name, parameter in reversed(list(module.named_parameters())):
         dtype = precision.parameter_dtype(parameter.dtype, owners[name])
@@ -64,7 +68,9 @@ def adopt(
     return by_name
 
 
-def _adopt_other_tensors(module: nn.Module, value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device) -> None:
+def _adopt_other_tensors(
+    module: nn.Module, value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device
+) -> None:
     """Makes buffers real, and tensors that the constructor kept as plain attributes."""
     for prefix, owner in module.named_modules():
         for name, buffer in list(owner._buffers.items()):

@@ -123,7 +123,7 @@ class Group:
 
     def _autopsy(self, operation: str, purpose: str, waited: float, error: RuntimeError) -> str:
         """Calls the roll of the ranks that also stopped at this collective, so that the message names the others."""
-        self._store.set(f"stopped/{self._calls}/{self.rank}", b"1")
+        self._store.set(f"stopped/{self._calls}/{self.rank}", "1")
         missing = []
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         for rank in range(self.size):
@@ -143,10 +143,11 @@ class Group:
 
 
 def _gloo(store: dist.Store, rank: int, size: int, loopback: bool, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    address = {"hostname": "127.0.0.1"} if loopback else {}
-    options._devices = [dist.ProcessGroupGloo.create_device(**address)] if loopback else [dist.ProcessGroupGloo.create_default_device()]
+    options._devices = (
+        [dist.ProcessGroupGloo.create_device(**address)] if loopback else [dist.ProcessGroupGloo.create_default_device()]
+    )
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -24,7 +24,12 @@ class Reducer:
     """
 
     def __init__(
-        self, chunks: Sequence[Chunk], parameters: Mapping[str, torch.nn.Parameter], group: Group, algorithm: Algorithm, lane: Lane
+        self,
+        chunks: Sequence[Chunk],
+        parameters: Mapping[str, torch.nn.Parameter],
+        group: Group,
+        algorithm: Algorithm,
+        lane: Lane,
     ) -> None:
         self._chunks, self._group, self._algorithm, self._lane = chunks, group, algorithm, lane
         self.touched: dict[str, bool] = {}

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import torch.distributed as dist
 
 from shoal.comm.world import World
 from shoal.launch.environment import Identity, discover
@@ -13,19 +19,35 @@ __all__ = ["Identity", "connect", "discover", "join", "launch", "locate"]
 
 
 def join(init: str | None = None, *, timeout: float = 300.0) -> World:
-    """The World that this process belongs to, by `init` or the environment (see `environment`), once every rank has come.
+    """A World of the ranks that this process belongs to, by `init` or the environment (see `environment`).
 
-    Raises UserError for variables that are wrong, LaunchError if the ranks do not meet within `timeout` seconds.
+    Waits until every rank has come. Each call makes a World with groups and keys of its own; the ranks must make them in the same
+    order. Raises UserError for variables that are wrong, LaunchError if the ranks do not meet within `timeout` seconds.
     """
-    identity = discover(os.environ, init)
-    store = connect(identity, timeout)
-    placed = locate(identity, store)
-    assert placed.local_rank is not None and placed.local_size is not None
+    arrival = _arrive(discover(os.environ, init), timeout)
+    identity, store = arrival.identity, arrival.store
+    assert identity.local_rank is not None and identity.local_size is not None
     return World(
-        placed.rank,
-        placed.size,
-        local_rank=placed.local_rank,
-        local_size=placed.local_size,
-        store=store,
-        generation=placed.generation,
+        identity.rank,
+        identity.size,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        store=dist.PrefixStore(f"world{next(arrival.worlds)}", store) if store is not None else None,
+        generation=identity.generation,
     )
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """This process at its store, and the count of the Worlds made there."""
+
+    identity: Identity
+    store: dist.Store | None
+    worlds: Iterator[int]
+
+
+@cache
+def _arrive(identity: Identity, timeout: float) -> _Arrival:
+    """Once a process: a rank that comes a second time is taken for another process with the same rank."""
+    store = connect(identity, timeout)
+    return _Arrival(locate(identity, store), store, itertools.count())

@@ -92,7 +92,9 @@ def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -
     if slurm_step:
         return _agreeing(_from_slurm(environ), environ)
     if environ.get(PLAIN.size, "1") != "1":
-        raise UserError(f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single process.")
+        raise UserError(
+            f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single process."
+        )
     return SINGLE
 
 
@@ -101,7 +103,9 @@ def first_host(nodelist: str) -> str:
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else ""
     if not re.fullmatch(r"[\w.-]+", host):
-        raise UserError(f"SLURM_STEP_NODELIST={nodelist!r} is no list of hosts like node[1-4]. Set MASTER_ADDR to the first host.")
+        raise UserError(
+            f"SLURM_STEP_NODELIST={nodelist!r} is no list of hosts like node[1-4]. Set MASTER_ADDR to the first host."
+        )
     return host
 
 
@@ -169,7 +173,9 @@ def _from_mpi(names: Names, environ: Mapping[str, str]) -> Identity:
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Identity:
-    here = _tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "")), environ.get("SLURM_NODEID", "0"))
+    here = _tasks_on_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "")), environ.get("SLURM_NODEID", "0")
+    )
     step = {"SLURM_NTASKS": environ.get("SLURM_STEP_NUM_TASKS", ""), SLURM.local_size: here}
     place = _place(SLURM, {**environ, **{name: value for name, value in step.items() if value}})
     nodelist = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
@@ -183,7 +189,12 @@ def _from_slurm(environ: Mapping[str, str]) -> Identity:
 
 def _tasks_on_node(tasks_per_node: str, node: str) -> str:
     """The number of tasks on a node of Slurm's compressed list: ("4(x2),1", "2") -> "1"; empty if the list does not say."""
-    counts = [m[1] for part in tasks_per_node.split(",") if (m := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) for _ in range(int(m[2] or 1))]
+    counts = [
+        m[1]
+        for part in tasks_per_node.split(",")
+        if (m := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part))
+        for _ in range(int(m[2] or 1))
+    ]
     if len(counts) == 1 and "(" not in tasks_per_node:
         return counts[0]
     return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else ""
@@ -204,7 +215,16 @@ def _agreeing(identity: Identity, environ: Mapping[str, str]) -> Identity:
 
 def _identity(place: Place, store_url: str, source: str, *, generation: int = 0, rank0_serves: bool = False) -> Identity:
     store_url = store_url if place.size > 1 or not rank0_serves else ""  # a store for rank 0 alone would only occupy a port
-    return Identity(place.rank, place.size, place.local_rank, place.local_size, store_url, generation, source, rank0_serves and bool(store_url))
+    return Identity(
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        store_url,
+        generation,
+        source,
+        rank0_serves and bool(store_url),
+    )
 
 
 def _place(names: Names, environ: Mapping[str, str]) -> Place:
@@ -212,7 +232,11 @@ def _place(names: Names, environ: Mapping[str, str]) -> Place:
     rank, size = _number(environ, names.rank), _number(environ, names.size)
     if rank is None or size is None:
         have, miss = (names.size, names.rank) if rank is None else (names.rank, names.size)
-        raise UserError(f"{names.source}: {miss} is missing" + (f" although {have}={environ[have]}." if have in environ else ".") + " Give both.")
+        raise UserError(
+            f"{names.source}: {miss} is missing"
+            + (f" although {have}={environ[have]}." if have in environ else ".")
+            + " Give both."
+        )
     local_rank, local_size = _number(environ, names.local_rank), _number(environ, names.local_size)
     if size == 1:
         local_rank, local_size = local_rank or 0, 1
@@ -223,7 +247,9 @@ def _place(names: Names, environ: Mapping[str, str]) -> Place:
     ):
         if low is not None and high is not None and low >= high:
             bound = "at most" if low_name == names.local_size else "below"
-            raise UserError(f"{names.source}: {low_name}={environ.get(low_name, low)} must be {bound} {high_name}={environ.get(high_name, high)}.")
+            raise UserError(
+                f"{names.source}: {low_name}={environ.get(low_name, low)} must be {bound} {high_name}={environ.get(high_name, high)}."
+            )
     return Place(rank, size, local_rank, local_size)
 
 

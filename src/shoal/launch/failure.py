@@ -47,9 +47,13 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     message = "".join(traceback.TracebackException(type(error), error, None).format_exception_only()).strip()
     if isinstance(error, ShoalError):
         message = "\n".join([str(error), *getattr(error, "__notes__", [])])
-    lost_peer = isinstance(error, LaunchError) or (isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER))
+    lost_peer = isinstance(error, LaunchError) or (
+        isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER)
+    )
     text = "" if shoal_error else folded_traceback(error)
-    return Failure(rank, socket.gethostname(), time.time(), message, text, error.exit_code if isinstance(error, ShoalError) else 1, lost_peer)
+    return Failure(
+        rank, socket.gethostname(), time.time(), message, text, error.exit_code if isinstance(error, ShoalError) else 1, lost_peer
+    )
 
 
 def write_failure(failure: Failure, path: Path) -> None:
@@ -80,7 +84,9 @@ class _Folded(traceback.StackSummary):
 
 
 def _fold(summary: traceback.TracebackException) -> None:
-    summary.stack = _Folded.from_list(list(_fold_frames(summary.stack)))
+    folded = _Folded()  # not `from_list`, which makes a plain StackSummary
+    folded.extend(_fold_frames(summary.stack))
+    summary.stack = folded
     for other in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
         if other is not None:
             _fold(other)
@@ -100,7 +106,7 @@ def _fold_frames(stack: traceback.StackSummary) -> Iterator[traceback.FrameSumma
 
 def _broke_in_shoal(summary: traceback.TracebackException) -> bool:
     owners = [owner for frame in summary.stack if (owner := _owner(frame.filename)) in ("shoal", "user")]
-    return not owners or (owners[-1] == "shoal" and "user" not in owners)
+    return not owners or owners[-1] == "shoal"
 
 
 def _owner(filename: str) -> str:

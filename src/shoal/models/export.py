@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,8 +25,11 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):
         export_hf(model, weights, directory)
         return
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    tensors = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     why = unmapped(model.cfg) if isinstance(model, GPT) else None
-    about = {"class": f"{type(model).__module__}.{type(model).__qualname__}", "not in Hugging Face layout": why or "no such layout for this class"}
+    about = {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "not in Hugging Face layout": why or "no such layout for this class",
+    }
     (directory / "model.json").write_text(json.dumps(about, indent=2) + "\n")

@@ -33,7 +33,10 @@ def library() -> ctypes.CDLL | None:
             fresh = Path(scratch) / "kernels.so"
             done = subprocess.run([compiler, *_FLAGS, "-o", str(fresh), str(source)], capture_output=True, text=True)
             if done.returncode:
-                warnings.warn(f"{compiler} could not compile Shoal's kernels, torch is used instead: {done.stderr.strip()[:500]}", stacklevel=2)
+                warnings.warn(
+                    f"{compiler} could not compile Shoal's kernels, torch is used instead: {done.stderr.strip()[:500]}",
+                    stacklevel=2,
+                )
                 return None
             fresh.replace(target)  # atomic: ranks that compile at once end with one whole file
     kernels = ctypes.CDLL(str(target))

@@ -52,12 +52,12 @@ Series = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: its SVG at both widths, the heading with the unit, and the sentence that a screen reader reads."""
+    """One figure: the heading with the unit, the sentence that a screen reader reads, the SVG, and one for a phone where it differs."""
 
     title: str
     label: str
-    wide: str
-    narrow: str
+    svg: str
+    narrow: str | None
 
 
 def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Chart:
@@ -69,7 +69,7 @@ def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Char
     def draw(axes: Axes) -> None:
         axes.plot(*thin(*train), color=FAINT, linewidth=1)
         axes.plot(*thin(*smoothed), color=FIRST, linewidth=2, solid_capstyle="round")
-        axes.plot(*validation, color=SECOND, linewidth=1.5, marker="o", markersize=4.5, markeredgecolor=PAPER)
+        axes.plot(*validation, color=SECOND, linewidth=1.5, marker="o", markersize=6, markeredgecolor=PAPER)
         ends = [("training", FIRST, smoothed)] + ([("validation", SECOND, validation)] if evals else [])
         _label_ends(axes, ends, "{:.3f}")
 
@@ -173,7 +173,9 @@ def thin(x: Sequence[float], y: Sequence[float]) -> Series:
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[str | None, str, Series]], show: str | Callable[[float], str]) -> None:
-    """Writes name and last value beside the end of each curve, moved apart where they would overlap."""
+    """Writes name and last value beside the end of each curve, moved apart where they would overlap. Curves that end near the
+    right edge have their texts in one column.
+    """
     placed = []
     for name, colour, (x, y) in ends:
         last = next((i for i in reversed(range(len(y))) if math.isfinite(y[i])), None)
@@ -189,16 +191,17 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str | None, str, Series]], show
         at[i] = max(at[i], at[i - 1] + gap)
     right = max((x for _, x, *_ in placed), default=0.0)
     beside: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-    for height, (*_, colour, text) in zip(at, placed, strict=True):
-        axes.annotate(text, (right, height), color=colour, **beside)
+    for height, (_, end, colour, text) in zip(at, placed, strict=True):
+        axes.annotate(text, (right if end > 0.6 * right else end, height), color=colour, **beside)
 
 
 def _chart(
     title: str, label: str, draw: Callable[[Axes], None], *, height: float, wide: float, first_tick: str = "step {:g}"
 ) -> Chart:
-    """Draws both widths; the first tick of the horizontal axis says what the axis counts."""
-    drawings = {width: _svg(draw, width, height, first_tick, f"{title} {width}") for width in (wide, NARROW)}
-    return Chart(title=title, label=label, wide=drawings[wide], narrow=drawings[NARROW])
+    """Draws the figure, and a wide one for a phone as well; the first tick of the horizontal axis says what the axis counts."""
+    svg = _svg(draw, wide, height, first_tick, f"{title} wide")
+    narrow = _svg(draw, NARROW, height, first_tick, f"{title} narrow") if wide != NARROW else None
+    return Chart(title=title, label=label, svg=svg, narrow=narrow)
 
 
 def _svg(draw: Callable[[Axes], None], width: float, height: float, first_tick: str, salt: str) -> str:
@@ -234,6 +237,6 @@ def _for_page(svg: str) -> str:
     svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*" height="[^"]*"|(<svg\b[^>]*?) height="[^"]*" width="[^"]*"', r"\1\2", svg)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     referenced = set(re.findall(r"#(\w+)[\")]", svg))
-    svg = re.sub(r' id="(\w+)"', lambda found: found[0] if found[1] in referenced else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in referenced else "", svg)
     svg = re.sub(r"#0000[01]\w", lambda found: COLOURS.get(found[0], found[0]), svg)
     return re.sub(r"\s*\n\s*", "\n", svg).strip()

@@ -31,7 +31,8 @@ def write_report(run_dir: Path | str) -> Path:
     path = run_dir / "report.html"
     # A browser that reloads while the run goes on never sees half a page.
     temporary = path.with_suffix(".html.tmp")
-    temporary.write_text(html, encoding="utf-8")
+    # What a model writes may hold half a character, which UTF-8 has no bytes for.
+    temporary.write_text(html, encoding="utf-8", errors="replace")
     os.replace(temporary, path)
     return path
 

@@ -1,0 +1,77 @@
+"""The commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli import ckpt
+
+app = typer.Typer(
+    help="Trains one PyTorch model, written for one device, on whatever devices there are.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(ckpt.app, name="ckpt")
+
+Nproc = Annotated[int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")]
+
+
+@app.command()
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3.")] = None,
+    nproc: Nproc = None,
+    resume: Annotated[str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')] = None,
+) -> None:
+    """Trains what a job file says. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
+    from shoal.cli.start import start_job, text_assignment
+
+    given = list(assignments or [])
+    given += [f"run.nproc={nproc}"] if nproc is not None else []
+    given += [text_assignment("run.resume", resume)] if resume is not None else []
+    raise typer.Exit(start_job(job, given))
+
+
+@app.command()
+def run(
+    script: Annotated[Path, typer.Argument(help="A Python script that uses shoal, or torch.distributed.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", metavar="[-- ARGS...]")] = None,
+    nproc: Nproc = None,
+) -> None:
+    """Starts a script on N local ranks."""
+    from shoal.cli.start import start_script
+
+    raise typer.Exit(start_script(script, args or [], nproc))
+
+
+@app.command()
+def demo(
+    nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks on this host.")] = 2,
+    directory: Annotated[Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")] = None,
+) -> None:
+    """Trains a small GPT on Python's standard library for less than a minute."""
+    from shoal.cli.start import start_demo
+
+    raise typer.Exit(start_demo(nproc, directory))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False) -> None:
+    """Looks at this machine: what is there, what is missing, and what to do about it. Exit code 1 if something fails."""
+    from shoal.cli.doctor import examine, show
+
+    checks = examine()
+    show(checks, as_json)
+    raise typer.Exit(int(any(check.state == "FAIL" for check in checks)))
+
+
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")]) -> None:
+    """Draws the report of a run anew, also while it goes on."""
+    from shoal.report.page import write_report
+
+    print(write_report(directory))

@@ -1,0 +1,68 @@
+"""shoal ckpt: what checkpoints there are, whether they are whole, and their weights for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Lists, verifies and exports checkpoints.", no_args_is_help=True)
+
+
+@app.command("ls")
+def list_checkpoints(directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of checkpoints.", metavar="DIR")]) -> None:
+    """Lists the checkpoints of a directory, judged by the sizes of their files."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from shoal.checkpoint import listing
+    from shoal.errors import UserError
+    from shoal.report import units
+
+    rows = listing(checkpoints_of(directory))
+    if not rows:
+        raise UserError(f"there are no checkpoints in {directory}")
+    table = Table("step", "saved", "size", "ranks", "state", "", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(str(row.step), f"{row.when:%Y-%m-%d %H:%M:%S}", units.size(row.bytes), str(row.world_size or "?"), row.state, row.detail)
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+@app.command()
+def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")]) -> None:
+    """Reads every byte and says what is damaged. Exit code 5 if anything is."""
+    from shoal.checkpoint import listing, verify
+    from shoal.errors import CheckpointError, UserError
+
+    paths = [path] if path.name.startswith("step-") else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
+    if not paths:
+        raise UserError(f"there are no checkpoints in {path}")
+    problems = {each: verify(each) for each in paths}
+    for each, found in problems.items():
+        print(f"{each.name}: {'ok' if not found else '; '.join(found)}")
+    damaged = [each.name for each, found in problems.items() if found]
+    if damaged:
+        raise CheckpointError(f"damaged: {', '.join(damaged)}")
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a run or directory whose newest good one is taken.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write.")],
+    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+) -> None:
+    """Writes the weights as safetensors, in Hugging Face layout where the model has one."""
+    from shoal.jobs.export import export_checkpoint
+
+    print(export_checkpoint(path, out, job))
+
+
+def checkpoints_of(directory: Path) -> Path:
+    """The directory of checkpoints that a person means by `directory`, which may be that of a run."""
+    from shoal.errors import UserError
+    from shoal.jobs.save import DIRECTORY
+
+    if not directory.is_dir():
+        raise UserError(f"no such directory: {directory}")
+    return directory / DIRECTORY if (directory / DIRECTORY).is_dir() else directory

@@ -1,0 +1,168 @@
+"""What this machine offers a run: each thing looked at gives OK, WARN or FAIL, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shoal import native
+from shoal.errors import ShoalError
+from shoal.launch import launch
+from shoal.precision import PRECISIONS
+from shoal.report import units
+from shoal.report.flops import measure_peak_flops
+
+GIB = 2**30
+OLDEST_TORCH = (2, 11)
+OPTIONAL = {"transformers": "hf", "datasets": "hf", "pyarrow": "hf"}
+State = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: what there is, and what to do where it is not OK."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which a run would meet what they look at; about ten seconds."""
+    looks: list[Callable[[], list[Check]]] = [
+        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler, _collective, _peaks,
+    ]  # fmt: skip
+    return [check for look in looks for check in look()]
+
+
+def show(checks: list[Check], as_json: bool) -> None:
+    """Prints the checks as a table, or as one JSON object."""
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=1))
+        return
+    colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for check in checks:
+        table.add_row(f"[{colours[check.state]}]{check.state}", check.name, check.found + (f"\n-> {check.fix}" if check.fix else ""))
+    Console(highlight=False).print(table)
+
+
+def _versions() -> list[Check]:
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    old = found < OLDEST_TORCH
+    checks = [
+        Check("shoal", "OK", f"{version('shoal')} on Python {sys.version.split()[0]}"),
+        Check("torch", "FAIL" if old else "OK", torch.__version__, "install torch 2.11 or newer" if old else ""),
+    ]
+    missing = [name for name in OPTIONAL if _missing(name)]
+    extras = ", ".join(sorted({OPTIONAL[name] for name in missing}))
+    fix = f"for models of transformers and .parquet: pip install 'shoal[{extras}]'" if missing else ""
+    return [*checks, Check("optional packages", "WARN" if missing else "OK", f"missing: {', '.join(missing)}" if missing else "all there", fix)]
+
+
+def _missing(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return True
+    return False
+
+
+def _devices() -> list[Check]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        why = "torch is built without CUDA" if built is None else f"torch is built for CUDA {built} but finds no GPU"
+        return [Check("devices", "OK", f"CPU only ({why})")]
+    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [Check("devices", "OK", ", ".join(f"{each.name} {units.size(each.total_memory)}" for each in names))]
+
+
+def _cores() -> list[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = os.getloadavg()[0]
+    fix = "end other programs for a steady speed" if busy > cores else ""
+    return [Check("cores", "WARN" if fix else "OK", f"{cores} for this process, load {busy:.1f}", fix)]
+
+
+def _memory() -> list[Check]:
+    memory = psutil.virtual_memory()
+    low = memory.available < 2 * GIB
+    fix = "a rank takes about 0.3 GiB and four times the weights: train fewer ranks or a smaller model" if low else ""
+    return [Check("memory", "WARN" if low else "OK", f"{units.size(memory.available)} free of {units.size(memory.total)}", fix)]
+
+
+def _shared_memory() -> list[Check]:
+    if not Path("/dev/shm").is_dir():
+        return [Check("shared memory", "WARN", "there is no /dev/shm", "in a container: mount a tmpfs there")]
+    free = shutil.disk_usage("/dev/shm").free
+    low = free < GIB
+    fix = "in a container: start it with --shm-size=2g or --ipc=host" if low else ""
+    return [Check("shared memory", "WARN" if low else "OK", f"{units.size(free)} free in /dev/shm", fix)]
+
+
+def _disk() -> list[Check]:
+    usage = shutil.disk_usage(".")
+    low = usage.free < 5 * GIB
+    fix = "checkpoints are three times the fp32 weights each: free space, or set run.dir elsewhere" if low else ""
+    return [Check("disk", "WARN" if low else "OK", f"{units.size(usage.free)} free here", fix)]
+
+
+def _loopback() -> list[Check]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), timeout=2).close()
+    except OSError as error:
+        return [Check("loopback", "FAIL", f"127.0.0.1 cannot be reached: {error}", "bring the interface lo up: ip link set lo up")]
+    return [Check("loopback", "OK", f"connected on port {port}")]
+
+
+def _compiler() -> list[Check]:
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return [Check("C compiler", "WARN", "none: torch's slower operations are used", "install gcc or clang, or set CC")]
+    if native.library() is None:
+        return [Check("C compiler", "WARN", f"{compiler} does not compile the kernels, torch is used", "see the warning; is SHOAL_NATIVE=0 set?")]
+    return [Check("C compiler", "OK", f"{compiler}; native kernels are ready")]
+
+
+def _collective() -> list[Check]:
+    """Two ranks start, meet and sum a mebibyte, as a run would."""
+    with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as scratch:
+        result = Path(scratch) / "result.json"
+        began = time.perf_counter()
+        try:
+            code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, run_dir=Path(scratch))
+        except ShoalError as error:
+            return [Check("two ranks", "FAIL", str(error), "see the message")]
+        seconds = time.perf_counter() - began
+        if code or not result.exists():
+            return [Check("two ranks", "FAIL", f"ended with exit code {code}, see above", "see the first error above")]
+        measured = json.loads(result.read_text())
+    found = f"started in {units.duration(seconds)}; all-reduce of 1 MiB over {measured['backend']} in {units.duration(measured['seconds'])}"
+    return [Check("two ranks", "OK", found)]
+
+
+def _peaks() -> list[Check]:
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    peaks = {name: measure_peak_flops(device, precision.model) for name, precision in PRECISIONS.items()}
+    found = ", ".join(f"{name} {units.flops_rate(peak)}" for name, peak in peaks.items())
+    slow = peaks["bf16"] < peaks["fp32"]
+    fix = 'precision = "fp32" is the faster one here' if slow else ""
+    return [Check("matmul peak", "WARN" if slow else "OK", found, fix)]

@@ -1,0 +1,49 @@
+"""From a command to ranks on this host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from shoal.jobs.choose import default_ranks, ranks_here, spread
+from shoal.jobs.read import load_job
+from shoal.launch import discover, launch
+
+DEMO = Path(__file__).with_name("demo.toml")
+
+
+def start_job(path: Path, assignments: Sequence[str]) -> int:
+    """Trains the job file on the ranks of this host; returns the exit code. Raises UserError for a wrong job before a rank starts.
+
+    A process that another launcher started is itself a rank. A single rank runs in this process.
+    """
+    job, origins = load_job(path, assignments)
+    outside = discover()
+    nproc = 1 if outside.size > 1 else ranks_here(job)
+    if outside.size == 1:
+        spread(job, origins, nproc)
+    if nproc == 1:
+        from shoal.jobs.__main__ import run
+
+        signal = run(str(path), list(assignments)).signal
+        return 128 + signal if signal else 0
+    return launch(["-m", "shoal.jobs", str(path), *assignments], nproc, run_dir=Path(job.run.dir))
+
+
+def start_script(script: Path, args: Sequence[str], nproc: int | None) -> int:
+    """Runs a script on `nproc` local ranks (see `default_ranks`); returns the exit code."""
+    return launch([str(script), *args], nproc if nproc is not None else default_ranks())
+
+
+def start_demo(nproc: int, directory: Path | None) -> int:
+    """The built-in job in a fresh directory."""
+    directory = directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
+    print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {directory}:\n", flush=True)
+    return start_job(DEMO, [text_assignment("run.dir", str(directory)), f"run.nproc={nproc}"])
+
+
+def text_assignment(key: str, text: str) -> str:
+    """An assignment of a text, whatever is in it."""
+    return f"{key}={json.dumps(text)}"

@@ -1,0 +1,6 @@
+"""Jobs: the job file, and the main road from a job to a finished run."""
+
+from shoal.jobs.config import Data, Job, Origins, Run, Train
+from shoal.jobs.read import load_job
+
+__all__ = ["Data", "Job", "Origins", "Run", "Train", "load_job"]

@@ -1,0 +1,38 @@
+"""What each rank of `shoal train` runs, under whichever launcher: python -m shoal.jobs job.toml [table.key=value ...]."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from shoal.jobs.read import load_job
+from shoal.jobs.train import Outcome, train
+from shoal.report.metrics import read_metrics
+from shoal.report.progress import print_summary
+
+
+def run(path: str, assignments: list[str]) -> Outcome:
+    """Trains the job file; rank 0 tells how it went, the report's path last."""
+    outcome = train(*load_job(path, assignments))
+    if outcome.report is not None:
+        tell(outcome)
+    return outcome
+
+
+def tell(outcome: Outcome) -> None:
+    """Prints how the run ended: reason, numbers, the last sample, the report."""
+    records = read_metrics(outcome.run_dir / "metrics.jsonl")
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(Text(f"\n{outcome.reason}"))
+    print_summary(records, sys.stdout)
+    if records.samples:
+        last = records.samples[-1]
+        console.print(Panel(Text.assemble((last.prompt, "bold"), last.text), title="sample", title_align="left"))
+    print(f"report: {outcome.report}", flush=True)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])

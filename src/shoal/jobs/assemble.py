@@ -1,0 +1,65 @@
+"""An engine from a settled job."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.comm import World
+from shoal.engine import Engine
+from shoal.errors import UserError, did_you_mean
+from shoal.jobs.config import Job
+from shoal.lr import by_name
+from shoal.models import ModelSpec
+from shoal.optimizer import OptimizerFactory, decay_matrices_only
+
+OPTIMIZERS = {
+    name.lower(): getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Adafactor")
+}
+"""Those of torch that update any parameter from its gradient alone."""
+
+FLOOR = 0.1
+
+
+def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> Engine:
+    """The engine that trains `model` as the job says; `total`: the steps over which the learning rate falls."""
+    train = job.train
+    assert train.schedule is not None and train.warmup is not None
+    return Engine(
+        model.factory,
+        model.loss,
+        optimizer_named(train.optimizer, train.lr),
+        job.plan,
+        global_batch=train.global_batch,
+        microbatch=train.microbatch,
+        precision=train.precision,
+        seed=train.seed,
+        clip=train.clip or None,
+        schedule=by_name(train.schedule, total or 1, train.warmup, FLOOR),
+        param_groups=decay_matrices_only(train.weight_decay),
+        sync_bn=train.sync_bn,
+        world=world,
+    )
+
+
+def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory:
+    """The torch optimizer of a name, or of a table {name = "sgd", momentum = 0.9}. Raises UserError for what it does not take."""
+    parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
+    name = option if isinstance(option, str) else option.get("name")
+    if name not in OPTIMIZERS:
+        raise UserError(f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{did_you_mean(str(name), list(OPTIMIZERS))}")
+    kind = OPTIMIZERS[name]
+    known = [each for each in inspect.signature(kind).parameters if each not in ("params", "lr", "weight_decay")]
+    for key in parameters:
+        if key not in known:
+            raise UserError(f"train.optimizer.{key} is no parameter of {name}.{did_you_mean(key, known)} Parameters: {', '.join(known)}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+    try:
+        kind([torch.zeros(1, requires_grad=True)], lr=lr, **values)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"train.optimizer = {option!r} with lr = {lr} is refused by torch: {error}") from error
+    return partial(kind, lr=lr, **values)

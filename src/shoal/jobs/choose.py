@@ -1,0 +1,145 @@
+"""What a job leaves open, chosen from the model, the data and the machine. What was chosen has the origin "planner"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.comm import World
+from shoal.data import Cursor, TextData, open_text
+from shoal.errors import UserError
+from shoal.jobs.config import Job, Origins
+from shoal.mesh import Mesh
+from shoal.models import PRESETS, ModelSpec, build
+
+SEQUENCE = 256
+WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A job with nothing left open, its model and its data. `total`: steps, None where time alone stops the run."""
+
+    job: Job
+    origins: Origins
+    model: ModelSpec
+    data: TextData
+    total: int | None
+
+
+def ranks_here(job: Job) -> int:
+    """How many ranks to start on this host: what the job says, else what its plan needs, else the machine's default."""
+    if job.run.nproc is not None:
+        return job.run.nproc
+    return job.plan.size if job.plan.size > 1 else default_ranks()
+
+
+def default_ranks() -> int:
+    """A rank for each GPU; without one, for each core but at most two, which leaves a laptop usable."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return torch.cuda.device_count() or min(2, cores)
+
+
+def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
+    """The job on `size` ranks: those are data parallel unless the plan says otherwise. UserError where the plan needs others."""
+    if "plan.dp" not in origins and job.plan.dp == 1 and size % job.plan.size == 0:
+        job, origins = _put(job, origins, "plan", dp=size // job.plan.size)
+    Mesh(job.plan, 0, size)  # refuses a plan that does not fit
+    return job, origins
+
+
+def settle(job: Job, origins: Origins, world: World) -> Settled:
+    """Opens the data, tokenising it if nobody has, and builds the model's description. Raises UserError for what does not fit."""
+    job, origins = spread(job, origins, world.size)
+    if job.run.nproc is None:
+        job, origins = _put(job, origins, "run", nproc=world.local_size)
+    table = dict(job.model)
+    if job.data.sequence is None:
+        preset = PRESETS.get(str(table.get("preset")))
+        longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
+        job, origins = _put(job, origins, "data", sequence=longest)
+    data = _open(job)
+    job, origins = _put_model(job, origins, _from_data(table, job, data))
+    model = build(job.model)
+    _check_model(model, job, data)
+    total = _total(job, data)
+    job, origins = _put_schedule(job, origins, total)
+    return Settled(job, origins, model, data, total)
+
+
+def _open(job: Job) -> TextData:
+    data = job.data
+    assert data.sequence is not None
+    if not isinstance(data.sequence, int):
+        raise UserError(f"model.sequence = {data.sequence!r}: expected a whole number")
+    return open_text(
+        data.source,
+        tokenizer=data.tokenizer,
+        sequence=data.sequence,
+        validation=data.validation,
+        attend=data.attend,  # type: ignore[arg-type]  # open_text refuses another word
+        seed=job.train.seed,
+        field=data.field,
+    )
+
+
+def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, Any]:
+    """Settings of our own language models that follow from the data where the job leaves them open."""
+    size = data.tokenizer.vocab_size
+    open_settings: dict[str, dict[str, Any]] = {
+        "gpt": {"vocab_size": size, "sequence": job.data.sequence},
+        "bert": {"vocab_size": size + 1, "sequence": job.data.sequence},  # its last id is the mask
+        "lstm": {"vocab_size": size},
+    }
+    return {key: value for key, value in open_settings.get(str(table.get("name")), {}).items() if key not in table}
+
+
+def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
+    if model.vocab_size is None:
+        raise UserError(
+            f'model.name = "{model.name}" reads no text, which is what a job file trains on: write a script with shoal.Engine and start it '
+            "with `shoal run`"
+        )
+    if model.vocab_size < data.tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of data.tokenizer = "
+            f'"{job.data.tokenizer}": give model.vocab_size = {data.tokenizer.vocab_size}'
+        )
+    if model.sequence is not None and job.data.sequence is not None and model.sequence < job.data.sequence:
+        raise UserError(
+            f"data.sequence = {job.data.sequence} is longer than the {model.sequence} tokens that the model takes: shorten the one or "
+            "lengthen the other"
+        )
+
+
+def _total(job: Job, data: TextData) -> int | None:
+    limits = [] if job.train.steps is None else [job.train.steps]
+    if job.train.epochs is not None:
+        limits.append(job.train.epochs * Cursor(len(data.train), job.train.global_batch, job.train.seed).steps_per_epoch)
+    return min(limits, default=None)
+
+
+def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, Origins]:
+    if job.train.schedule is None:
+        job, origins = _put(job, origins, "train", schedule="constant" if total is None else "cosine")
+    elif total is None and job.train.schedule != "constant":
+        raise UserError(
+            f'train.schedule = "{job.train.schedule}" ends at the last step, which train.seconds does not tell: give train.steps too, '
+            'or schedule = "constant"'
+        )
+    if job.train.warmup is None:
+        job, origins = _put(job, origins, "train", warmup=0 if total is None else min(WARMUP_MOST, int(WARMUP_SHARE * total)))
+    return job, origins
+
+
+def _put(job: Job, origins: Origins, section: str, **values: Any) -> tuple[Job, Origins]:
+    changed = replace(job, **{section: replace(getattr(job, section), **values)})
+    return changed, {**origins, **{f"{section}.{key}": "planner" for key in values}}
+
+
+def _put_model(job: Job, origins: Origins, values: Mapping[str, Any]) -> tuple[Job, Origins]:
+    return replace(job, model={**job.model, **values}), {**origins, **{f"model.{key}": "planner" for key in values}}

@@ -1,0 +1,134 @@
+"""What a job says: one schema, for the TOML file and for Python. Nothing here needs torch, so that a job is checked at once.
+
+Where a field is None, Shoal chooses (see `choose`), or there is none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from shoal.errors import UserError
+from shoal.plan import Plan
+
+Origins = Mapping[str, str]
+"""Where each value comes from, by dotted key: "file", "cli" or "planner"; a key that is not there has its default."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """`[data]`: the text to train on, see `shoal.data.open_text`. `source` may be a `datasets.Dataset` in Python.
+
+    `sequence`: tokens in a row, by default what the model takes. `validation`: the share of documents held out.
+    """
+
+    source: Any = "stdlib"
+    tokenizer: str = "bytes"
+    sequence: int | None = None
+    validation: float = 0.05
+    attend: str = "row"
+    field: str = "text"
+
+
+@dataclass(frozen=True)
+class Train:
+    """`[train]`: the mathematics of the run. It stops at the first of `steps`, `epochs` and `seconds` (of training, over all attempts).
+
+    `optimizer`: a name of torch's, or a table {name = "sgd", momentum = 0.9}. `schedule`: "cosine", "linear" (both fall to a tenth)
+    or "constant", after `warmup` steps. `weight_decay` acts on matrices only. `clip`: the largest norm of the gradient, 0 for none.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: float | None = None
+    global_batch: int = 32
+    microbatch: int | None = None
+    precision: str = "fp32"
+    optimizer: str | dict[str, Any] = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    schedule: str | None = None
+    warmup: int | None = None
+    clip: float = 1.0
+    seed: int = 0
+    sync_bn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None and self.seconds is None:
+            raise UserError("nothing says when to stop: give train.steps, train.epochs or train.seconds, e.g. steps = 1000")
+        for key in ("steps", "epochs", "seconds", "global_batch", "microbatch", "lr"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise UserError(f"train.{key} = {value}: give a number above 0")
+        for key in ("weight_decay", "warmup", "clip"):
+            value = getattr(self, key)
+            if value is not None and not value >= 0:
+                raise UserError(f"train.{key} = {value}: give 0 or more")
+
+
+@dataclass(frozen=True)
+class Run:
+    """`[run]`: where the run lives and what it does beside training. `*_every` are steps, 0 for only at the end.
+
+    `nproc`: ranks on this host. `eval_samples`: validation rows in an evaluation, spread evenly, 0 for all. `keep`: checkpoints.
+    `resume`: "auto" continues the newest good checkpoint of `dir`, "never" wants a new `dir`, a path continues that checkpoint.
+    `trackers`: any of "tensorboard", "wandb", "mlflow". `sample`: a prompt to continue at each evaluation, "" for none.
+    """
+
+    dir: str = "runs/run"
+    nproc: int | None = None
+    eval_every: int = 0
+    eval_samples: int = 512
+    save_every: int = 0
+    keep: int = 3
+    resume: str = "auto"
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    sample: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("eval_every", "eval_samples", "save_every"):
+            if getattr(self, key) < 0:
+                raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
+        for key in ("nproc", "keep"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise UserError(f"run.{key} = {value}: give at least 1")
+
+
+@dataclass(frozen=True)
+class Job:
+    """All of a job. `model` is the table of `shoal.models.build`: a `name` and that model's settings.
+
+    A `plan` with dp = 1 takes the number of ranks that are started, unless the origins of the job say that dp was given.
+    """
+
+    model: Mapping[str, Any]
+    train: Train
+    data: Data = field(default_factory=Data)
+    plan: Plan = field(default_factory=Plan)
+    run: Run = field(default_factory=Run)
+
+
+SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run}
+"""The tables with fixed keys; `[model]` has those of the model."""
+
+
+def tables(job: Job) -> dict[str, dict[str, Any]]:
+    """The job as TOML tables, in the order in which they are written. None, which TOML lacks, is left out: a value to be chosen."""
+    found = {"model": dict(job.model)}
+    for section, kind in SECTIONS.items():
+        values = {each.name: getattr(getattr(job, section), each.name) for each in fields(kind)}
+        found[section] = {key: value for key, value in values.items() if value is not None}
+    if not isinstance(job.data.source, str):
+        found["data"]["source"] = f"(a {type(job.data.source).__name__} given in Python)"
+    return found
+
+
+def describe(job: Job, origins: Origins) -> dict[str, dict[str, Any]]:
+    """Each value by dotted key with its origin: {"train.lr": {"value": 3e-4, "origin": "file"}}."""
+    return {
+        f"{section}.{key}": {"value": value, "origin": origins.get(f"{section}.{key}", "default")}
+        for section, table in tables(job).items()
+        for key, value in table.items()
+    }

@@ -1,0 +1,36 @@
+"""What a sample costs in FLOPs, and what the ranks together could do: the two sides of MFU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.engine import Engine
+from shoal.models import ModelSpec
+from shoal.report.flops import count_flops, measure_peak_flops
+
+
+def flops_per_sample(model: ModelSpec, data: Any, sequence: int) -> float | None:
+    """Forward and backward of one row of `sequence` tokens: by the model's formula, else counted on the meta device, where nothing is
+    computed. None where the model does something that needs values."""
+    if model.flops_per_token is not None:
+        return model.flops_per_token(sequence) * sequence
+    row = {key: value.unsqueeze(0).to("meta") for key, value in data[0].items()}
+    with torch.device("meta"):
+        module = model.factory()
+
+    def forward_and_backward() -> None:
+        model.loss(module, row)[0].backward()
+
+    try:
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        return float(count_flops(forward_and_backward, parameters=parameters, tokens=sequence).flops)
+    except (NotImplementedError, RuntimeError):  # torch's words for an operation that the meta device cannot follow
+        return None
+
+
+def peak_flops(engine: Engine) -> float:
+    """FLOP/s of matrix products in the model's precision, of all ranks at once; all of them call it."""
+    mine = measure_peak_flops(engine.device, engine.precision.model)
+    return float(engine.world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64), purpose="peak"))

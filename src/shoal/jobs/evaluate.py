@@ -1,0 +1,46 @@
+"""What a run looks at beside its loss: the validation loss, and a text that the model writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.data import Tokenizer
+from shoal.engine import Engine
+from shoal.models import causal_lm, generate
+from shoal.models.losses import Loss
+
+NEW_TOKENS, TEMPERATURE, TOP_K = 160, 0.8, 40
+
+
+class Spread:
+    """At most `samples` items of a map-style dataset (0 for all), evenly spread over it: the first ones are often of one kind."""
+
+    def __init__(self, dataset: Any, samples: int) -> None:
+        self._dataset = dataset
+        self._samples = min(samples or len(dataset), len(dataset))
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._dataset[index * len(self._dataset) // self._samples]
+
+
+def can_write(loss: Loss) -> bool:
+    """Whether a model with this loss predicts the next token, so that it can go on with a text."""
+    return loss is causal_lm
+
+
+def write_on(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
+    """What the model writes after `prompt`, up to the document's end; the same draw each time. For one rank alone."""
+    ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos]], device=engine.device)
+    draw = torch.Generator(engine.device).manual_seed(engine.seed)
+    # compiled blocks would be compiled anew for each length
+    with torch.compiler.set_stance("force_eager"):
+        written = generate(engine.module, ids, NEW_TOKENS, TEMPERATURE, TOP_K, draw)[0, ids.shape[1] :].tolist()
+    if tokenizer.eos in written:
+        written = written[: written.index(tokenizer.eos)]
+    return tokenizer.decode(written)

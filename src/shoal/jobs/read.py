@@ -1,0 +1,123 @@
+"""From a TOML file and `key=value` assignments to a Job. The command line wins over the file; an unknown key is an error."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from shoal.errors import UserError, did_you_mean
+from shoal.jobs.config import SECTIONS, Job, Origins
+
+_SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "a table"}
+_TOML = {**_SPOKEN, int: "the whole number", float: "the number", str: "the text", list: "the list", dict: "the table"}
+
+
+def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Origins]:
+    """The job of the TOML file `path` with `assignments` ("train.lr=1e-3", later ones win) on top, and where its values come from.
+
+    `run.dir` is by default `runs/` and the file's name. Raises UserError with key, value and what is expected there.
+    """
+    path = Path(path)
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no such job file: {path} (from {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the job file {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"the job file {path} is not TOML: {error}") from error
+    return parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
+
+
+def parse_job(
+    content: Mapping[str, Any], assignments: Sequence[str] = (), *, where: str = "the job", default_dir: str = "runs/run"
+) -> tuple[Job, Origins]:
+    """As `load_job`, from the file's tables."""
+    tables: dict[str, dict[str, Any]] = {"model": {}, **{section: {} for section in SECTIONS}}
+    origins: dict[str, str] = {}
+    for section, table in content.items():
+        _known(section, where, tables)
+        if not isinstance(table, dict):
+            raise UserError(f"{section} = {table!r} in {where}: expected a table, [{section}]")
+        for key, value in table.items():
+            _check(section, key, value, where)
+            tables[section][key] = value
+            origins[f"{section}.{key}"] = "file"
+    for assignment in assignments:
+        section, path, value = _assignment(assignment)
+        _known(section, f"--set {assignment}", tables)
+        key = path[0]
+        value = _nested(tables[section].get(key), path[1:], value, assignment)
+        _check(section, key, value, f"--set {assignment}")
+        tables[section][key] = value
+        origins[f"{section}.{key}"] = "cli"
+    if "name" not in tables["model"]:
+        raise UserError(f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"')
+    tables["run"].setdefault("dir", default_dir)
+    parts = {section: kind(**tables[section]) for section, kind in SECTIONS.items()}
+    return Job(model=tables["model"], **parts), origins
+
+
+def _assignment(text: str) -> tuple[str, list[str], Any]:
+    """("train.lr=1e-3") -> ("train", ["lr"], 0.001). What is not a TOML value is a text: train.precision=bf16 needs no quotes."""
+    name, equals, written = text.partition("=")
+    section, *path = name.strip().split(".")
+    if not equals or not path or not all(path):
+        raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
+    try:
+        return section, path, tomllib.loads(f"value = {written}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, path, written.strip()
+
+
+def _nested(current: Any, path: Sequence[str], value: Any, assignment: str) -> Any:
+    """`value`, or `current` with `value` at the keys `path` inside it."""
+    if not path:
+        return value
+    if not isinstance(current, Mapping | None):
+        raise UserError(f"--set {assignment}: {path[0]!r} cannot be set inside {current!r}, which is not a table")
+    inner = dict(current or {})
+    return {**inner, path[0]: _nested(inner.get(path[0]), path[1:], value, assignment)}
+
+
+def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
+    if section not in tables:
+        raise UserError(f'unknown table "{section}" in {where}.{did_you_mean(section, list(tables))} Tables: {", ".join(tables)}')
+
+
+def _check(section: str, key: str, value: Any, where: str) -> None:
+    """The key is known and the value of its type; `[model]` is checked by the model that it names."""
+    if section == "model":
+        return
+    hints = get_type_hints(SECTIONS[section])
+    if key not in hints:
+        known = [each.name for each in fields(SECTIONS[section])]
+        raise UserError(f'unknown key "{section}.{key}" in {where}.{did_you_mean(key, known)} Keys: {", ".join(known)}')
+    if not _fits(value, hints[key]):
+        raise UserError(f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} {value!r}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of TOML is of a field's type. A whole number is a number too; true and false are none."""
+    if hint is Any:
+        return True
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, member) for member in get_args(hint))
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else (origin or hint))
+
+
+def _spoken(hint: Any) -> str:
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_spoken(member) for member in get_args(hint) if member is not NoneType))
+    if get_origin(hint) is list:
+        return "a list of texts"
+    return _SPOKEN.get(hint, "a table")

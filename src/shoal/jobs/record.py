@@ -1,0 +1,155 @@
+"""What rank 0 writes down while a run goes on: metrics, trackers, the progress line. Other ranks have a recorder that is silent."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from shoal.engine import Evaluation
+from shoal.report import flops, units
+from shoal.report.memory import MemoryMeter
+from shoal.report.metrics import (
+    CheckpointRecord,
+    EndRecord,
+    EvalRecord,
+    MetricsLog,
+    Record,
+    RunRecord,
+    SampleRecord,
+    StepRecord,
+    WarningRecord,
+)
+from shoal.report.progress import Progress
+from shoal.report.trackers import Trackers, make_trackers
+from shoal.step import StepResult
+
+
+class Recorder:
+    """Writes the records of one attempt to metrics.jsonl in `run_dir`, to the trackers and to the progress line.
+
+    `total`: steps of the whole run. `flops_per_sample`: forward and backward, None where not known. Where not `active`, all of it
+    does nothing. A step's numbers are read one step late on CUDA, so that the device never waits for the host.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        trackers: list[str],
+        *,
+        active: bool,
+        device: torch.device,
+        total: int | None,
+        flops_per_sample: float | None,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._active = active
+        self._started = self._lap = time.perf_counter()
+        self._unread: deque[tuple[StepResult, int, float]] = deque()
+        if not active:
+            return
+        self._late = 1 if device.type == "cuda" else 0
+        self._flops_per_sample, self._peak = flops_per_sample, 0.0
+        self._memory = MemoryMeter(device)
+        self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")
+        self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
+        self._progress = Progress(total, stream or sys.stdout)
+
+    def start(self, run: RunRecord) -> None:
+        """Begins the attempt; time counts from here."""
+        if self._active:
+            self._peak = run.peak_flops
+            self._append(run)
+            self._trackers.start(run)
+        self._lap = time.perf_counter()
+
+    def step(self, result: StepResult, samples: int) -> None:
+        """Takes in a step of `samples` samples; its time is what passed since the one before, pauses left out."""
+        if not self._active:
+            return
+        now = time.perf_counter()
+        self._unread.append((result, samples, now - self._lap))
+        self._lap = now
+        while len(self._unread) > self._late:
+            self._read()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens inside is not part of a step."""
+        self.flush()
+        yield
+        self._lap = time.perf_counter()
+
+    def flush(self) -> None:
+        """Reads the steps that were put off."""
+        while self._unread:
+            self._read()
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self._message(f"step {step}: validation loss {evaluation.loss:.4f} ({units.duration(evaluation.seconds)})")
+        self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens))
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        self._write(SampleRecord(step=step, prompt=prompt, text=text))
+
+    def checkpoint(self, step: int, path: str, seconds: float) -> None:
+        self._write(CheckpointRecord(step=step, path=path, seconds=seconds))
+
+    def warning(self, message: str) -> None:
+        self._message(f"warning: {message}")
+        self._write(WarningRecord(message=message))
+
+    def end(self, reason: str) -> None:
+        """Closes everything; `reason` is a sentence."""
+        if not self._active:
+            return
+        self.flush()
+        self._write(EndRecord(reason=reason, seconds=time.perf_counter() - self._started))
+        self._progress.close()
+        self._trackers.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _read(self) -> None:
+        result, samples, seconds = self._unread.popleft()
+        share = flops.mfu(self._flops_per_sample * samples, seconds, self._peak) if self._flops_per_sample else None
+        record = StepRecord(
+            step=result.step + 1,
+            epoch=result.epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr[0],
+            tokens=result.tokens,
+            seconds=seconds,
+            tokens_per_second=result.tokens / seconds,
+            mfu=share,
+            memory_bytes=self._memory.read().bytes,
+            time=time.time(),
+        )
+        self._write(record)
+        self._progress.update(record)
+
+    def _write(self, record: Record) -> None:
+        if self._active:
+            self._append(record)
+            self._trackers.log(record)
+
+    def _append(self, record: Record) -> None:
+        """A disk that is full must not end the training: the log is given up, and that is said."""
+        if self._log is None:
+            return
+        try:
+            self._log.write(record)
+        except OSError as error:
+            self._log = None
+            self._message(f"warning: metrics.jsonl cannot be written any more: {error}. Training goes on without it")
+
+    def _message(self, text: str) -> None:
+        if self._active:
+            self._progress.message(text)

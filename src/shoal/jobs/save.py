@@ -1,0 +1,66 @@
+"""Checkpoints of a run, written in the background; a save that fails is a warning, and training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.checkpoint.directory import step_path
+from shoal.engine import Engine
+from shoal.errors import CheckpointError
+from shoal.jobs.record import Recorder
+
+DIRECTORY = "checkpoints"
+
+
+class Saver:
+    """Saves `engine` into the run's directory of checkpoints. What the engine raises is the same on every rank, so all go on alike.
+
+    `elapsed()`: seconds of training so far, over all attempts; the next attempt reads it back.
+    """
+
+    def __init__(self, engine: Engine, recorder: Recorder, run_dir: Path, keep: int, elapsed: Callable[[], float]) -> None:
+        self._engine, self._recorder, self._elapsed = engine, recorder, elapsed
+        self._run_dir, self._keep = run_dir, keep
+        self._under_way: tuple[int, float] | None = None
+        self._latest = engine.step_index  # a resumed step is on disk, and step 0 needs no checkpoint
+
+    def save(self) -> None:
+        """Begins a checkpoint of this moment. Whether the one before it came to its end is known, and recorded, here."""
+        step = self._engine.step_index
+        if step == self._latest:
+            return
+        began = time.perf_counter()
+        try:
+            self._begin()
+            self._record()
+        except CheckpointError as error:  # of the save before: this one has not begun
+            self._under_way = None
+            self._recorder.warning(str(error))
+            try:
+                self._begin()
+            except CheckpointError as error:
+                self._recorder.warning(str(error))
+                return
+        self._latest, self._under_way = step, (step, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Waits for the save under way, and closes the engine."""
+        try:
+            self._engine.close()
+            self._record()
+        except CheckpointError as error:
+            self._recorder.warning(str(error))
+            self._engine.close()  # the error is told once; what is left is to end the lane
+
+    def _begin(self) -> None:
+        extra = {"seconds": self._elapsed()}
+        self._engine.save(self._run_dir / DIRECTORY, wait=False, keep=self._keep, extra=extra)
+
+    def _record(self) -> None:
+        if self._under_way is not None:
+            step, seconds = self._under_way
+            path = step_path(self._run_dir / DIRECTORY, step)
+            self._recorder.checkpoint(step, str(path.relative_to(self._run_dir)), seconds)
+            self._under_way = None

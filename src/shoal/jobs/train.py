@@ -1,0 +1,173 @@
+"""The main road: from a job to a finished run."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from shoal.comm import World
+from shoal.engine import Engine
+from shoal.errors import ShoalError, UserError
+from shoal.jobs import resume
+from shoal.jobs.assemble import make_engine
+from shoal.jobs.choose import Settled, settle
+from shoal.jobs.config import Job, Origins, describe
+from shoal.jobs.costs import flops_per_sample, peak_flops
+from shoal.jobs.evaluate import Spread, can_write, write_on
+from shoal.jobs.record import Recorder
+from shoal.jobs.save import DIRECTORY, Saver
+from shoal.jobs.stop import Stop
+from shoal.jobs.timeline import Recording
+from shoal.jobs.write import origin_table, write_resolved
+from shoal.launch import join
+from shoal.report.metrics import RunRecord
+from shoal.report.page import write_report
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: `reason` as a sentence, `signal` if one stopped it. `report` is None on ranks other than 0."""
+
+    run_dir: Path
+    step: int
+    reason: str
+    signal: int | None
+    report: Path | None
+
+
+def train(job: Job, origins: Origins | None = None, world: World | None = None) -> Outcome:
+    """Trains `job` on the ranks of `world` (by default what the launcher's variables say); every rank calls it.
+
+    Leaves the run directory of docs/design.md. SIGINT and SIGTERM end the run after the step in progress, with a checkpoint and the
+    report. Raises what the rooms below raise; the report of a run that failed is written first.
+    """
+    world = world or join()
+    settled = settle(job, origins or {}, world)
+    engine = make_engine(settled.job, settled.model, settled.total, world)
+    checkpoint, warnings = resume.find(settled.job, settled.origins, world.everyone)
+    _make_directory(settled, world)
+    user_state = engine.load(checkpoint) if checkpoint else {}
+    run = _Run(settled, engine, user_state.get("seconds", 0.0))
+    for warning in warnings:
+        run.recorder.warning(warning)
+    return run.to_its_end()
+
+
+def _make_directory(settled: Settled, world: World) -> None:
+    """Rank 0 makes the run directory, writes resolved.toml there and shows the values; the others wait for it."""
+    problem = None
+    run_dir = Path(settled.job.run.dir)
+    if world.rank == 0:
+        try:
+            (run_dir / DIRECTORY).mkdir(parents=True, exist_ok=True)
+            write_resolved(settled.job, settled.origins, run_dir)
+        except OSError as error:
+            problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
+        Console(file=sys.stdout, highlight=False).print(origin_table(settled.job, settled.origins))
+    problem = world.everyone.broadcast_object(problem)
+    if problem is not None:
+        raise problem
+
+
+class _Run:
+    """One attempt, from its first record to its report."""
+
+    def __init__(self, settled: Settled, engine: Engine, seconds_before: float) -> None:
+        job, world = settled.job, engine.world
+        assert job.data.sequence is not None
+        self.settled, self.job, self.engine = settled, job, engine
+        self.run_dir, self.first = Path(job.run.dir), world.rank == 0
+        limit = None if job.train.seconds is None else job.train.seconds - seconds_before
+        self.stop = Stop(world.everyone, limit)
+        self.data = settled.model.prepare_data(settled.data.train)
+        held_out = settled.data.validation
+        self.held_out = Spread(settled.model.prepare_data(held_out), job.run.eval_samples) if held_out is not None else None
+        cost = flops_per_sample(settled.model, self.data, job.data.sequence) if self.first else None
+        self.recorder = Recorder(
+            self.run_dir, job.run.trackers, active=self.first, device=engine.device, total=settled.total, flops_per_sample=cost
+        )
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed)
+        self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
+        self.recorder.start(self._about(peak_flops(engine)))
+
+    def to_its_end(self) -> Outcome:
+        """Trains, and leaves report and end record also where that fails."""
+        try:
+            with self.stop:
+                reason = self._train()
+                self.saver.save()
+                self.saver.close()
+                self.timeline.close(self.recorder)
+        except BaseException as error:
+            said = str(error) if isinstance(error, ShoalError) else type(error).__name__
+            self._finish(f"failed: {said}")
+            raise
+        return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, self._finish(reason))
+
+    def _train(self) -> str:
+        """All steps, with the evaluations before, between and after; returns why it ended."""
+        engine, run, total = self.engine, self.job.run, self.settled.total
+        if total is not None and engine.step_index >= total:
+            return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
+        if engine.step_index == 0:
+            self._evaluate()
+        stopped = None
+        for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
+            self.timeline.before(batch.step)
+            result = engine.step(batch)
+            self.recorder.step(result, len(batch.ids))
+            step = engine.step_index
+            stopped = self.stop.after_step()
+            if stopped or step == total:
+                break
+            if run.eval_every and step % run.eval_every == 0:
+                self._look()
+            if run.save_every and step % run.save_every == 0:
+                with self.recorder.pause():
+                    self.saver.save()
+        self.timeline.before(-1)
+        if self.stop.signal is None:
+            self._look()
+        return stopped or f"all {total} steps were trained"
+
+    def _look(self) -> None:
+        self._evaluate()
+        job, engine = self.job, self.engine
+        if job.run.sample and self.first and can_write(self.settled.model.loss):
+            with self.recorder.pause():
+                text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
+                self.recorder.sample(engine.step_index, job.run.sample, text)
+
+    def _evaluate(self) -> None:
+        if self.held_out is not None:
+            with self.recorder.pause():
+                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out))
+
+    def _finish(self, reason: str) -> Path | None:
+        """Ends the record and draws the report; a full disk costs the report, not what was trained."""
+        self.recorder.end(reason)
+        if not self.first:
+            return None
+        try:
+            return write_report(self.run_dir)
+        except OSError as error:
+            print(f"warning: the report of {self.run_dir} cannot be written: {error}", file=sys.stderr)
+            return None
+
+    def _about(self, peak: float) -> RunRecord:
+        world = self.engine.world
+        return RunRecord(
+            host=world.host,
+            device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU ({platform.machine()})",
+            world=world.size,
+            versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
+            parameters=sum(parameter.numel() for parameter in self.engine.parameters.values()),
+            peak_flops=peak,
+            config=describe(self.job, self.settled.origins),
+        )

@@ -1,0 +1,212 @@
+"""Starts N ranks on this host and sees them to their end.
+
+    launcher (hosts the store) --+-- rank 0   output straight to the terminal
+                                 +-- rank 1   output kept in a file, shown if it fails
+                                 ...          each in a session of its own, killed by the kernel if the launcher dies
+
+When a rank fails, the others get a moment to notice the closed connections, then are ended. The rank at fault is shown first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from shoal.errors import LaunchError, UserError
+from shoal.launch.failure import Failure, read_failure
+from shoal.launch.verdict import Ending, verdict
+
+PEER_GRACE = 3.0  # seconds for the others once a rank has failed; a collective takes 2 to find out who is missing
+SIGNAL_GRACE = 10.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM
+_TERM_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+_POLL = 0.02
+
+
+def launch(
+    program: list[str],
+    nproc: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    run_dir: Path | None = None,
+) -> int:
+    """Runs `program` on `nproc` local ranks; returns the exit code, after telling on stderr what failed.
+
+    `program` is what would follow `python`: ["script.py", ...] or ["-m", "module", ...]. `env` is added to this process's
+    environment. `threads` a rank: OMP_NUM_THREADS, by default that of the environment or else the cores shared out evenly.
+    `run_dir`: keeps the output of the ranks after 0 in run_dir/logs/rank1.log and so on.
+    Exit code: 0; that of the ShoalError (2 user, 3 training, 4 launch, 5 checkpoint) or 1 for another exception of the rank at fault;
+    its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n. Raises UserError if `program` does not exist.
+    """
+    _check(program, nproc)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _signals() as received:
+        logs = (run_dir or Path(scratch)) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(nproc):
+                variables = {**os.environ, **(env or {}), **_variables(rank, nproc, server.port, Path(scratch))}
+                variables.update(_threads(variables, nproc, threads))
+                ranks.append(_Rank(rank, program, variables, logs / f"rank{rank}.log" if rank else None))
+            _watch(ranks, received)
+        except OSError as error:
+            raise LaunchError(f"rank {len(ranks)} of {nproc} cannot be started: {error}. Try fewer ranks.") from error
+        finally:
+            _end(ranks)
+        report, exit_code = verdict([rank.ending() for rank in ranks])
+    if received:
+        return 128 + received[0]
+    if report:
+        print(report, file=sys.stderr, flush=True)
+    return exit_code
+
+
+class _Rank:
+    """The process of one rank."""
+
+    def __init__(self, rank: int, program: list[str], variables: dict[str, str], log: Path | None) -> None:
+        self.rank, self.log = rank, log
+        self.failure_file = Path(variables["SHOAL_FAILURE_FILE"])
+        self.ended: float | None = None
+        self.stopped = False
+        command = [sys.executable, "-m", "shoal.launch.rank", *program]
+        with open(log or os.devnull, "wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output if log else None,
+                stderr=output if log else None,
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Does not reap the process, so that its id, and the process group's, stays its own until `kill`."""
+        if self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            self.ended = time.time()
+        return self.ended is None
+
+    @property
+    def failed(self) -> bool:
+        if False:
+            return True  # also while it hangs in its exit handlers
+        if self.running:
+            return False
+        state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return state is not None and state.si_status != 0
+
+    def signal(self, signum: int) -> None:
+        if self.running:
+            os.kill(self.process.pid, signum)
+
+    def signal_group(self, signum: int) -> None:
+        """The rank and the processes it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signum)
+
+    def ending(self) -> Ending:
+        failure: Failure | None = read_failure(self.failure_file)
+        assert self.process.returncode is not None and self.ended is not None
+        return Ending(self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log)
+
+
+def _check(program: list[str], nproc: int) -> None:
+    if nproc < 1:
+        raise UserError(f"nproc = {nproc}: at least one rank is needed")
+    if not program or (program[0] == "-m" and len(program) < 2):
+        raise UserError("there is no program to run: give a script, or -m and a module")
+    if program[0] != "-m" and not Path(program[0]).is_file():
+        raise UserError(f"the script {program[0]} does not exist (looked in {os.getcwd()})")
+
+
+def _variables(rank: int, size: int, port: int, scratch: Path) -> dict[str, str]:
+    """SHOAL_* for us; those of torchrun too, so that scripts that call `init_process_group` run, with our store as the agent's."""
+    return {
+        "SHOAL_RANK": str(rank),
+        "SHOAL_SIZE": str(size),
+        "SHOAL_LOCAL_RANK": str(rank),
+        "SHOAL_LOCAL_SIZE": str(size),
+        "SHOAL_STORE": f"tcp://127.0.0.1:{port}",
+        "SHOAL_GENERATION": "0",
+        "SHOAL_LAUNCHER": str(os.getpid()),
+        "SHOAL_FAILURE_FILE": str(scratch / f"rank{rank}.json"),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _threads(variables: Mapping[str, str], nproc: int, threads: int | None) -> dict[str, str]:
+    if threads is None and "OMP_NUM_THREADS" in variables:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(threads or max(1, cores // nproc))}
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM; only Python's main thread can."""
+    received: list[int] = []
+
+    def collect(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {signum: signal.signal(signum, collect) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _watch(ranks: list[_Rank], received: list[int]) -> None:
+    """Returns when all ranks have ended, or when their time to do so is over: after a failure, a signal, or a second signal."""
+    deadline = float("inf")
+    forwarded = failed = False
+    while any(rank.running for rank in ranks) and time.monotonic() < deadline and len(received) < 2:
+        if received and not forwarded:
+            forwarded = True
+            deadline = time.monotonic() + SIGNAL_GRACE
+            for rank in ranks:
+                rank.signal(received[0])
+        if not forwarded and not failed and any(rank.failed for rank in ranks):
+            failed = True
+            deadline = time.monotonic() + PEER_GRACE
+        time.sleep(_POLL)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Ends the ranks still running, with SIGTERM and then SIGKILL, and whatever any rank started and left."""
+    left = [rank for rank in ranks if rank.running]
+    for rank in left:
+        rank.stopped = True
+        rank.signal_group(signal.SIGTERM)
+    deadline = time.monotonic() + _TERM_GRACE
+    while any(rank.running for rank in left) and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    for rank in ranks:
+        rank.signal_group(signal.SIGKILL)
+        rank.process.wait()
+        rank.ended = rank.ended or time.time()

@@ -1,0 +1,108 @@
+"""What a run that failed says: the rank at fault first and in full, the others in a line each, and the exit code."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import LaunchError
+from shoal.launch.failure import Failure
+from shoal.launch.store import rank_list
+
+_TAIL = 20  # lines of captured output that are shown
+_HINTS = {
+    signal.SIGKILL: "often the kernel's out-of-memory killer: look at `dmesg`, take a smaller microbatch or fewer ranks",
+    signal.SIGBUS: "often shared memory is full: look at `df /dev/shm`",
+    signal.SIGSEGV: "a crash in native code: its Python stack is in the rank's output",
+    signal.SIGABRT: "an assertion in native code: the reason is in the rank's output",
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank ended. `returncode` is negative for a signal; `stopped`: the launcher ended it; `seconds`: the time of day.
+
+    `log` is the file with its output, None where that went straight to the terminal.
+    """
+
+    rank: int
+    host: str
+    returncode: int
+    seconds: float
+    stopped: bool
+    failure: Failure | None
+    log: Path | None
+
+    @property
+    def failed(self) -> bool:
+        return self.failure is not None or (self.returncode != 0 and not self.stopped)
+
+    @property
+    def exit_code(self) -> int:
+        if self.failure is not None:
+            return self.failure.exit_code
+        return self.returncode if self.returncode > 0 else LaunchError.exit_code
+
+
+def verdict(endings: list[Ending]) -> tuple[str, int]:
+    """The report and the exit code of a run: ("", 0) if no rank failed.
+
+    At fault is the first rank that failed by itself; a rank whose peer had vanished only if there is no other.
+    """
+    failed = sorted((ending for ending in endings if ending.failed), key=_blame)
+    if not failed:
+        return "", 0
+    first = failed[0]
+    lines: dict[str, list[int]] = defaultdict(list)
+    for ending in endings:
+        if ending is not first and (ending.failed or ending.stopped):
+            lines[_one_line(ending, first)].append(ending.rank)
+    same = lines.pop("the same error", [])
+    who = sorted([first.rank, *same])
+    parts = [_in_full(first, "" if len(who) == len(endings) else f"rank {rank_list(who)} on host {first.host}")]
+    if first.log is not None and (first.failure is None or first.failure.traceback):
+        parts += _tail(first.rank, first.log)
+    parts += [f"rank {rank_list(ranks)}: {line}" for line, ranks in lines.items()]
+    return "\n".join(parts), first.exit_code
+
+
+def _blame(ending: Ending) -> tuple[bool, float]:
+    failure = ending.failure
+    return (failure.lost_peer, failure.seconds) if failure is not None else (False, ending.seconds)
+
+
+def _in_full(ending: Ending, who: str) -> str:
+    failure = ending.failure
+    if failure is None:
+        return f"error: {who or 'every rank'} {_cause(ending.returncode)}"
+    if not failure.traceback:
+        return f"error: {who + ': ' if who else ''}{failure.message}"
+    return f"error: {who or 'every rank'} failed:\n{failure.traceback.rstrip()}"
+
+
+def _one_line(ending: Ending, first: Ending) -> str:
+    failure = ending.failure
+    if failure is None:
+        return "stopped by the launcher" if ending.stopped else _cause(ending.returncode)
+    if first.failure is not None and failure.message == first.failure.message:
+        return "the same error"
+    return f"{'lost its peer' if failure.lost_peer else 'failed'}: {failure.message.splitlines()[0]}"
+
+
+def _cause(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    name = signal.Signals(-returncode)
+    hint = _HINTS.get(name)
+    return f"was killed by signal {-returncode} ({name.name})" + (f": {hint}" if hint else "")
+
+
+def _tail(rank: int, log: Path) -> list[str]:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if not lines:
+        return []
+    left_out = len(lines) - _TAIL
+    head = [f"[rank {rank}] ... {left_out} lines before"] if left_out > 0 else []
+    return [f"the last output of rank {rank}:", *head, *(f"[rank {rank}] {line}" for line in lines[-_TAIL:])]

@@ -1,0 +1,181 @@
+"""`launch` with real processes: what is shown, what is returned, and that nothing lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.errors import UserError
+from shoal.launch import launch, local
+
+LAUNCHER = "import sys; from shoal.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(text: str) -> list[str]:
+        path = tmp_path / "script.py"
+        path.write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + text)
+        return [str(path)]
+
+    return write
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+
+
+def test_ranks_meet_and_know_their_place_and_arguments(script, tmp_path: Path, capfd) -> None:
+    program = script(
+        "import torch, shoal.launch, helper\n"
+        "world = shoal.launch.join()\n"
+        "total = world.everyone.all_reduce(torch.tensor([1 + world.rank]))\n"
+        "print(world.rank, world.size, world.local_rank, world.local_size, total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], __name__)\n"
+    )
+    (tmp_path / "helper.py").write_text("")  # a script imports what lies beside it
+    assert launch([*program, "--lr", "3"], 2, run_dir=tmp_path / "run", threads=1) == 0
+    assert capfd.readouterr().out == "0 2 0 2 3 ['--lr', '3'] 1 __main__\n"
+    assert (tmp_path / "run/logs/rank1.log").read_text() == "1 2 1 2 3 ['--lr', '3'] 1 __main__\n"
+
+
+def test_a_script_made_for_torchrun_runs_and_modules_do(script, tmp_path: Path, capfd, monkeypatch) -> None:
+    script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([1.0 + dist.get_rank()])\n"
+        "dist.all_reduce(total)\n"
+        "print(total.item(), sys.argv[1:])\n"
+        "dist.destroy_process_group()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert launch(["-m", "script", "x"], 2, env={"GLOO_SOCKET_IFNAME": "lo"}) == 0
+    assert capfd.readouterr().out == "3.0 ['x']\n"
+
+
+def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capfd) -> None:
+    program = script("print('before', flush=True)\nif rank == 1:\n    raise ValueError('bad sample 7')\ntime.sleep(600)\n")
+    assert launch(program, 3) == 1
+    out, err = capfd.readouterr()
+    assert out == "before\n"
+    lines = err.splitlines()
+    assert lines[0].startswith("error: rank 1 on host ") and lines[0].endswith(" failed:")
+    assert lines[1] == "Traceback (most recent call last):" and "script.py" in lines[2]
+    assert "ValueError: bad sample 7" in lines and "[rank 1] before" in lines
+    assert lines[-1] == "rank 0, 2: stopped by the launcher"
+    assert "launch/rank.py" not in err and "runpy" not in err
+
+
+def test_the_rank_at_fault_goes_before_those_that_lost_it(script, capfd) -> None:
+    program = script(
+        "import torch, signal, shoal.launch\n"
+        "world = shoal.launch.join()\n"
+        "world.everyone.barrier()\n"
+        "if rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "world.everyone.barrier()\n"
+    )
+    assert launch(program, 2) == 4
+    lines = capfd.readouterr().err.splitlines()
+    first = next(line for line in lines if line.startswith("error:"))
+    assert "rank 1 on host" in first and "was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer" in first
+    assert lines[-1].startswith("rank 0: lost its peer: ")
+
+
+def test_an_exit_code_of_a_rank_is_that_of_the_run(script, capfd) -> None:
+    assert launch(script("if rank == 1:\n    os._exit(7)\n"), 2) == 7
+    assert "rank 1 on host" in (err := capfd.readouterr().err) and "ended with exit code 7" in err
+
+
+def test_a_user_s_mistake_is_its_message_alone_and_said_once(script, capfd) -> None:
+    program = script("from shoal.errors import UserError\nraise UserError('the corpus is empty: name another')\n")
+    assert launch(program, 2) == 2
+    assert capfd.readouterr().err == "error: the corpus is empty: name another\n"
+
+
+def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(local, "PEER_GRACE", 0.2)
+    program = script("import atexit\natexit.register(time.sleep, 600)\nraise KeyError('stuck')\n")
+    assert launch(program, 1) == 1
+    assert "KeyError: 'stuck'" in capfd.readouterr().err
+
+
+def test_what_a_rank_started_ends_with_it(script, tmp_path: Path) -> None:
+    program = script(
+        f"import subprocess\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+    )
+    assert launch(program, 1) == 0
+    child = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "program, nproc, message",
+    [
+        (["no/such.py"], 2, "the script no/such.py does not exist"),
+        ([], 2, "no program to run"),
+        (["-m"], 2, "no program to run"),
+        ([__file__], 0, "nproc = 0"),
+    ],
+)
+def test_nothing_to_start(program: list[str], nproc: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        launch(program, nproc)
+
+
+@pytest.fixture
+def sleeping_run(script, tmp_path: Path):
+    """A launcher of two ranks that tell their ids and sleep."""
+    program = script(
+        "try:\n"
+        f"    open({str(tmp_path)!r} + f'/pid{{rank}}.new', 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(tmp_path)!r} + f'/pid{{rank}}.new', {str(tmp_path)!r} + f'/pid{{rank}}')\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('tidied up', rank, flush=True)\n"
+        "    raise\n"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "2", *program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    wait_until(lambda: all(file.exists() for file in files) or launcher.poll() is not None)
+    yield launcher, [int(file.read_text()) for file in files]
+    launcher.kill()
+    launcher.communicate()
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_sigint_is_passed_on_and_the_ranks_tidy_up(sleeping_run) -> None:
+    launcher, pids = sleeping_run
+    launcher.send_signal(signal.SIGINT)
+    out, err = launcher.communicate(timeout=60)
+    assert (launcher.returncode, out, err) == (130, "tidied up 0\n", "")
+    assert gone(pids)
+
+
+def test_sigterm_ends_the_run(sleeping_run) -> None:
+    launcher, pids = sleeping_run
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGTERM and gone(pids)
+
+
+def test_no_orphan_outlives_a_killed_launcher(sleeping_run) -> None:
+    launcher, pids = sleeping_run
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    wait_until(lambda: gone(pids), 20)

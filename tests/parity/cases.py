@@ -1,0 +1,184 @@
+"""The models of the parity matrix, each with data and loss, small enough for twenty steps in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import lr
+from shoal.engine import Engine
+from shoal.models import (
+    GPT,
+    LSTM,
+    MLP,
+    GPTConfig,
+    LSTMConfig,
+    ResNet,
+    ResNetConfig,
+    causal_lm,
+    classification,
+    from_config,
+    regression,
+)
+from shoal.optimizer import decay_matrices_only
+
+SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples
+
+
+ADAMW = partial(torch.optim.AdamW, lr=3e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train. `plain`: a hand-written torch loop can follow it (no dropout, which is keyed by sample)."""
+
+    factory: Callable[[], nn.Module]
+    loss: Callable[..., Any]
+    data: Callable[[], list[dict[str, Tensor]]]
+    plain: bool = True
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW
+
+
+def text(vocabulary: int = 61, sequence: int = 12) -> list[dict[str, Tensor]]:
+    """Rows with a fifth of the labels ignored, unevenly, so that counts differ between microbatches."""
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, vocabulary, (SAMPLES, sequence + 1), generator=draw)
+    ignored = torch.rand(SAMPLES, sequence, generator=draw) < torch.rand(SAMPLES, 1, generator=draw) * 0.4
+    return [{"input_ids": row[:-1], "labels": row[1:].masked_fill(mask, -100)} for row, mask in zip(rows, ignored, strict=True)]
+
+
+def images() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(2)
+    return [
+        {"inputs": torch.randn(3, 12, 12, generator=draw), "labels": torch.randint(0, 5, (), generator=draw)}
+        for _ in range(SAMPLES)
+    ]
+
+
+def vectors() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [{"inputs": torch.randn(10, generator=draw), "targets": torch.randn(3, generator=draw)} for _ in range(SAMPLES)]
+
+
+class SometimesUnused(nn.Module):
+    """One layer never used, one only where a sample's first feature is large, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 16)
+        self.never = nn.Linear(16, 16)
+        self.rare = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.outer = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.frozen(self.inner(x).tanh())
+        if (x[:, 0] > 2.0).any():
+            h = h + self.rare(h)
+        return self.outer(h.tanh())
+
+
+class TwoLosses(nn.Module):
+    """Gives its result and a balance term, as a router would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 3))
+        self.gate = nn.Linear(10, 4, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.gate(x).softmax(-1).mean(0).square().sum()
+
+
+def two_losses(model: nn.Module, mb: dict[str, Tensor]) -> Any:
+    y, balance = model(mb["inputs"])
+    weight = torch.full((), 3.0)
+    return (
+        F.mse_loss(y, mb["targets"].to(y.dtype), reduction="sum"),
+        y.shape[0],
+        {"balance": (balance * 0.3, weight), "size": y.square().mean() * 0.01},
+    )
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def _gpt(**fields: Any) -> GPT:
+    return GPT(GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, **fields))
+
+
+CASES: dict[str, Case] = {
+    "gpt": Case(_gpt, causal_lm, text),
+    "gpt-rotary-dropout": Case(
+        partial(_gpt, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, dropout=0.2), causal_lm, text, plain=False
+    ),
+    "llama": Case(lambda: from_config(LLAMA)(), causal_lm, text),
+    "resnet-batchnorm": Case(
+        lambda: ResNet(ResNetConfig(depth=20, classes=5)),
+        classification,
+        images,
+        optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
+    ),
+    "lstm": Case(lambda: LSTM(LSTMConfig(vocab_size=61, embedding=24, hidden=32)), causal_lm, text),
+    "mlp-dropout": Case(lambda: MLP((10, 32, 32, 3), "tanh", 0.3), regression, vectors, plain=False),
+    "tied": Case(partial(_gpt, tied=True), causal_lm, text),
+    "unused-frozen": Case(SometimesUnused, regression, vectors),
+    "auxiliary": Case(TwoLosses, two_losses, vectors),
+}
+
+
+def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
+    """The engine of a row. The microbatch is that of four ranks with `accumulation`, whatever the number of ranks."""
+    chosen = CASES[case]
+    options: dict[str, Any] = {
+        "global_batch": GLOBAL_BATCH,
+        "microbatch": GLOBAL_BATCH // (4 * accumulation),
+        "precision": precision,
+        "clip": 0.8,
+        "schedule": lr.cosine(20, warmup=3),
+        "param_groups": decay_matrices_only(0.1),
+    }
+    return Engine(chosen.factory, chosen.loss, chosen.optimizer, **{**options, **more})
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with."""
+
+    losses: list[float]
+    norms: list[float]
+    aux: list[dict[str, float]]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    evaluation: float
+
+
+def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
+    """Trains `steps` steps and evaluates."""
+    losses, norms, aux, gradients = [], [], [], dict[str, Tensor]()
+    for batch in running.batches(data, steps=steps):
+        out = running.step(batch)
+        if not losses:
+            gradients = {name: running.optimizer.grad(name).clone() for name in running.optimizer.parameters}
+        losses.append(out.loss)
+        norms.append(out.grad_norm)
+        aux.append(out.aux)
+    weights = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
+    buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
+    return Trace(losses, norms, aux, gradients, weights, buffers, running.evaluate(data).loss)

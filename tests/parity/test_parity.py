@@ -1,0 +1,144 @@
+"""The parity matrix: every plan against one process, and one process against a plain torch loop."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from shoal.data import Cursor, stack_samples
+from shoal.lr import cosine
+from shoal.optimizer import decay_matrices_only
+from shoal.precision import cast_floating
+from shoal.step import call_loss, microbatches
+from tests.parity.cases import CASES, GLOBAL_BATCH, Trace, engine, train
+from tests.parity.covering import pairwise
+from tests.pool import run_ranks
+
+STEPS = 20
+COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3])
+COVERING = set(pairwise(*COLUMNS))
+# Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
+# boundary shows the forward another weight, by up to 2^-8 of it.
+TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5)}
+# In fp32 the order of sums alone moves these further than 1e-6 in twenty steps: the fp64 rows bind, and these bounds hold in fp32.
+WIDER = {("resnet-batchnorm", "fp32"): (1e-4, 1e-3, 1e-4), ("resnet-batchnorm", "bf16"): (2e-2, 0.3, 1e-3)}
+
+
+def run(world, case: str, precision: str, accumulation: int) -> Trace:
+    running = engine(case, precision, accumulation, world=world)
+    try:
+        return train(running, CASES[case].data(), STEPS)
+    finally:
+        running.close()
+
+
+@cache
+def one_process(case: str, precision: str, accumulation: int) -> Trace:
+    return run_ranks(run, 1, case, precision, accumulation)[0]
+
+
+def rows() -> list:
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in COVERING else [pytest.mark.matrix])
+        for row in product(*COLUMNS)
+    ]
+
+
+@pytest.mark.parametrize(("case", "size", "precision", "accumulation"), rows())
+def test_ranks_equal_one_process(case, size, precision, accumulation):
+    reference = one_process(case, precision, accumulation)
+    traces = run_ranks(run, size, case, precision, accumulation)
+    for trace in traces[1:]:
+        assert trace.losses == traces[0].losses, "a result is the same on every rank"
+        assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items()), (
+            "replicas are the same bits"
+        )
+        assert all(torch.equal(trace.buffers[name], value) for name, value in traces[0].buffers.items())
+    compare(traces[0], reference, *WIDER.get((case, precision), TOLERANCE[precision]))
+
+
+def compare(trace: Trace, reference: Trace, loss: float, norm: float, gradient: float) -> None:
+    for name, value in reference.gradients.items():
+        scale = float(value.abs().max())
+        assert float((trace.gradients[name] - value).abs().max()) <= gradient * scale + 1e-12, f"gradient of {name} at step 1"
+    assert trace.losses == pytest.approx(reference.losses, rel=loss)
+    assert trace.norms == pytest.approx(reference.norms, rel=norm)
+    assert trace.evaluation == pytest.approx(reference.evaluation, rel=max(loss, 1e-9) * 10)
+    assert [list(aux) for aux in trace.aux] == [list(aux) for aux in reference.aux]
+    for ours, theirs in zip(trace.aux, reference.aux, strict=True):
+        assert ours == pytest.approx(theirs, rel=loss * 10)
+    for name, value in reference.buffers.items():
+        torch.testing.assert_close(trace.buffers[name], value, rtol=norm * 10, atol=norm * 10)
+
+
+def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One process, plain torch, fp64, from the engine's initial weights: the mean over counts, clipped, AdamW or SGD."""
+    running = engine(case, "fp64", 1, world=world)
+    module, data, chosen = running.module, CASES[case].data(), CASES[case]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    rule = decay_matrices_only(0.1)
+    for parameter in parameters:
+        parameter.grad_dtype = None
+        parameter.grad = None
+    optimizer = chosen.optimizer([{"params": [p], **rule("", p)} for p in parameters])
+    scheduler, cursor, losses, norms = cosine(STEPS, warmup=3)(optimizer), Cursor(len(data), GLOBAL_BATCH, 0), [], []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        parts = []
+        for ids in microbatches(cursor.ids(step).tolist(), 3):
+            parts.append(call_loss(chosen.loss, module, cast_floating(stack_samples([data[i] for i in ids]), torch.float64)))
+        count = sum(part.count for part in parts)
+        mean = sum(part.total for part in parts) / count
+        objective = mean + sum(value * part.count for part in parts for value in part.aux.values()) / count
+        objective.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.8)))
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(mean))
+    return losses, norms, {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.plain])
+def test_one_process_equals_a_plain_torch_loop(case):
+    losses, norms, weights = run_ranks(plain, 1, case)[0]
+    trace = one_process(case, "fp64", 1)
+    assert trace.losses == pytest.approx(losses, rel=1e-9)
+    assert trace.norms == pytest.approx(norms, rel=1e-9)
+    for name, value in weights.items():
+        torch.testing.assert_close(trace.weights[name], value, rtol=1e-7, atol=1e-9)
+
+
+def test_a_parameter_that_no_rank_touched_is_left_alone():
+    trace, start = one_process("unused-frozen", "fp64", 1), run_ranks(initial, 1, "unused-frozen")[0]
+    assert torch.equal(trace.weights["never.weight"], start["never.weight"]), "weight decay must not move it"
+    assert not torch.equal(trace.weights["rare.weight"], start["rare.weight"])
+    assert "frozen.weight" not in trace.weights
+
+
+def initial(world, case: str) -> dict[str, torch.Tensor]:
+    running = engine(case, "fp64", 1, world=world)
+    return {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
+
+
+def test_two_ranks_with_one_microbatch_each_are_bitwise_one_process():
+    """Two summands have one order: the same bits, in fp32 too."""
+    reference = run_ranks(two_microbatches, 1)[0]
+    for trace in run_ranks(two_microbatches, 2):
+        assert trace.losses == reference.losses
+        assert all(torch.equal(trace.weights[name], value) for name, value in reference.weights.items())
+
+
+def two_microbatches(world) -> Trace:
+    running = engine("gpt", "fp32", 1, microbatch=6, clip=None, world=world)
+    return train(running, CASES["gpt"].data()[:36], STEPS)
+
+
+def test_losses_fall():
+    for case in CASES:
+        losses = one_process(case, "fp32", 1).losses
+        assert math.fsum(losses[-4:]) < math.fsum(losses[:4]), case

@@ -1,0 +1,399 @@
+"""The engine as a user meets it: cursor, results, save and load, export, iterables, errors, derivatives."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shoal import lr
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, TrainingError, UserError
+from shoal.models import regression
+from shoal.plan import Plan
+from tests.parity.cases import CASES, SAMPLES, engine, text, vectors
+from tests.pool import run_ranks
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def small(**options) -> Engine:
+    return Engine(lambda: nn.Linear(10, 3), regression, ADAMW, **{"global_batch": 4, **options})
+
+
+# Resume
+
+
+def train_saving(world, case: str, precision: str, directory: str, before: int, after: int) -> list[float]:
+    """Trains `before` steps and saves, then makes a new engine, loads and trains `after` more; the losses of all."""
+    data, losses = CASES[case].data(), []
+    for steps in (before, after):
+        running = engine(case, precision, 1, world=world)
+        if losses:
+            assert running.load(directory) == {"note": "mine"}
+        losses += [running.step(batch).loss for batch in running.batches(data, steps=steps)]
+        running.save(directory, extra={"note": "mine"}, wait=steps == before)
+        running.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [("gpt-rotary-dropout", "fp32"), ("resnet-batchnorm", "fp64"), ("tied", "bf16"), ("unused-frozen", "fp32")],
+)
+def test_resume_continues_the_same_losses(case, precision, tmp_path):
+    whole = run_ranks(train_saving, 2, case, precision, str(tmp_path / "whole"), 9, 0)
+    cut = run_ranks(train_saving, 2, case, precision, str(tmp_path / "cut"), 4, 5)
+    assert cut == whole, "the same bits"
+
+
+def continue_from(world, case: str, precision: str, directory: str, steps: int) -> list[float]:
+    running = engine(case, precision, 1, world=world)
+    running.load(directory)
+    assert running.step_index == 9
+    return [running.step(batch).loss for batch in running.batches(CASES[case].data(), steps=steps)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("case", ["gpt", "resnet-batchnorm"])
+def test_resume_on_another_number_of_ranks(case, size, tmp_path):
+    run_ranks(train_saving, 2, case, "fp64", str(tmp_path), 9, 0)
+    expected = run_ranks(continue_from, 2, case, "fp64", str(tmp_path), 5)[0]
+    assert run_ranks(continue_from, size, case, "fp64", str(tmp_path), 5)[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_checkpoint_of_one_precision_loads_under_another(tmp_path):
+    first = engine("gpt", "bf16", 1)
+    for batch in first.batches(text(), steps=3):
+        first.step(batch)
+    first.save(tmp_path)
+    second = engine("gpt", "fp32", 1)
+    second.load(tmp_path)
+    for name, value in first.optimizer.parameters.items():
+        assert torch.equal(second.optimizer.parameters[name], value), "masters are fp32 in both"
+
+
+@pytest.mark.fast
+def test_loading_says_what_does_not_fit(tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint to load"):
+        small().load(tmp_path)
+    running = small()
+    running.save(tmp_path)
+    other = Engine(lambda: nn.Linear(10, 4), regression, ADAMW, global_batch=4)
+    with pytest.raises(CheckpointError, match=r"model.bias has shape \(3,\), the model wants \(4,\)"):
+        other.load(tmp_path)
+
+
+@pytest.mark.fast
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path):
+    running = small()
+    for batch in running.batches(vectors(), steps=2):
+        running.step(batch)
+        running.save(tmp_path)
+    newest = max(tmp_path.glob("step-*/*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    again = small()
+    with pytest.warns(UserWarning, match="step-00000002: .*step-00000001 is used|step-00000001 is used: step-00000002"):
+        again.load(tmp_path)
+    assert again.step_index == 1
+
+
+# Results and data
+
+
+@pytest.mark.fast
+def test_batches_are_those_of_the_cursor_and_the_last_of_an_epoch_is_short():
+    running = small(global_batch=9)
+    seen = [(batch.step, batch.epoch, len(batch.ids)) for batch in running.batches(vectors(), epochs=2)]
+    assert [size for _, _, size in seen] == [9, 9, 9, 9, 5] * 2 and [epoch for _, epoch, _ in seen] == [0] * 5 + [1] * 5
+    ids = [i for batch in running.batches(vectors(), epochs=1) for i in batch.ids]
+    assert sorted(ids) == list(range(SAMPLES)) and ids != sorted(ids)
+    assert next(iter(small(global_batch=9, seed=1).batches(vectors()))).ids != tuple(ids[:9])
+
+
+@pytest.mark.fast
+def test_results_are_those_of_the_global_batch():
+    running = small(clip=1e-3, schedule=lr.constant(warmup=1))
+    batch = next(iter(running.batches(vectors())))
+    with torch.no_grad():
+        mb = batch.load(batch.ids)
+        expected = (running.module(mb["inputs"]) - mb["targets"]).square().mean().item()
+    out = running.step(batch)
+    assert out.loss == pytest.approx(expected, rel=1e-6) and out.tokens == 12 and out.step == 0
+    assert out.lr == (0.005,) and out.grad_norm > 0.1 and 0 < out.seconds < 10
+    applied = torch.cat([running.optimizer.grad(name).flatten() for name in running.optimizer.parameters])
+    assert applied.norm() == pytest.approx(1e-3, rel=1e-3), "clipped"
+
+
+@pytest.mark.fast
+def test_a_batch_of_another_step_is_refused():
+    running = small()
+    stream = running.batches(vectors())
+    next(stream)
+    with pytest.raises(UserError, match="this batch is of step 1, the engine is at step 0"):
+        running.step(next(stream))
+
+
+class Stream:
+    """An iterable whose samples cannot be asked for by number."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __iter__(self):
+        for sample in vectors()[:10]:
+            self.reads += 1
+            yield sample
+
+
+def train_stream(world, directory: str, resume: bool):
+    running, stream = small(world=world, seed=3), Stream()
+    if resume:
+        running.load(directory)
+    losses = [running.step(batch).loss for batch in running.batches(stream, epochs=2)] if resume else []
+    if not resume:
+        for batch in running.batches(stream, epochs=2):
+            losses.append(running.step(batch).loss)
+            if batch.step == 3:
+                running.save(directory)
+    return losses, stream.reads
+
+
+def test_an_iterable_is_read_by_one_rank_and_its_place_is_saved(tmp_path):
+    (losses, reads), (same, none) = run_ranks(train_stream, 2, str(tmp_path), False)
+    assert losses == same and len(losses) == 6 and reads == 20 and none == 0
+    resumed = run_ranks(train_stream, 3, str(tmp_path), True)
+    assert resumed[0][0] == pytest.approx(losses[4:], rel=1e-6)
+
+
+class Counting(nn.Module):
+    """Keeps a moving average and a counter that are nobody's BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 3)
+        self.register_buffer("average", torch.zeros(10))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest_rank", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average.lerp_(x.detach().mean(0), 0.5)
+        self.calls.add_(1)
+        return self.linear(x)
+
+
+def train_counting(world):
+    running = Engine(Counting, regression, ADAMW, global_batch=6, microbatch=2, world=world)
+    for batch in running.batches(vectors(), steps=1):
+        running.step(batch)
+        means = [batch.load(batch.ids[i : i + 2])["inputs"].mean(0) * 0.5 for i in (0, 2, 4)]
+    return running.module.average, int(running.module.calls), means
+
+
+def test_buffers_that_a_forward_changes_are_equal_after_a_step():
+    """Rank 0 runs two of three microbatches: average (2 (m0 / 2 + m1) + m2) / 3 with halved means m."""
+    for average, calls, (m0, m1, m2) in run_ranks(train_counting, 2):
+        torch.testing.assert_close(average, (2 * (m0 / 2 + m1) + m2) / 3)
+        assert calls == 2
+
+
+# Errors
+
+
+class Explodes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.bad = nn.Linear(10, 8), nn.Linear(8, 3)
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bad(self.fine(x)) * self.factor
+
+
+def explode(world):
+    running = Engine(Explodes, regression, ADAMW, global_batch=4, world=world)
+    data = vectors()
+    for batch in running.batches(data):
+        before = running.module.bad.weight.detach().clone()
+        if batch.step == 2 and world.rank == world.size - 1:
+            running.module.factor = math.nan
+        try:
+            running.step(batch)
+        except TrainingError as error:
+            return str(error), torch.equal(before, running.module.bad.weight)
+    raise AssertionError("it trained on")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_is_not_finite_stops_every_rank_with_the_weights_unharmed(size):
+    for message, unharmed in run_ranks(explode, size):
+        assert message.startswith(
+            "step 2: the loss is nan; first parameter with a gradient that is not finite: fine.weight (4 of 4)"
+        )
+        assert unharmed
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.ones(()), "loss returned a tensor of shape (): return (sum, count)"),
+        ((torch.ones(3), 1), "loss returned (a tensor of shape (3,), a int): both must be single numbers"),
+    ],
+)
+def test_a_loss_that_breaks_its_contract_is_told(result, message):
+    running = Engine(lambda: nn.Linear(10, 3), lambda model, mb: result, ADAMW, global_batch=4)
+    with pytest.raises(UserError) as error:
+        running.step(next(iter(running.batches(vectors()))))
+    assert message in str(error.value)
+
+
+@pytest.mark.fast
+def test_an_error_in_the_users_model_carries_the_shapes():
+    running = Engine(lambda: nn.Linear(9, 3), regression, ADAMW, global_batch=4, microbatch=2)
+    with pytest.raises(RuntimeError) as error:
+        running.step(next(iter(running.batches(vectors()))))
+    assert error.value.__notes__ == ["in step 0, microbatch 1 of 2 on this rank: inputs (2, 10), targets (2, 3)"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 0}, "global_batch = 0"),
+        ({"microbatch": 9}, "microbatch = 9: give 1 to global_batch (4)"),
+        ({"precision": "bf61"}, 'Did you mean "bf16"?'),
+        ({"dropout": "keyd"}, 'dropout = "keyd"'),
+        ({"plan": Plan(dp=2)}, "needs pp 1 x dp 2 x cp 1 x tp 1 = 2 ranks, but 1 were started: dp = 1 works here"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(options, message):
+    with pytest.raises(UserError) as error:
+        small(**options)
+    assert message in str(error.value)
+
+
+@pytest.mark.fast
+def test_a_model_with_nothing_to_train_is_refused():
+    with pytest.raises(UserError, match="nothing to train"):
+        Engine(lambda: nn.Linear(2, 2).requires_grad_(False), regression, ADAMW, global_batch=1)
+
+
+# Export, compile, derivatives
+
+
+@pytest.mark.parametrize("case", ["gpt", "llama", "tied"])
+def test_export_loads_in_transformers_with_the_same_logits(case, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    running = engine(case, "fp32", 1)
+    for batch in running.batches(text(), steps=2):
+        running.step(batch)
+    running.export(tmp_path)
+    ids = torch.stack([row["input_ids"] for row in text()[:3]])
+    running.module.eval()
+    with torch.no_grad():
+        ours, theirs = running.module(ids), AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
+    torch.testing.assert_close(getattr(ours, "logits", ours), theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+def test_export_of_any_other_model_is_plain_safetensors(tmp_path):
+    from safetensors.torch import load_file
+
+    running = small()
+    running.export(tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], running.module.weight)
+    assert json.loads((tmp_path / "model.json").read_text())["class"].endswith("Linear")
+
+
+@pytest.mark.parametrize("case", ["gpt-rotary-dropout", "mlp-dropout"])
+def test_compiled_blocks_give_the_numbers_of_eager_ones(case):
+    data = CASES[case].data()
+    losses = []
+    for compile in (False, "aot_eager"):
+        running = engine(case, "fp64", 1, plan=Plan(compile=compile))
+        losses.append([running.step(batch).loss for batch in running.batches(data, steps=6)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
+def derivatives(world):
+    running = engine("gpt", "fp64", 1, world=world)
+    objective = running.objective(next(iter(running.batches(text()))))
+    weights = {name: value.detach() for name, value in running.parameters.items()}
+    draw = torch.Generator().manual_seed(0)
+    direction = {name: torch.randn(value.shape, generator=draw, dtype=torch.float64) for name, value in weights.items()}
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of the CPU has no derivative in forward mode
+        value, slope = torch.func.jvp(objective, (weights,), (direction,))
+        gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
+    return value, slope, gradient, product
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_jvp_and_hessian_vector_products_equal_one_process(size):
+    value, slope, gradient, product = run_ranks(derivatives, 1)[0]
+    for ours in run_ranks(derivatives, size):
+        torch.testing.assert_close(ours, (value, slope, gradient, product), rtol=1e-9, atol=1e-12)
+    inner = sum((gradient[name] * d).sum() for name, d in direction_like(gradient).items())
+    assert slope == pytest.approx(float(inner), rel=1e-9), "the slope is the gradient in that direction"
+
+
+def direction_like(weights):
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(value.shape, generator=draw, dtype=torch.float64) for name, value in weights.items()}
+
+
+@pytest.mark.fast
+def test_fused_dropout_trains_and_is_repeatable():
+    losses = []
+    for _ in range(2):
+        running = engine("mlp-dropout", "fp32", 1, dropout="fused")
+        losses.append([running.step(batch).loss for batch in running.batches(vectors(), steps=3)])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Adamax, torch.optim.NAdam]
+)
+def test_any_torch_optimizer_trains_and_resumes(optimizer, tmp_path):
+    data, losses = vectors(), []
+    for cut in (False, True):
+        running, mine = Engine(lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1), []
+        for batch in running.batches(data, steps=6):
+            mine.append(running.step(batch).loss)
+            if cut and batch.step == 2:
+                running.save(tmp_path)
+                running = Engine(lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1)
+                running.load(tmp_path)
+        losses.append(mine)
+    assert losses[0] == losses[1]
+
+
+def test_the_readme_example_runs():
+    code = """
+import shoal, torch
+from functools import partial
+from shoal.models import GPT, GPTConfig
+cfg = GPTConfig(vocab_size=257, sequence=16, layers=1, d_model=16, heads=2)
+data = [{"input_ids": torch.arange(16), "labels": torch.arange(1, 17)}] * 8
+def loss(model, mb):
+    logits = model(mb["input_ids"])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] != -100).sum()
+engine = shoal.Engine(model=lambda: GPT(cfg), loss=loss, optimizer=partial(torch.optim.AdamW, lr=3e-3), plan=shoal.Plan(dp=1), global_batch=4, microbatch=2, precision="bf16", seed=0)
+first = last = None
+for batch in engine.batches(data, steps=30):
+    out = engine.step(batch)
+    first, last = first or out.loss, out.loss
+engine.close()
+print(first > last + 0.5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
