@@ -143,12 +143,13 @@ def _compiler() -> list[Check]:
 
 
 def _collective() -> list[Check]:
-    """Two ranks start, meet and sum a mebibyte, as a run would."""
+    """Two ranks start, meet and sum a mebibyte, as a run would; on CPU where they would not have a GPU each."""
+    env = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as scratch:
         result = Path(scratch) / "result.json"
         began = time.perf_counter()
         try:
-            code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, run_dir=Path(scratch))
+            code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, env=env, run_dir=Path(scratch))
         except ShoalError as error:
             return [Check("two ranks", "FAIL", str(error), "see the message")]
         seconds = time.perf_counter() - began

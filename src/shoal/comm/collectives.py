@@ -145,9 +145,8 @@ class Group:
 def _gloo(store: dist.Store, rank: int, size: int, loopback: bool, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    options._devices = (
-        [dist.ProcessGroupGloo.create_device(**address)] if loopback else [dist.ProcessGroupGloo.create_default_device()]
-    )
+    gloo = dist.ProcessGroupGloo
+    options._devices = [gloo.create_device(hostname="127.0.0.1") if loopback else gloo.create_default_device()]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
