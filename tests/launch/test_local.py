@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -150,8 +151,12 @@ def sleeping_run(script, tmp_path: Path):
     )
     files = [tmp_path / "pid0", tmp_path / "pid1"]
     wait_until(lambda: all(file.exists() for file in files) or launcher.poll() is not None)
-    yield launcher, [int(file.read_text()) for file in files]
+    pids = [int(file.read_text()) for file in files]
+    yield launcher, pids
     launcher.kill()
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     launcher.communicate()
 
 

@@ -17,13 +17,17 @@ app = typer.Typer(
 )
 app.add_typer(ckpt.app, name="ckpt")
 
-Nproc = Annotated[int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")]
+Nproc = Annotated[
+    int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
+]
 
 
 @app.command()
 def train(
     job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
-    assignments: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3.")
+    ] = None,
     nproc: Nproc = None,
     resume: Annotated[str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')] = None,
 ) -> None:

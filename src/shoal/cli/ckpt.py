@@ -11,7 +11,9 @@ app = typer.Typer(help="Lists, verifies and exports checkpoints.", no_args_is_he
 
 
 @app.command("ls")
-def list_checkpoints(directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of checkpoints.", metavar="DIR")]) -> None:
+def list_checkpoints(
+    directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of checkpoints.", metavar="DIR")],
+) -> None:
     """Lists the checkpoints of a directory, judged by the sizes of their files."""
     from rich.console import Console
     from rich.table import Table
@@ -25,7 +27,14 @@ def list_checkpoints(directory: Annotated[Path, typer.Argument(help="A run direc
         raise UserError(f"there are no checkpoints in {directory}")
     table = Table("step", "saved", "size", "ranks", "state", "", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(str(row.step), f"{row.when:%Y-%m-%d %H:%M:%S}", units.size(row.bytes), str(row.world_size or "?"), row.state, row.detail)
+        table.add_row(
+            str(row.step),
+            f"{row.when:%Y-%m-%d %H:%M:%S}",
+            units.size(row.bytes),
+            str(row.world_size or "?"),
+            row.state,
+            row.detail,
+        )
     Console(highlight=False, soft_wrap=True).print(table)
 
 
@@ -35,7 +44,9 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
     from shoal.checkpoint import listing, verify
     from shoal.errors import CheckpointError, UserError
 
-    paths = [path] if path.name.startswith("step-") else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
+    paths = (
+        [path] if path.name.startswith("step-") else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
+    )
     if not paths:
         raise UserError(f"there are no checkpoints in {path}")
     problems = {each: verify(each) for each in paths}

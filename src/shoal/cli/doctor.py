@@ -59,7 +59,9 @@ def show(checks: list[Check], as_json: bool) -> None:
     colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for check in checks:
-        table.add_row(f"[{colours[check.state]}]{check.state}", check.name, check.found + (f"\n-> {check.fix}" if check.fix else ""))
+        table.add_row(
+            f"[{colours[check.state]}]{check.state}", check.name, check.found + (f"\n-> {check.fix}" if check.fix else "")
+        )
     Console(highlight=False).print(table)
 
 
@@ -73,7 +75,12 @@ def _versions() -> list[Check]:
     missing = [name for name in OPTIONAL if _missing(name)]
     extras = ", ".join(sorted({OPTIONAL[name] for name in missing}))
     fix = f"for models of transformers and .parquet: pip install 'shoal[{extras}]'" if missing else ""
-    return [*checks, Check("optional packages", "WARN" if missing else "OK", f"missing: {', '.join(missing)}" if missing else "all there", fix)]
+    return [
+        *checks,
+        Check(
+            "optional packages", "WARN" if missing else "OK", f"missing: {', '.join(missing)}" if missing else "all there", fix
+        ),
+    ]
 
 
 def _missing(package: str) -> bool:
@@ -129,7 +136,9 @@ def _loopback() -> list[Check]:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=2).close()
     except OSError as error:
-        return [Check("loopback", "FAIL", f"127.0.0.1 cannot be reached: {error}", "bring the interface lo up: ip link set lo up")]
+        return [
+            Check("loopback", "FAIL", f"127.0.0.1 cannot be reached: {error}", "bring the interface lo up: ip link set lo up")
+        ]
     return [Check("loopback", "OK", f"connected on port {port}")]
 
 
@@ -138,7 +147,14 @@ def _compiler() -> list[Check]:
     if compiler is None:
         return [Check("C compiler", "WARN", "none: torch's slower operations are used", "install gcc or clang, or set CC")]
     if native.library() is None:
-        return [Check("C compiler", "WARN", f"{compiler} does not compile the kernels, torch is used", "see the warning; is SHOAL_NATIVE=0 set?")]
+        return [
+            Check(
+                "C compiler",
+                "WARN",
+                f"{compiler} does not compile the kernels, torch is used",
+                "see the warning; is SHOAL_NATIVE=0 set?",
+            )
+        ]
     return [Check("C compiler", "OK", f"{compiler}; native kernels are ready")]
 
 

@@ -51,12 +51,16 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     name = option if isinstance(option, str) else option.get("name")
     if name not in OPTIMIZERS:
-        raise UserError(f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{did_you_mean(str(name), list(OPTIMIZERS))}")
+        raise UserError(
+            f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{did_you_mean(str(name), list(OPTIMIZERS))}"
+        )
     kind = OPTIMIZERS[name]
     known = [each for each in inspect.signature(kind).parameters if each not in ("params", "lr", "weight_decay")]
     for key in parameters:
         if key not in known:
-            raise UserError(f"train.optimizer.{key} is no parameter of {name}.{did_you_mean(key, known)} Parameters: {', '.join(known)}")
+            raise UserError(
+                f"train.optimizer.{key} is no parameter of {name}.{did_you_mean(key, known)} Parameters: {', '.join(known)}"
+            )
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
     try:
         kind([torch.zeros(1, requires_grad=True)], lr=lr, **values)

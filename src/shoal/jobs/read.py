@@ -98,7 +98,9 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
         known = [each.name for each in fields(SECTIONS[section])]
         raise UserError(f'unknown key "{section}.{key}" in {where}.{did_you_mean(key, known)} Keys: {", ".join(known)}')
     if not _fits(value, hints[key]):
-        raise UserError(f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} {value!r}")
+        raise UserError(
+            f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} {value!r}"
+        )
 
 
 def _fits(value: Any, hint: Any) -> bool:

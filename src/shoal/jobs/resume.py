@@ -59,7 +59,9 @@ def _look(job: Job, origins: Origins) -> tuple[Path | None, list[str]]:
 def _named(path: Path, note: Any) -> Path:
     """A step-..., a directory of them, or a run directory."""
     if not path.is_dir():
-        raise UserError(f'run.resume = "{path}": no such directory; give "auto", "never", or the directory of a checkpoint or a run')
+        raise UserError(
+            f'run.resume = "{path}": no such directory; give "auto", "never", or the directory of a checkpoint or a run'
+        )
     if path.name.startswith("step-"):
         return path
     directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path

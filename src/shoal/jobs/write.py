@@ -39,10 +39,16 @@ def origin_table(job: Job, origins: Origins) -> RenderableType:
     for dotted, entry in describe(job, origins).items():
         section, key = dotted.split(".", 1)
         if section not in blocks:
-            blocks[section] = Table(title=f"[{section}]".replace("[", "\\["), title_justify="left", show_header=False, box=None, pad_edge=False)
+            blocks[section] = Table(
+                title=f"[{section}]".replace("[", "\\["), title_justify="left", show_header=False, box=None, pad_edge=False
+            )
         style = "bright_black" if entry["origin"] == "default" else ""
         value = str(entry["value"])
-        blocks[section].add_row(Text(key, style), Text(value if len(value) <= 32 else value[:31] + "…", style), Text(entry["origin"], "cyan" if not style else style))
+        blocks[section].add_row(
+            Text(key, style),
+            Text(value if len(value) <= 32 else value[:31] + "…", style),
+            Text(entry["origin"], style or "cyan"),
+        )
     return Columns(blocks.values(), padding=(0, 4))
 
 

@@ -102,7 +102,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        if False:
+        if self.failure_file.exists():
             return True  # also while it hangs in its exit handlers
         if self.running:
             return False

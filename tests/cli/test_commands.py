@@ -1,0 +1,128 @@
+"""Commands in one process: what they print, and how a mistake is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import doctor
+from shoal.jobs.read import load_job
+
+pytestmark = pytest.mark.fast
+
+
+def test_help_does_not_import_torch():
+    """What makes `shoal --help` slow."""
+    code = "import sys; import shoal.cli; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_help_lists_the_commands(shoal):
+    answer = shoal("--help")
+    assert answer.code == 0
+    for command in ("train", "run", "demo", "doctor", "report", "ckpt"):
+        assert command in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.toml"], "no such job file: nowhere.toml"),
+        (["train", "{job}", "--set", "train.stepz=3"], 'Did you mean "steps"?'),
+        (["train", "{job}", "--set", "train.lr=fast"], "expected a number, not the text 'fast'"),
+        (["train", "{job}", "--set", "plan.pp=2"], "plan.pp = 2 is not implemented yet (pipeline parallel)"),
+        (["train", "{job}", "--set", "plan.dp=3", "--nproc", "2"], "dp = 2 works here"),
+        (["train", "{job}", "--nproc", "0"], "run.nproc = 0: give at least 1"),
+        (
+            ["train", "{job}", "--nproc", "1", "--set", "data.source=/nowhere.txt"],
+            "no such file, directory or glob: /nowhere.txt",
+        ),
+        (["run", "nowhere.py"], "the script nowhere.py does not exist"),
+        (["report", "/nowhere"], "is not the directory of a run"),
+        (["ckpt", "ls", "/nowhere"], "no such directory: /nowhere"),
+        (["ckpt", "verify", "/nowhere"], "no such directory: /nowhere"),
+        (["ckpt", "export", "/nowhere", "out"], "no such directory: /nowhere"),
+    ],
+)
+def test_a_mistake_is_its_message_alone(shoal, job_file, arguments, message):
+    answer = shoal(*[argument.format(job=job_file) for argument in arguments])
+    assert answer.code == 2
+    assert answer.err.startswith("error: ")
+    assert message in answer.err
+    assert "Traceback" not in answer.err + answer.out
+    assert not (job_file.parent / "run").exists()
+
+
+def test_an_unknown_option_is_a_usage_error(shoal):
+    answer = shoal("train", "job.toml", "--ste=1")
+    assert answer.code == 2
+    assert "--ste" in answer.err
+
+
+def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
+    run_dir = job_file.parent / "run"
+    trained = shoal("train", job_file, "--nproc", 1, "--set", "train.lr=2e-2", "--set", "run.sample=3 + ")
+    assert trained.code == 0
+    assert trained.out.splitlines()[-1] == f"report: {run_dir / 'report.html'}"
+    assert "sample" in trained.out
+    job, _ = load_job(run_dir / "resolved.toml")
+    assert (job.train.lr, job.run.nproc) == (2e-2, 1)
+
+    listed = shoal("ckpt", "ls", run_dir)
+    assert [line.split()[0] for line in listed.out.splitlines()[1:]] == ["6", "4", "2"]
+    assert shoal("ckpt", "verify", run_dir).out == "".join(f"step-0000000{step}: ok\n" for step in (6, 4, 2))
+
+    report = run_dir / "report.html"
+    report.unlink()
+    assert shoal("report", run_dir).out == f"{report}\n"
+    assert report.exists()
+
+    damaged = run_dir / "checkpoints" / "step-00000006"
+    victim = max(damaged.iterdir(), key=lambda path: path.stat().st_size)
+    victim.write_bytes(b"\0" + victim.read_bytes()[1:])
+    verified = shoal("ckpt", "verify", damaged)
+    assert verified.code == 5
+    assert victim.name in verified.out and verified.err == "error: damaged: step-00000006\n"
+
+    with pytest.warns(UserWarning, match="step-00000004 is used"):
+        exported = shoal("ckpt", "export", run_dir, job_file.parent / "out")
+    assert exported.out == f"{job_file.parent / 'out'}\n"
+    assert (job_file.parent / "out" / "model.safetensors").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_with_code_3(shoal, job_file):
+    answer = shoal(
+        "train", job_file, "--nproc", 1, "--set", "train.optimizer=sgd", "--set", "train.lr=1e30", "--set", "train.clip=0"
+    )
+    assert answer.code == 3
+    assert answer.err.startswith("error: step ")
+    assert "Traceback" not in answer.err
+
+
+def test_the_doctor_names_what_is_missing_and_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    (compiler,) = doctor._compiler()
+    assert (compiler.state, compiler.fix) == ("WARN", "install gcc or clang, or set CC")
+    monkeypatch.setattr(doctor, "launch", lambda *arguments, **options: 4)
+    (ranks,) = doctor._collective()
+    assert ranks.state == "FAIL"
+    monkeypatch.setattr(doctor.torch, "__version__", "2.9.1+cu128")
+    assert [check.state for check in doctor._versions()][:2] == ["OK", "FAIL"]
+    doctor.show([compiler, ranks], as_json=True)
+    assert [check["state"] for check in json.loads(capsys.readouterr().out)["checks"]] == ["WARN", "FAIL"]
+    doctor.show([compiler], as_json=False)
+    assert "-> install gcc" in capsys.readouterr().out
+
+
+def test_the_demo_and_the_examples_are_jobs():
+    from shoal.cli.start import DEMO
+
+    assert load_job(DEMO)[0].train.seconds is not None
+    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+    assert [path.name for path in examples] == ["gpt_stdlib.toml", "llama_hf.toml"]
+    for path in examples:
+        load_job(path)

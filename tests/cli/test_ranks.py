@@ -1,0 +1,150 @@
+"""The command line with ranks of its own: from end to end, and when something goes wrong in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal import checkpoint
+from shoal.cli.start import DEMO
+from shoal.comm import World
+from shoal.jobs.read import load_job
+from shoal.jobs.train import train
+from shoal.report.metrics import read_metrics
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record.loss for record in read_metrics(run_dir / "metrics.jsonl").steps]
+
+
+def wait_for_step(run_dir: Path, step: int, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {seconds:.0f} s")
+
+
+def test_two_ranks_train_and_one_goes_on(shoal, job_file, tmp_path):
+    assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'whole'}").code == 0
+    first = shoal("train", job_file, "--nproc", 2, "--set", "train.steps=3")
+    assert (first.code, first.err) == (0, "")
+    assert first.out.splitlines()[-1] == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert shoal("train", job_file, "--nproc", 1, "--resume", "auto").code == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    refused = shoal("train", job_file, "--nproc", 2, "--resume", "never")
+    assert refused.code == 2
+    assert "already holds a run" in refused.err and "Traceback" not in refused.err
+
+
+def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoal, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=0")
+    wait_for_step(run_dir, 5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert records.end is not None and records.end.reason == "stopped by SIGTERM"
+    (row,) = checkpoint.listing(run_dir / "checkpoints")
+    assert (row.step, row.state) == (records.steps[-1].step, "ok")
+    assert (run_dir / "report.html").exists()
+    assert shoal("train", job_file, "--nproc", 1, "--set", f"train.steps={row.step + 2}").code == 0
+    assert len(losses(run_dir)) == row.step + 2
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=20")
+    wait_for_step(run_dir, 45)
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left, "ranks die with their launcher"
+    newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
+    assert shoal("train", job_file, "--nproc", 1, "--resume", "auto", "--set", f"train.steps={newest + 3}").code == 0
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert [record.step for record in records.steps] == list(range(1, newest + 4))
+    assert records.end is not None and records.attempts == 2
+
+
+def test_a_rank_that_dies_ends_the_run_and_is_named(start, job_file, tmp_path):
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000")
+    wait_for_step(tmp_path / "run", 3)
+    second = next(rank for rank in psutil.Process(process.pid).children() if rank.environ().get("SHOAL_RANK") == "1")
+    second.kill()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 4
+    assert err.startswith("error: rank 1 on host") and "SIGKILL" in err
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl").end is not None, "the rank that lived wrote down why it ended"
+
+
+def test_a_script_runs_on_ranks_with_its_arguments(shoal, job_file, tmp_path):
+    answer = shoal(
+        "run",
+        EXAMPLES / "train_script.py",
+        "--nproc",
+        2,
+        "--",
+        "--source",
+        tmp_path / "corpus",
+        "--steps",
+        2,
+        "--save",
+        tmp_path / "ckpt",
+    )
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.count("validation loss") == 1
+    assert [row.step for row in checkpoint.listing(tmp_path / "ckpt")] == [2]
+
+
+WRONG_SHAPE = """
+from functools import partial
+import torch, shoal
+from torch import nn
+
+model = nn.Sequential(nn.Linear(8, 16), nn.Linear(17, 1))
+data = [{"x": torch.zeros(8), "y": torch.zeros(1)} for _ in range(8)]
+
+def loss(model, mb):
+    return (model(mb["x"]) - mb["y"]).square().sum(), mb["y"].shape[0]
+
+engine = shoal.Engine(model, loss, partial(torch.optim.SGD, lr=0.1), global_batch=4)
+for batch in engine.batches(data, epochs=1):
+    engine.step(batch)
+"""
+
+
+def test_a_shape_error_of_a_script_shows_the_scripts_own_lines(shoal, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_SHAPE)
+    answer = shoal("run", script, "--nproc", 2)
+    assert answer.code == 1
+    assert 'return (model(mb["x"]) - mb["y"])' in answer.err
+    assert "mat1 and mat2 shapes cannot be multiplied (2x16 and 17x1)" in answer.err
+    assert "in step 0, microbatch 1 of 1 on this rank: x (2, 8), y (2, 1)" in answer.err
+    assert "shoal/step.py" not in answer.err, "our own frames are folded"
+    assert answer.err.count("Traceback") == 1, "once for all ranks"
+
+
+def test_the_doctor_brings_two_ranks_together(shoal):
+    answer = shoal("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(answer.out)["checks"]}
+    assert checks["two ranks"]["state"] == "OK"
+    assert "gloo" in checks["two ranks"]["found"] or "nccl" in checks["two ranks"]["found"]
+    assert answer.code == 0
+
+
+def test_the_demo_learns_more_than_a_nat(job_file, tmp_path):
+    """Its first eighth already does."""
+    job, origins = load_job(DEMO, ["train.steps=60", "run.eval_every=0", f"run.dir={tmp_path / 'demo'}"])
+    train(job, origins, World.single("cpu"))
+    first, last = read_metrics(tmp_path / "demo" / "metrics.jsonl").evals
+    assert first.loss - last.loss > 1.5

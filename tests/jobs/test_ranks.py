@@ -1,0 +1,73 @@
+"""A run on several ranks: the same numbers, one decision when to stop, one record."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.jobs.choose import ranks_here, spread
+from shoal.jobs.config import Job, Train
+from shoal.jobs.stop import Stop
+from shoal.jobs.train import train
+from shoal.plan import Plan
+from tests.jobs.conftest import in_cache, losses_of, records_of
+from tests.pool import run_ranks
+
+
+def test_a_run_goes_on_on_another_number_of_ranks(quick, make_job, tmp_path):
+    cache = os.environ["XDG_CACHE_HOME"]
+    whole = make_job(run={"dir": str(tmp_path / "whole")})
+    train(whole, {}, World.single("cpu"))
+    assert run_ranks(in_cache, 2, cache, make_job(steps=2)) == [2, 2]
+    assert run_ranks(in_cache, 3, cache, make_job(steps=4)) == [4, 4, 4]
+    rest = make_job()
+    train(rest, {}, World.single("cpu"))
+    assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert [record.step for record in records_of(rest).steps] == [1, 2, 3, 4, 5, 6], "one rank alone writes"
+
+
+def test_the_timeline_has_every_rank(make_job, tmp_path):
+    run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], make_job())
+    spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
+    assert {(span["rank"], span["lane"]) for span in spans} == {(0, "compute"), (1, "compute"), (0, "comm"), (1, "comm")}
+
+
+def stop_of(world: World, who: int, seconds: float | None) -> tuple[int, str | None, int | None]:
+    with Stop(world.everyone, seconds) as stop:
+        for step in range(1, 10_000):
+            time.sleep(0.001 * (1 + world.rank))  # ranks of different pace
+            if step == 5 and world.rank == who:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if reason := stop.after_step():
+                return step, reason, stop.signal
+    return step, None, None
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(who):
+    first, second = run_ranks(stop_of, 2, who, None)
+    assert first == second
+    assert first[1:] == ("stopped by SIGTERM", signal.SIGTERM)
+
+
+def test_the_time_limit_stops_all_at_the_same_step():
+    first, second = run_ranks(stop_of, 2, -1, 0.3)
+    assert first == second
+    assert first[1:] == ("the time limit was reached", None)
+
+
+@pytest.mark.fast
+def test_a_plan_takes_the_ranks_there_are_unless_it_says_others():
+    job = Job({"name": "gpt"}, Train(steps=1))
+    found, origins = spread(job, {}, 4)
+    assert (found.plan.dp, origins["plan.dp"]) == (4, "planner")
+    for plan in (Plan(dp=3), Plan()):
+        with pytest.raises(UserError, match="dp = 2 works here"):
+            spread(Job({"name": "gpt"}, Train(steps=1), plan=plan), {"plan.dp": "file"}, 2)
+    assert ranks_here(Job({"name": "gpt"}, Train(steps=1), plan=Plan(dp=3))) == 3

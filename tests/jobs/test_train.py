@@ -1,0 +1,242 @@
+"""The main road on one process: what a run leaves, how it goes on, and what does not end it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal import checkpoint
+from shoal.comm import World
+from shoal.errors import CheckpointError, TrainingError, UserError
+from shoal.jobs import record
+from shoal.jobs.export import export_checkpoint
+from shoal.jobs.read import load_job
+from shoal.jobs.train import train
+from tests.jobs.conftest import losses_of, records_of
+
+pytestmark = pytest.mark.fast
+
+
+def kinds(run_dir: str) -> list[str]:
+    return [json.loads(line)["kind"] for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_its_directory_complete(make_job, alone, capsys):
+    job = make_job(run={"sample": "3 + ", "eval_every": 3, "save_every": 2, "trackers": ["tensorboard"]})
+    outcome = train(job, {"train.steps": "file"}, alone)
+    run_dir = Path(job.run.dir)
+    assert (outcome.step, outcome.reason, outcome.signal) == (6, "all 6 steps were trained", None)
+    assert outcome.report == run_dir / "report.html"
+    assert outcome.report.stat().st_size > 10_000
+    assert list((run_dir / "events").iterdir())
+    assert [row.step for row in checkpoint.listing(run_dir / "checkpoints")] == [6, 4, 2]
+    records = records_of(job)
+    assert [each.step for each in records.steps] == [1, 2, 3, 4, 5, 6]
+    assert [each.step for each in records.evals] == [0, 3, 6]
+    assert [each.step for each in records.samples] == [3, 6]
+    assert [each.step for each in records.checkpoints] == [2, 4, 6]
+    assert records.evals[-1].loss < records.evals[0].loss - 0.3
+    assert all(each.mfu is not None and each.mfu > 0 for each in records.steps)
+    assert records.run is not None and records.run.config["train.steps"] == {"value": 6, "origin": "file"}
+    assert records.run.config["model.vocab_size"] == {"value": 257, "origin": "planner"}
+    assert records.end is not None and not records.warnings
+    assert {json.loads(line)["step"] for line in (run_dir / "timeline.jsonl").read_text().splitlines()} == {3, 4, 5, 6}
+    assert "vocab_size" in capsys.readouterr().out
+
+
+def test_the_resolved_job_trains_the_same(quick, make_job, alone, tmp_path):
+    job = make_job(optimizer={"name": "sgd", "momentum": 0.9})
+    train(job, {}, alone)
+    again, origins = load_job(Path(job.run.dir) / "resolved.toml", [f"run.dir={tmp_path / 'again'}"])
+    train(again, origins, World.single("cpu"))
+    assert losses_of(again) == losses_of(job)
+
+
+def test_a_run_goes_on_where_it_stopped(quick, make_job, alone, tmp_path):
+    whole = make_job()
+    train(whole, {}, alone)
+    half = make_job(steps=3, run={"dir": str(tmp_path / "half")})
+    train(half, {}, World.single("cpu"))
+    rest = make_job(run={"dir": str(tmp_path / "half")})
+    train(rest, {}, World.single("cpu"))
+    assert losses_of(rest) == losses_of(whole)
+    assert records_of(rest).attempts == 2
+
+    finished = train(rest, {}, World.single("cpu"))
+    assert finished.reason == "step 6 of 6 was reached before: there is nothing left to train"
+
+    elsewhere = make_job(steps=8, run={"dir": str(tmp_path / "other"), "resume": str(tmp_path / "half")})
+    train(elsewhere, {}, World.single("cpu"))
+    assert [each.step for each in records_of(elsewhere).steps] == [7, 8]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(quick, make_job, alone, tmp_path):
+    whole = make_job(run={"dir": str(tmp_path / "whole")})
+    train(whole, {}, alone)
+    train(make_job(steps=4, run={"save_every": 2}), {}, World.single("cpu"))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004"
+    victim = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[:-7])
+    job = make_job()
+    train(job, {}, World.single("cpu"))
+    assert losses_of(job) == losses_of(whole)
+    (warning,) = records_of(job).warnings
+    assert "checkpoint step-00000004 is passed over" in warning.message
+    assert victim.name in warning.message
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint_and_a_report(quick, make_job, alone, monkeypatch, number, name):
+    before = signal.getsignal(number)
+    taken = record.Recorder.step
+
+    def step(self, result, samples):
+        taken(self, result, samples)
+        if result.step == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(record.Recorder, "step", step)
+    job = make_job(steps=100_000)
+    outcome = train(job, {}, alone)
+    assert outcome.reason == f"stopped by {name}"
+    assert outcome.signal == number
+    assert 3 <= outcome.step < 1000
+    assert outcome.report is not None and outcome.report.exists()
+    assert [row.step for row in checkpoint.listing(Path(job.run.dir) / "checkpoints")] == [outcome.step]
+    assert signal.getsignal(number) is before
+
+
+def test_time_is_a_limit_that_counts_over_attempts(quick, make_job, alone):
+    job = make_job(steps=100_000, seconds=0.5)
+    first = train(job, {}, alone)
+    assert first.reason == "the time limit was reached"
+    second = train(job, {}, World.single("cpu"))
+    assert first.step < second.step <= first.step + 2 * 64, "its time was over before"
+
+
+def test_epochs_are_a_limit_too(quick, make_job, alone):
+    job = make_job(steps=None, epochs=2, global_batch=64, microbatch=8)
+    outcome = train(job, {}, alone)
+    per_epoch = outcome.step // 2
+    assert outcome.step == 2 * per_epoch
+    assert [each.epoch for each in records_of(job).steps] == [0] * per_epoch + [1] * per_epoch
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(quick, make_job, alone, monkeypatch):
+    written = checkpoint.save.dcp.write_pieces
+
+    def full(path, rank, pieces):
+        if path.name.startswith("step-00000002"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, rank, pieces)
+
+    monkeypatch.setattr(checkpoint.save.dcp, "write_pieces", full)
+    job = make_job(run={"save_every": 2})
+    assert train(job, {}, alone).step == 6
+    (warning,) = records_of(job).warnings
+    assert "checkpoint of step 2" in warning.message and "No space left" in warning.message
+    assert [row.step for row in checkpoint.listing(Path(job.run.dir) / "checkpoints")] == [6, 4]
+    assert [each.step for each in records_of(job).checkpoints] == [4, 6]
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_run(quick, make_job, alone, monkeypatch, capsys):
+    written = record.MetricsLog.write
+
+    def full(self, entry):
+        if isinstance(entry, record.StepRecord) and entry.step == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, entry)
+
+    monkeypatch.setattr(record.MetricsLog, "write", full)
+    job = make_job()
+    assert train(job, {}, alone).step == 6
+    assert len(losses_of(job)) == 2
+    assert capsys.readouterr().out.count("metrics.jsonl cannot be written any more") == 1
+
+
+def test_a_loss_that_is_not_finite_names_step_and_parameter_and_leaves_a_report(make_job, alone):
+    job = make_job(lr=1e30, clip=0.0, optimizer="sgd", weight_decay=0.0)
+    with pytest.raises(TrainingError, match=r"step \d+: the (loss|gradient norm) is (nan|inf).*first parameter"):
+        train(job, {}, alone)
+    end = records_of(job).end
+    assert end is not None and end.reason.startswith("failed: step ")
+    assert (Path(job.run.dir) / "report.html").exists()
+
+
+def test_a_directory_holds_one_run(quick, make_job, alone):
+    train(make_job(), {}, alone)
+    with pytest.raises(UserError, match=r'already holds a run: continue it with resume = "auto"'):
+        train(make_job(run={"resume": "never"}), {}, World.single("cpu"))
+    with pytest.raises(UserError, match=r"holds a run with train.lr = 0.01, this job has 0.02"):
+        train(make_job(lr=2e-2), {}, World.single("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"data": {"source": "/nowhere/at/all.txt"}}, UserError, "no such file, directory or glob: /nowhere/at/all.txt"),
+        ({"data": {"sequence": 16}, "model": {"sequence": 8}}, UserError, "data.sequence = 16 is longer than the 8 tokens"),
+        ({"model": {"vocab_size": 100}}, UserError, "give model.vocab_size = 257"),
+        (
+            {"model": {"sequence": "long"}, "data": {"sequence": None}},
+            UserError,
+            "model.sequence = 'long': expected a whole number",
+        ),
+        ({"model": {"layer": 3}}, UserError, "model.layer is not a setting of gpt"),
+        ({"optimizer": "adamv"}, UserError, 'Did you mean "adam'),
+        ({"optimizer": {"name": "sgd", "momentun": 0.9}}, UserError, 'Did you mean "momentum"?'),
+        ({"optimizer": {"name": "sgd", "momentum": -1.0}}, UserError, "refused by torch: Invalid momentum"),
+        ({"precision": "bf61"}, UserError, 'Did you mean "bf16"?'),
+        ({"schedule": "cosin"}, UserError, 'Did you mean "cosine"?'),
+        ({"steps": None, "seconds": 1.0, "schedule": "cosine"}, UserError, 'or schedule = "constant"'),
+        ({"run": {"trackers": ["tensorbord"]}}, UserError, 'Did you mean "tensorboard"?'),
+        ({"run": {"resume": "/nowhere"}}, UserError, 'run.resume = "/nowhere": no such directory'),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(quick, make_job, alone, changes, error, message):
+    with pytest.raises(error) as caught:
+        train(make_job(**changes), {}, alone)
+    assert message in str(caught.value)
+
+
+def test_models_that_read_no_text_are_for_scripts(quick, make_job, alone):
+    job = replace(make_job(), model={"name": "resnet", "depth": 20, "classes": 5})
+    with pytest.raises(UserError, match="`shoal run`"):
+        train(job, {}, alone)
+
+
+def test_an_empty_corpus_is_named(quick, make_job, alone, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="put some there"):
+        train(make_job(data={"source": str(tmp_path / "empty")}), {}, alone)
+    (tmp_path / "empty" / "a.txt").touch()
+    with pytest.raises(UserError, match=str(tmp_path / "empty")):
+        train(make_job(data={"source": str(tmp_path / "empty")}), {}, World.single("cpu"))
+
+
+@pytest.mark.parametrize(
+    "model", [{"name": "bert", "layers": 1, "d_model": 16, "heads": 2}, {"name": "lstm", "embedding": 8, "hidden": 8}]
+)
+def test_other_language_models_train_from_a_job(quick, make_job, alone, model):
+    job = replace(make_job(steps=2, run={"sample": "1 +"}), model=model)
+    train(job, {}, alone)
+    assert all(each.mfu for each in records_of(job).steps), "FLOPs are counted where there is no formula"
+    assert len(records_of(job).samples) == (model["name"] == "lstm")
+
+
+def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path):
+    job = make_job(steps=2)
+    train(job, {}, alone)
+    assert export_checkpoint(Path(job.run.dir), tmp_path / "out") == tmp_path / "out"
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="give the job file by --job"):
+        export_checkpoint(tmp_path / "bare", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        export_checkpoint(tmp_path / "bare", tmp_path / "out", Path(job.run.dir) / "resolved.toml")
