@@ -1,12 +1,35 @@
-"""Shoal trains one PyTorch model, written for one device, on whatever devices there are."""
+"""Shoal trains one PyTorch model, written for one device, on whatever devices there are.
 
-from shoal import lr
-from shoal.data import open_text
-from shoal.engine import Engine, Evaluation
-from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
-from shoal.optimizer import decay_matrices_only
-from shoal.plan import Plan
-from shoal.step import StepResult
+Names are imported when they are first used: `shoal --help` and the launcher need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal import lr
+    from shoal.data import open_text
+    from shoal.engine import Engine, Evaluation
+    from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
+    from shoal.optimizer import decay_matrices_only
+    from shoal.plan import Plan
+    from shoal.step import StepResult
+
+_HOME = {
+    "CheckpointError": "shoal.errors",
+    "Engine": "shoal.engine",
+    "Evaluation": "shoal.engine",
+    "LaunchError": "shoal.errors",
+    "Plan": "shoal.plan",
+    "ShoalError": "shoal.errors",
+    "StepResult": "shoal.step",
+    "TrainingError": "shoal.errors",
+    "UserError": "shoal.errors",
+    "decay_matrices_only": "shoal.optimizer",
+    "open_text": "shoal.data",
+}
 
 __all__ = [
     "CheckpointError",
@@ -22,3 +45,15 @@ __all__ = [
     "lr",
     "open_text",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "lr":
+        return import_module("shoal.lr")
+    if name not in _HOME:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
