@@ -133,7 +133,10 @@ class Randomness:
         self._calls, self._forward_calls = {}, {}
         for layer in self._layers:
             layer.calls, layer.forward_calls = 0, 0
-        torch.manual_seed((base ^ int(ids[0] if len(ids) else 0)) & (_SIGN - 1))
+        seed = (base ^ int(ids[0] if len(ids) else 0)) & (_SIGN - 1)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: without CUDA that keeps a stack trace for each call
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
     def replay(self) -> None:
         """Backward begins: a module that recomputes its forward counts its calls from the start again."""

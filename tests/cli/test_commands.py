@@ -90,7 +90,7 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
 
     with pytest.warns(UserWarning, match="step-00000004 is used"):
         exported = shoal("ckpt", "export", run_dir, job_file.parent / "out")
-    assert exported.out == f"{job_file.parent / 'out'}\n"
+    assert exported.out.splitlines()[-1] == str(job_file.parent / "out"), "an import of transformers may say something before"
     assert (job_file.parent / "out" / "model.safetensors").exists()
 
 

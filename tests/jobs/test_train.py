@@ -228,6 +228,8 @@ def test_other_language_models_train_from_a_job(quick, make_job, alone, model):
     train(job, {}, alone)
     assert all(each.mfu for each in records_of(job).steps), "FLOPs are counted where there is no formula"
     assert len(records_of(job).samples) == (model["name"] == "lstm")
+    run = records_of(job).run
+    assert run is not None and run.config["model.vocab_size"]["value"] == {"bert": 258, "lstm": 257}[model["name"]], "BERT has a mask"
 
 
 def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path):

@@ -107,10 +107,11 @@ def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.T
 def test_one_process_equals_a_plain_torch_loop(case):
     losses, norms, weights = run_ranks(plain, 1, case)[0]
     trace = one_process(case, "fp64", 1)
-    assert trace.losses == pytest.approx(losses, rel=1e-9)
-    assert trace.norms == pytest.approx(norms, rel=1e-9)
+    rel = 1e-6 if case == "llama" else 1e-9  # its RMSNorm computes in fp32 whatever it is given
+    assert trace.losses == pytest.approx(losses, rel=rel)
+    assert trace.norms == pytest.approx(norms, rel=rel)
     for name, value in weights.items():
-        torch.testing.assert_close(trace.weights[name], value, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(trace.weights[name], value, rtol=rel * 100, atol=rel)
 
 
 def test_a_parameter_that_no_rank_touched_is_left_alone():

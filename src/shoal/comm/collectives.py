@@ -1,6 +1,7 @@
 """A group of ranks and its collectives: blocking, in place, on torch's process groups but never on the default one.
 
-On CUDA an operation is ordered on the current stream and does not block the host.
+On CUDA an operation is ordered on the current stream and does not block the host. On the CPU the ranks of one host reduce through shared
+memory (see shm), where that can be had.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.ledger import Ledger
+from shoal.comm.shm import Shared
 from shoal.errors import LaunchError
 
 _REDUCTIONS = {
@@ -54,11 +56,16 @@ class Group:
         assert store is not None and device is not None
         self._store = store
         self._cpu = _gloo(dist.PrefixStore("gloo", store), rank, self.size, loopback, timeout)
+        self._shared = Shared.open(store, rank, self.size, timeout) if loopback else None
         self._cuda = _nccl(dist.PrefixStore("nccl", store), rank, self.size, timeout) if device.type == "cuda" else None
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", purpose: str = "") -> Tensor:
         """Replaces `tensor` on every rank by the `op` ("sum", "min", "max", "product") over the ranks; returns it."""
-        self._run("all_reduce", tensor, purpose, lambda pg: pg.allreduce([tensor], _REDUCTIONS[op]))
+        if self.size > 1 and self._shared is not None and not tensor.is_cuda and tensor.is_contiguous():
+            shared = self._shared
+            self._guard("all_reduce", tensor, purpose, lambda: shared.all_reduce(tensor.view(-1), op))
+        else:
+            self._run("all_reduce", tensor, purpose, lambda pg: pg.allreduce([tensor], _REDUCTIONS[op]))
         return tensor
 
     def broadcast(self, tensor: Tensor, src: int = 0, purpose: str = "") -> Tensor:
@@ -108,16 +115,19 @@ class Group:
         return pickle.loads(self.broadcast(data, src).numpy().tobytes())
 
     def _run(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[Any], dist.Work]) -> None:
-        if self.size == 1:
-            return
+        if self.size > 1:
+            pg = self._cuda if tensor.is_cuda else self._cpu
+            self._guard(operation, tensor, purpose, lambda: call(pg).wait())
+
+    def _guard(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[], object]) -> None:
+        """Books and times one collective, and names those who are missing when it fails."""
         payload = tensor.numel() * tensor.element_size()
         self._calls += 1
         self.ledger.count(self.name, operation, payload)
-        pg = self._cuda if tensor.is_cuda else self._cpu
         started = time.monotonic()
         try:
             with self.ledger.span("comm", purpose or operation, payload):
-                call(pg).wait()
+                call()
         except RuntimeError as error:
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
 

@@ -43,4 +43,5 @@ def write_on(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
         written = generate(engine.module, ids, NEW_TOKENS, TEMPERATURE, TOP_K, draw)[0, ids.shape[1] :].tolist()
     if tokenizer.eos in written:
         written = written[: written.index(tokenizer.eos)]
-    return tokenizer.decode(written)
+    known = [token for token in written if token < tokenizer.vocab_size]  # a model may have more ids than its tokenizer
+    return tokenizer.decode(known)

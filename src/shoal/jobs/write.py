@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.columns import Columns
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,22 +33,15 @@ def write_resolved(job: Job, origins: Origins, run_dir: Path) -> None:
 
 
 def origin_table(job: Job, origins: Origins) -> RenderableType:
-    """Every value with its origin, a block for each table of the job; defaults are dim."""
-    blocks: dict[str, Table] = {}
-    for dotted, entry in describe(job, origins).items():
-        section, key = dotted.split(".", 1)
-        if section not in blocks:
-            blocks[section] = Table(
-                title=f"[{section}]".replace("[", "\\["), title_justify="left", show_header=False, box=None, pad_edge=False
-            )
-        style = "bright_black" if entry["origin"] == "default" else ""
-        value = str(entry["value"])
-        blocks[section].add_row(
-            Text(key, style),
-            Text(value if len(value) <= 32 else value[:31] + "…", style),
-            Text(entry["origin"], style or "cyan"),
-        )
-    return Columns(blocks.values(), padding=(0, 4))
+    """Every value with its origin: a row for each that somebody or something chose, and the defaults in one paragraph."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    defaults = []
+    for key, entry in describe(job, origins).items():
+        if entry["origin"] == "default":
+            defaults.append(f"{key} {_value(entry['value'])}")
+        else:
+            table.add_row(key, Text(_value(entry["value"])), Text(entry["origin"], "cyan"))
+    return Group(table, Text(f"defaults: {', '.join(defaults)}", "bright_black"))
 
 
 def _key(key: str) -> str:

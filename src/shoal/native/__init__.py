@@ -16,7 +16,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-std=c11")
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-std=gnu11")
 
 
 @cache
@@ -42,6 +42,10 @@ def library() -> ctypes.CDLL | None:
     kernels = ctypes.CDLL(str(target))
     kernels.shoal_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32]
     kernels.shoal_keep.restype = None
+    kernels.shoal_post.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    kernels.shoal_post.restype = None
+    kernels.shoal_wait.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
+    kernels.shoal_wait.restype = ctypes.c_int64
     return kernels
 
 
