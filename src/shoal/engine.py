@@ -120,7 +120,6 @@ class Engine:
         self._runner = StepRunner(
             self.module,
             loss,
-            trainable,
             self.optimizer,
             self.scheduler,
             Reducer(trainable, self.parameters, group, exchange, self._lane),

@@ -42,8 +42,8 @@ def group_options(
 class ChunkOptimizer:
     """A torch optimizer over the masters of `chunks`.
 
-    `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data.
-    Gradients are permanent views of the gradient chunks. `fused` is switched on where the factory takes it and leaves it open.
+    `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data. Its
+    `.grad` is a view of the gradient chunk while it updates. `fused` is switched on where the factory takes it and leaves it open.
     """
 
     def __init__(
@@ -62,11 +62,7 @@ class ChunkOptimizer:
             for slot in chunk.slots:
                 seen = module_parameters[slot.name]
                 own = seen if chunk.master is chunk.data else nn.Parameter(slot.view(chunk.master))
-                grad = slot.view(chunk.grad)
-                if own is not seen:
-                    seen.grad_dtype = chunk.grad.dtype
-                seen.grad = own.grad = grad
-                self.parameters[slot.name], self._grads[slot.name] = own, grad
+                self.parameters[slot.name], self._grads[slot.name] = own, slot.view(chunk.grad)
         self.parameters = {name: self.parameters[name] for name in module_parameters if name in self.parameters}
         groups = [
             {"params": [parameter for name, parameter in self.parameters.items() if member[name] == index], **extra}
@@ -87,11 +83,11 @@ class ChunkOptimizer:
             self.torch.found_inf = skip  # type: ignore[attr-defined]
         elif float(factor) != 1.0:
             torch._foreach_mul_(grads, factor)
-        for name in untouched:
-            self.parameters[name].grad = None
+        for name, parameter in self.parameters.items():
+            parameter.grad = None if name in untouched else self._grads[name]
         self.torch.step()
-        for name in untouched:
-            self.parameters[name].grad = self._grads[name]
+        for parameter in self.parameters.values():
+            parameter.grad = None  # autograd's next gradient must be its own tensor, not a sum into the chunk
         for chunk in self._chunks:
             chunk.publish()
 

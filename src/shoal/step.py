@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from shoal.batchnorm import RunningStatistics
 from shoal.buffers import OtherBuffers
-from shoal.chunks import Chunk
 from shoal.comm import Group
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
@@ -114,7 +113,6 @@ class StepRunner:
         self,
         module: nn.Module,
         loss: Loss,
-        chunks: Sequence[Chunk],
         optimizer: ChunkOptimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
         reducer: Reducer,
@@ -127,7 +125,7 @@ class StepRunner:
         device: torch.device,
         keyed: bool,
     ) -> None:
-        self._module, self._loss, self._chunks = module, loss, chunks
+        self._module, self._loss = module, loss
         self._optimizer, self._scheduler, self._reducer, self._randomness = optimizer, scheduler, reducer, randomness
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._clip, self._device, self._keyed = microbatch, whole, clip, device, keyed
@@ -157,9 +155,6 @@ class StepRunner:
         started = time.perf_counter()
         self.settle()
         self._module.train()
-        for chunk in self._chunks:
-            if chunk.grad is not None:
-                chunk.grad.zero_()
         expected = 2.0 ** round(math.log2(max(1.0, self._per_sample * len(batch.ids))))
         mine, after = self.cut(batch.ids)
         totals = self._accumulate(batch, mine, expected)

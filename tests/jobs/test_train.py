@@ -229,7 +229,16 @@ def test_other_language_models_train_from_a_job(quick, make_job, alone, model):
     assert all(each.mfu for each in records_of(job).steps), "FLOPs are counted where there is no formula"
     assert len(records_of(job).samples) == (model["name"] == "lstm")
     run = records_of(job).run
-    assert run is not None and run.config["model.vocab_size"]["value"] == {"bert": 258, "lstm": 257}[model["name"]], "BERT has a mask"
+    assert run is not None and run.config["model.vocab_size"]["value"] == {"bert": 258, "lstm": 257}[model["name"]], (
+        "BERT has a mask"
+    )
+
+
+def test_a_model_may_have_more_ids_than_its_tokenizer(quick, make_job, alone):
+    job = make_job(steps=1, lr=1e-9, model={"vocab_size": 2000}, run={"sample": "1"})
+    train(job, {}, alone)
+    (sample,) = records_of(job).samples
+    assert len(sample.text) < 160, "most of what was drawn stands for nothing"
 
 
 def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path):

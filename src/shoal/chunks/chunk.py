@@ -3,7 +3,7 @@
     offset 0        64-byte aligned            64-byte aligned         size
     | weight ......... |pad| bias .. |  pad  | weight ............... |
     data    what the module sees (the model's dtype); parameters are views, never re-bound
-    grad    what is reduced (fp32, or fp64 for fp64 parameters); `parameter.grad` are views
+    grad    what is reduced (fp32, or fp64 for fp64 parameters); autograd's gradients are copied in as they come
     master  what the optimizer updates: fp32 beside low-precision data, else data itself
 
 Padding is zero in all three, so norms and reductions run over the flat storage.

@@ -1,4 +1,8 @@
-"""Hands full gradient chunks to the algorithm during the last backward of a step, strictly in order."""
+"""Collects gradients into their chunks and hands full chunks to the algorithm during the last backward, strictly in order.
+
+Autograd's own gradient of a parameter is copied (the first time in a step) or added to its view of the chunk as soon as it is there, and
+let go: one pass over memory, with the cast to the chunk's dtype in it, and nothing to zero beforehand.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reducer:
-    """Watches each parameter's gradient accumulate; a chunk is handed over when all its parameters are in and it is at the front.
+    """Watches each parameter's gradient; a chunk is handed over when all its parameters are in and it is at the front.
 
     `touched[name]` says whether any backward of this step reached the parameter here. `norms` are the reduced chunks' 2-norms,
     taken on the lane while the chunk is still in the cache.
@@ -40,10 +44,11 @@ class Reducer:
         for place, chunk in enumerate(chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name))
+                assert chunk.grad is not None
+                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name, slot.view(chunk.grad)))
 
     def begin(self) -> None:
-        """A new step: gradients are zeroed by the caller, nothing has been touched."""
+        """A new step: nothing has been touched, whatever the chunks hold is of the step before."""
         self.touched = dict.fromkeys(self.touched, False)
         self._missing = [{slot.name for slot in chunk.slots} for chunk in self._chunks]
         self.norms = [torch.empty(0)] * len(self._chunks)
@@ -60,20 +65,31 @@ class Reducer:
 
     def finish(self) -> None:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
-        for missing in self._missing:
+        for chunk, missing in zip(self._chunks, self._missing, strict=True):
             missing.clear()
+            for slot in chunk.slots:
+                if not self.touched[slot.name]:
+                    assert chunk.grad is not None
+                    slot.view(chunk.grad).zero_()
         self._advance()
         self._lane.wait()
 
-    def _hook(self, place: int, name: str) -> Callable[[Tensor], None]:
-        def accumulated(_: Tensor) -> None:
-            self.touched[name] = True
+    def _hook(self, place: int, name: str, view: Tensor) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def arrived(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self.touched[name]:
+                view.add_(parameter.grad)
+            else:
+                view.copy_(parameter.grad)
+                self.touched[name] = True
+            parameter.grad = None
             if self._armed:
                 self._missing[place].discard(name)
                 if place == self._front:
                     self._advance()
 
-        return accumulated
+        return arrived
 
     def _advance(self) -> None:
         while self._front < len(self._chunks) and not self._missing[self._front]:
