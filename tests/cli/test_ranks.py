@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -24,13 +25,15 @@ def losses(run_dir: Path) -> list[float]:
     return [record.loss for record in read_metrics(run_dir / "metrics.jsonl").steps]
 
 
-def wait_for_step(run_dir: Path, step: int, seconds: float = 60.0) -> None:
+def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and process.poll() is None:
         if (run_dir / "metrics.jsonl").exists() and len(losses(run_dir)) >= step:
             return
         time.sleep(0.05)
-    raise AssertionError(f"no step {step} within {seconds:.0f} s")
+    state = f"exit code {process.poll()}"
+    process.kill()
+    raise AssertionError(f"no step {step} within {seconds:.0f} s; {state}; it said:\n{''.join(process.communicate())}")
 
 
 def test_two_ranks_train_and_one_goes_on(shoal, job_file, tmp_path):
@@ -48,7 +51,7 @@ def test_two_ranks_train_and_one_goes_on(shoal, job_file, tmp_path):
 def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoal, job_file, tmp_path):
     run_dir = tmp_path / "run"
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=0")
-    wait_for_step(run_dir, 5)
+    wait_for_step(process, run_dir, 5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
     records = read_metrics(run_dir / "metrics.jsonl")
@@ -63,7 +66,7 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
 def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
     run_dir = tmp_path / "run"
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=20")
-    wait_for_step(run_dir, 45)
+    wait_for_step(process, run_dir, 45)
     ranks = psutil.Process(process.pid).children()
     process.kill()
     _, left = psutil.wait_procs(ranks, timeout=10)
@@ -77,7 +80,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, t
 
 def test_a_rank_that_dies_ends_the_run_and_is_named(start, job_file, tmp_path):
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000")
-    wait_for_step(tmp_path / "run", 3)
+    wait_for_step(process, tmp_path / "run", 3)
     second = next(rank for rank in psutil.Process(process.pid).children() if rank.environ().get("SHOAL_RANK") == "1")
     second.kill()
     _, err = process.communicate(timeout=30)

@@ -18,6 +18,7 @@ import os
 import time
 import uuid
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,7 +34,7 @@ SLOT_BYTES = 2 * 2**20
 _DIRECTORY = Path("/dev/shm")
 _PAGE, _LINE = 4096, 128
 _LOOK_NS = 100_000_000
-_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
+_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
 class Shared:
@@ -125,7 +126,9 @@ def _create(path: Path, size: int) -> None:
     except OSError as error:
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         path.unlink()
-        raise OSError(f"{_DIRECTORY} has {free / 2**20:.0f} MiB free of the {size / 2**20:.0f} MiB needed ({error.strerror})") from error
+        raise OSError(
+            f"{_DIRECTORY} has {free / 2**20:.0f} MiB free of the {size / 2**20:.0f} MiB needed ({error.strerror})"
+        ) from error
     finally:
         os.close(descriptor)
 
