@@ -72,20 +72,22 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK32
 
 
+def keyed_dropout_mask(keys: Tensor, elements: int, p: float) -> Tensor:
+    """Which of `elements` each sample keeps: [samples, elements] bool on the device of `keys` (int64 [samples])."""
+    samples, threshold = keys.numel(), min(_MASK32, round(p * (1 << 32)))
+    kernels = library() if keys.device.type == "cpu" else None
+    if kernels is None:
+        return keep_fallback(samples, elements, keys, threshold)
+    kept, keys = torch.empty(samples, elements, dtype=torch.bool), keys.contiguous()
+    kernels.shoal_keep(ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.data_ptr()), threshold)
+    return kept
+
+
 @torch.library.custom_op("shoal::keyed_drop", mutates_args=())
 def _keyed_drop(x: Tensor, p: float, keys: Tensor) -> Tensor:
     """x / (1 - p) where kept, 0 elsewhere; `keys` int64 [samples], samples dividing the first dimension of x."""
     x = x.contiguous()
-    samples, threshold = keys.numel(), min(_MASK32, round(p * (1 << 32)))
-    elements = x.numel() // samples if samples else 0
-    kernels = library() if x.device.type == "cpu" else None
-    if kernels is not None:
-        kept = torch.empty(samples, elements, dtype=torch.bool)
-        kernels.shoal_keep(
-            ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.contiguous().data_ptr()), threshold
-        )
-    else:
-        kept = keep_fallback(samples, elements, keys, threshold)
+    kept = keyed_dropout_mask(keys, x.numel() // max(1, keys.numel()), p)
     return x * kept.view(x.shape) * (1.0 / (1.0 - p))
 
 

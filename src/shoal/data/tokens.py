@@ -6,17 +6,18 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ..errors import UserError
 from .cache import build_once, fingerprint_of
 from .corpus import Corpus
 from .split import split_documents
+
+if TYPE_CHECKING:
+    import tokenizers  # imported where it is used: the engine runs where only torch is installed
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT
@@ -95,6 +96,8 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> Library
             f"no tokenizer at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
             "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))"
         )
+    import tokenizers
+
     try:
         library = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
@@ -171,6 +174,9 @@ def train_bpe(corpus: Corpus, vocab_size: int, validation: float, seed: int) -> 
     Of a corpus with more than `TRAINING_CHARACTERS` of training text, every k-th document is read, so that about that many
     characters are spread evenly over it. The corpus is streamed twice: once to count, once to learn.
     """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

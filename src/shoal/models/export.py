@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shoal.models.gpt import GPT
@@ -25,6 +24,8 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):
         export_hf(model, weights, directory)
         return
+    from safetensors.torch import save_file  # the engine runs where only torch is installed
+
     tensors = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     why = unmapped(model.cfg) if isinstance(model, GPT) else None

@@ -1,0 +1,245 @@
+"""Question: does the engine compute the same on a GPU as on the CPU, and what does it cost beside a plain torch loop?
+
+    python3 -m benchmarks.gpu.engine [--device cuda] [--preset 350m] [--batch 16] [--rounds 5] [--steps 10]
+
+Checks first, each with the figure it saw: keyed dropout draws the same mask, twenty steps in fp64 and fp32 follow the CPU, a loss that is
+not finite leaves the weights alone, a checkpoint saved here continues on the CPU. Then, in turn, round by round: a plain loop in bf16 with fp32
+masters (the same kernels and optimizer), the engine, and both with compiled blocks. Writes results/gpu_engine.json. `--device cpu --preset 1m`
+runs the same road without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import Engine, Plan, TrainingError, lr
+from shoal.comm import World
+from shoal.compiling import compile_blocks
+from shoal.models import GPT, PRESETS, GPTConfig, causal_lm, flops_per_token
+from shoal.random import keyed_dropout_mask
+
+RESULTS = Path(__file__).parent.parent / "results"
+SMALL = GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.1)
+ADAMW = partial(torch.optim.AdamW, lr=3e-3)
+
+
+def rows(vocabulary: int, sequence: int, number: int) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, the same on every machine; a fifth of the labels ignored."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, (number, sequence + 1), generator=draw)
+    labels = tokens[:, 1:].masked_fill(torch.rand(number, sequence, generator=draw) < 0.2, -100)
+    return [{"input_ids": row[:-1], "labels": label} for row, label in zip(tokens, labels, strict=True)]
+
+
+def small_engine(device: str, precision: str) -> Engine:
+    return Engine(
+        lambda: GPT(SMALL),
+        causal_lm,
+        ADAMW,
+        global_batch=12,
+        microbatch=5,
+        precision=precision,
+        clip=0.8,
+        schedule=lr.cosine(20, 3),
+        world=World.single(device),
+    )
+
+
+def losses(engine: Engine, steps: int) -> list[float]:
+    return [engine.step(batch).loss for batch in engine.batches(rows(61, 12, 41), steps=steps)]
+
+
+def check_mask(device: str) -> dict[str, Any]:
+    """The same elements are kept on both devices."""
+    keys = torch.arange(5) * 0x9E3779B97F4A7C1
+    ours, reference = keyed_dropout_mask(keys.to(device), 1001, 0.3).cpu(), keyed_dropout_mask(keys, 1001, 0.3)
+    return {"check": "keyed dropout: elements that differ from the CPU", "seen": int((ours != reference).sum()), "allowed": 0}
+
+
+def check_parity(device: str, precision: str, allowed: float) -> dict[str, Any]:
+    """Twenty steps with dropout, accumulation, clipping, an uneven batch."""
+    ours, reference = losses(small_engine(device, precision), 20), losses(small_engine("cpu", precision), 20)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
+    return {"check": f"{precision}: largest relative difference of 20 losses from the CPU", "seen": worst, "allowed": allowed}
+
+
+def check_not_finite(device: str) -> dict[str, Any]:
+    """The step after the bad one raises; no weight has moved."""
+    engine = small_engine(device, "bf16")
+    batches = engine.batches(rows(61, 12, 41))
+    engine.step(next(batches))
+    weights = {name: value.detach().clone() for name, value in engine.optimizer.parameters.items()}
+    hook = engine.module.register_forward_hook(lambda module, args, output: output * math.nan)
+    raised = False
+    try:
+        engine.step(next(batches))
+        hook.remove()
+        engine.step(next(batches))
+    except TrainingError:
+        raised = True
+    moved = sum(not torch.equal(weights[name], value) for name, value in engine.optimizer.parameters.items())
+    return {
+        "check": "a loss that is not finite: weights moved (or not raised)",
+        "seen": moved + (not raised) * 1000,
+        "allowed": 0,
+    }
+
+
+def check_resume(device: str) -> dict[str, Any]:
+    """Saved on the device after ten steps, continued on the CPU."""
+    with tempfile.TemporaryDirectory() as directory:
+        first = small_engine(device, "fp64")
+        losses(first, 10)
+        first.save(directory)
+        rest = losses(first, 10)
+        second = small_engine("cpu", "fp64")
+        second.load(directory)
+        worst = max(abs(a - b) / abs(b) for a, b in zip(losses(second, 10), rest, strict=True))
+    return {"check": "continued on the CPU: largest relative difference of 10 losses", "seen": worst, "allowed": 1e-9}
+
+
+def engine_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Callable[[], Any]:
+    engine = Engine(
+        lambda: GPT(config),
+        causal_lm,
+        ADAMW,
+        Plan(compile=compiled),
+        global_batch=batch,
+        microbatch=batch,
+        precision="bf16",
+        world=World.single(device),
+    )
+    batches = engine.batches(rows(config.vocab_size, config.sequence, batch * 4))
+    return lambda: engine.step(next(batches))
+
+
+def plain_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Callable[[], Any]:
+    """bf16 weights, fp32 masters, fused AdamW, the norm of the gradient: what the engine does, by hand."""
+    model = GPT(config).to(device, torch.bfloat16)
+    if compiled:
+        compile_blocks(model, True)
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=3e-3, fused=True)
+    samples = rows(config.vocab_size, config.sequence, batch)
+    data = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+    def step() -> None:
+        total, count = causal_lm(model, {key: value.to(device, non_blocking=True) for key, value in data.items()})[:2]
+        (total / count).backward()
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None  # type: ignore[union-attr]
+        torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(weights, masters)
+
+    return step
+
+
+def synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def measure(contenders: dict[str, Callable[[], Any]], device: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds a step, one figure a round, contenders in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, step in contenders.items():
+            synchronise(device)
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            synchronise(device)
+            if number:  # the first round warms up and compiles
+                samples[name].append((time.perf_counter() - started) / steps * 1e3)
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.engine")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--preset", default="350m", choices=list(PRESETS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
+    arguments = parser.parse_args()
+    device = arguments.device
+
+    checks = [
+        check_mask(device),
+        check_parity(device, "fp64", 1e-9),
+        check_parity(device, "fp32", 1e-4),
+        check_not_finite(device),
+        check_resume(device),
+    ]
+    for check in checks:
+        print(
+            f"{'ok  ' if check['seen'] <= check['allowed'] else 'FAIL'} {check['check']}: {check['seen']:.3g} (allowed {check['allowed']:.3g})",
+            flush=True,
+        )
+
+    config = PRESETS[arguments.preset]
+    kinds = [False] if arguments.no_compile else [False, True]
+    contenders = {
+        f"{name}{', compiled' if compiled else ''}": make(config, arguments.batch, device, compiled)
+        for compiled in kinds
+        for name, make in (("plain loop", plain_step), ("shoal", engine_step))
+    }
+    samples = measure(contenders, device, arguments.rounds, arguments.steps)
+    tokens = arguments.batch * config.sequence
+    table = []
+    for name, times in samples.items():
+        against = samples[name.replace("shoal", "plain loop")]
+        row = {
+            "contender": name,
+            "ms": statistics.median(times),
+            "min": min(times),
+            "max": max(times),
+            "tokens_per_second": tokens / statistics.median(times) * 1e3,
+            "tflops": flops_per_token(config, config.sequence) * tokens / statistics.median(times) / 1e9,
+            "ratio_to_plain": statistics.median(a / b for a, b in zip(times, against, strict=True)),
+        }
+        table.append(row)
+    hardware = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU ({platform.machine()})"
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    record = {
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "commit": commit,
+        "arguments": vars(arguments),
+        "checks": checks,
+        "samples": samples,
+        "table": table,
+    }
+    if device.startswith("cuda"):
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "gpu_engine.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"\n{hardware}, {arguments.preset}, bf16, {arguments.batch} x {config.sequence} tokens, {arguments.rounds} rounds of {arguments.steps} steps"
+    )
+    for row in table:
+        print(
+            f"{row['contender']:24s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) {row['tokens_per_second']:11.0f} tokens/s {row['tflops']:7.1f} TFLOP/s  x{row['ratio_to_plain']:.3f}"
+        )
+    if any(check["seen"] > check["allowed"] for check in checks):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
