@@ -158,8 +158,7 @@ class StepRunner:
         expected = 2.0 ** round(math.log2(max(1.0, self._per_sample * len(batch.ids))))
         mine, after = self.cut(batch.ids)
         totals = self._accumulate(batch, mine, expected)
-        with self._ledger.span("compute", "wait for exchange"):
-            totals, untouched = self._reduce(totals, len(mine), after)
+        totals, untouched = self._reduce(totals, len(mine), after)
         norm, factor = self._clip_factor(totals[1], expected)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
         result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or ())

@@ -86,7 +86,6 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(start, job_file, tmp_path):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 4
     assert err.startswith("error: rank 1 on host") and "SIGKILL" in err
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl").end is not None, "the rank that lived wrote down why it ended"
 
 
 def test_a_script_runs_on_ranks_with_its_arguments(shoal, job_file, tmp_path):
