@@ -266,10 +266,12 @@ class Engine:
 
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
-        self._runner.settle()
-        for writer in self._writers.values():
-            writer.close()
-        self._lane.close()
+        try:
+            self._runner.settle()
+            for writer in self._writers.values():
+                writer.close()
+        finally:
+            self._lane.close()
 
     def _agree(self, everything: bool) -> None:
         """Buffers are those of the first rank; so are weights where ranks could not be sure to have built the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import cache
 from itertools import product
@@ -78,7 +79,7 @@ def compare(trace: Trace, reference: Trace, loss: float, norm: float, gradient: 
 def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """One process, plain torch, fp64, from the engine's initial weights: the mean over counts, clipped, AdamW or SGD."""
     running = engine(case, "fp64", 1, world=world)
-    module, data, chosen = running.module, CASES[case].data(), CASES[case]
+    module, data, chosen = copy.deepcopy(running.module), CASES[case].data(), CASES[case]  # a copy has none of the engine's hooks
     parameters = [p for p in module.parameters() if p.requires_grad]
     rule = decay_matrices_only(0.1)
     for parameter in parameters:

@@ -40,8 +40,10 @@ class Writer:
         # Ranks make their writers in the same order, so counting them gives each a prefix that all ranks agree on.
         number = self._store.add(f"checkpoint/writers/{world.rank}", 1)
         self._prefix = f"checkpoint/{number}"
-        if world.rank == 0:
+        try:
             self._prepare()
+        except OSError as error:
+            raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
 
     def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool) -> None:
         """Saves the pieces of all ranks and `extra` (JSON; rank 0's is kept) as the checkpoint of `step`.
@@ -85,11 +87,10 @@ class Writer:
             self.last_error = CheckpointError(f"the checkpoint of step {job.step} was not finished: {error}")
 
     def _prepare(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+        """Every rank finds out by itself whether the directory can be had; the first one cleans up what a crash left."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if self._world.rank == 0:
             clean(self.directory)
-        except OSError as error:
-            raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
 
 
 class _Snapshot:

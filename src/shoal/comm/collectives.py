@@ -114,6 +114,10 @@ class Group:
             data = torch.empty(int(size), dtype=torch.uint8)
         return pickle.loads(self.broadcast(data, src).numpy().tobytes())
 
+    def close(self) -> None:
+        """Ends the connections; no collective can follow."""
+        self._cpu = self._cuda = self._shared = None
+
     def _run(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[Any], dist.Work]) -> None:
         if self.size > 1:
             pg = self._cuda if tensor.is_cuda else self._cpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import weakref
 from datetime import timedelta
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.comm.collectives import Group
 from shoal.comm.ledger import Ledger
+from shoal.errors import UserError
 
 
 class World:
@@ -42,6 +44,8 @@ class World:
         self.store = dist.PrefixStore(f"generation{generation}", store) if store is not None else None
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        # At the latest when Python ends, before its modules go: gloo's threads abort the process when they outlive that.
+        weakref.finalize(self, _close, self._groups)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
@@ -71,5 +75,17 @@ class World:
         return self.group("world", list(range(self.size)))
 
 
+def _close(groups: dict[tuple[str, tuple[int, ...]], Group]) -> None:
+    for group in groups.values():
+        group.close()
+
+
 def _default_device(local_rank: int) -> torch.device:
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {local_rank} of this host has no GPU of its own: there are {torch.cuda.device_count()}. Start at most one rank a GPU, "
+            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    return torch.device("cuda", local_rank)

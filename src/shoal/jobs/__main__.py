@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 from rich.console import Console
@@ -18,7 +17,6 @@ from shoal.report.progress import print_summary
 def run(path: str, assignments: list[str]) -> Outcome:
     """Trains the job file; rank 0 tells how it went, the report's path last."""
     outcome = train(*load_job(path, assignments))
-    gc.collect()  # closes the groups' connections now: left to the end of the interpreter, gloo's threads have aborted there
     if outcome.report is not None:
         tell(outcome)
     return outcome

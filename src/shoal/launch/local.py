@@ -28,8 +28,8 @@ from shoal.errors import LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
 from shoal.launch.verdict import Ending, verdict
 
-PEER_GRACE = 3.0  # seconds for the others once a rank has failed; a collective takes 2 to find out who is missing
-SIGNAL_GRACE = 10.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM
+PEER_GRACE = 8.0  # seconds for the others once a rank has failed: a collective takes 2 to find out who is missing, then reports are written
+SIGNAL_GRACE = 60.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM: a step, a checkpoint, a report
 _TERM_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 _POLL = 0.02
 

@@ -1,0 +1,88 @@
+"""What the README and the docs show is run, and the names in them exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from shoal.jobs.config import SECTIONS
+from shoal.jobs.read import load_job
+from shoal.models import PRESETS
+from shoal.plan import Plan
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+
+
+def shortened(code: str) -> str:
+    """The same program with fewer steps."""
+    return code.replace("steps=100", "steps=3").replace("steps=20", "steps=3")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_the_python_of_a_page_runs(page, tmp_path):
+    (code,) = blocks(ROOT / page, "python")
+    done = subprocess.run([sys.executable, "-c", shortened(code)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "loss" in done.stdout and list(tmp_path.glob("runs/*/step-00000003"))
+
+
+@pytest.mark.fast
+def test_the_readme_starts_with_the_two_commands_and_its_example_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert [line.split("#")[0].strip() for line in lines[2:4]] == ["make demo", "make test"]
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+
+
+@pytest.mark.fast
+def test_the_job_file_of_the_readme_and_those_of_the_examples_are_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (text,) = blocks(ROOT / "README.md", "toml")
+    job = tmp_path / "job.toml"
+    job.write_text(text)
+    for path in [job, *sorted((ROOT / "examples").glob("*.toml"))]:
+        assert load_job(path, [])[0].model["name"] in ("gpt", "hf")
+
+
+@pytest.mark.fast
+def test_the_page_of_the_job_file_names_every_key():
+    page = (ROOT / "docs" / "job-file.md").read_text()
+    for section, kind in SECTIONS.items():
+        part = page.split(f"## `[{section}]`")[1].split("\n## ")[0]
+        if kind is not Plan:
+            assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in part.splitlines() if line.startswith("| `")))) == {
+                each.name for each in fields(kind)
+            }
+    assert '"1m" to "13b"' in page and {"1m", "13b"} <= set(PRESETS)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for name in re.findall(r"`((?:tests|examples|benchmarks|docs|src)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.fast
+def test_the_rooms_of_the_design_page_are_those_of_the_layers():
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    rooms = {room for layer in layers for room in layer.split(" | ")}
+    there = {path.stem for path in (ROOT / "src" / "shoal").iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")}
+    assert rooms == there
+    page = (ROOT / "docs" / "design.md").read_text()
+    for room in rooms:
+        assert f"`{room}/`" in page or f"`{room}.py`" in page, room
