@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test matrix fast lint clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): a minute or two, once."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@

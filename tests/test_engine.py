@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal import lr
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, TrainingError, UserError
-from shoal.models import regression
+from shoal.models import GPT, GPTConfig, causal_lm, regression
 from shoal.plan import Plan
 from tests.parity.cases import CASES, SAMPLES, engine, text, vectors
 from tests.pool import run_ranks
@@ -322,6 +322,18 @@ def test_compiled_blocks_give_the_numbers_of_eager_ones(case):
         running = engine(case, "fp64", 1, plan=Plan(compile=compile))
         losses.append([running.step(batch).loss for batch in running.batches(data, steps=6)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
+def test_blocks_share_one_compilation():
+    """Four blocks and many steps: nothing about a layer's name, a key or a step may end in a guard."""
+    torch._dynamo.reset()
+    factory = lambda: GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=16, heads=2, dropout=0.1))  # noqa: E731
+    running = Engine(factory, causal_lm, ADAMW, Plan(compile="aot_eager"), global_batch=4, microbatch=2)
+    batches = running.batches(text())
+    running.step(next(batches))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            running.step(next(batches))
 
 
 def derivatives(world):

@@ -20,7 +20,7 @@ from shoal.chunks import adopt, make_chunks
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
 from shoal.comm.functional import copy_to, reduce_from
-from shoal.compiling import compile_blocks
+from shoal.compiling import blocks, compile_blocks
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import CheckpointError, UserError
@@ -97,7 +97,8 @@ class Engine:
         self._source: IterableSource | dict[str, Any] | None = None
         self._randomness = Randomness(seed, self.device)
         if dropout == "keyed":
-            self._randomness.take_over(self.module)
+            repeated = blocks(self.module)
+            self._randomness.take_over(self.module, repeated if repeated != [self.module] else [])
         elif dropout != "fused":
             raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
         if self.plan.compile:

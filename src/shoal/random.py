@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,6 +127,7 @@ class Randomness:
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
         self._forward_calls: dict[str, int] = {}
+        self.functions = _keyed_functions(self)  # made once: compiled blocks are compiled again for a new function
 
     def begin(self, step: int, ids: Sequence[int]) -> None:
         """Everything drawn until the next call belongs to the samples `ids` of `step`."""
@@ -161,8 +162,12 @@ class Randomness:
             call %= self._forward_calls[self.module]
         return torch.tensor(name_key(f"{self.module}#{call}"), device=self.device)
 
-    def take_over(self, root: nn.Module) -> None:
-        """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly."""
+    def take_over(self, root: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
+        """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly.
+
+        Inside `blocks` direct calls are numbered under the block's name: hooks there would be compiled, anew for each block.
+        """
+        inside = {id(part) for block in blocks for part in block.modules() if part is not block}
         for name, module in list(root.named_modules()):
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
                 raise UserError(
@@ -175,7 +180,7 @@ class Randomness:
                 self._layers.append(layer)
                 owner, _, attribute = name.rpartition(".")
                 setattr(root.get_submodule(owner), attribute, layer)
-            elif not type(module).__module__.startswith("torch.nn.modules.") or list(module.children()):
+            elif id(module) not in inside and (not type(module).__module__.startswith("torch.nn.modules.") or list(module.children())):
                 self._follow(module, name)
 
     def _follow(self, module: nn.Module, name: str) -> None:
@@ -217,10 +222,19 @@ _torch_attention = F.scaled_dot_product_attention
 
 @contextmanager
 def keyed_functional(randomness: Randomness) -> Iterator[None]:
-    """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules.
+    """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules."""
+    randomness.active = True
+    F.dropout, F.scaled_dot_product_attention = randomness.functions  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.dropout, F.scaled_dot_product_attention = _torch_dropout, _torch_attention
+        randomness.active = False
 
-    Attention with dropout computes its scores explicitly: the fused kernels draw inside.
-    """
+
+def _keyed_functions(randomness: Randomness) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """What stands in for `F.dropout` and `F.scaled_dot_product_attention`, whose kernels draw inside: with dropout the attention is
+    computed explicitly."""
 
     @torch.compiler.disable
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -244,13 +258,7 @@ def keyed_functional(randomness: Randomness) -> Iterator[None]:
         groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
         return dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)
 
-    randomness.active = True
-    F.dropout, F.scaled_dot_product_attention = dropout, attention  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.dropout, F.scaled_dot_product_attention = _torch_dropout, _torch_attention
-        randomness.active = False
+    return dropout, attention
 
 
 def attention_weights(

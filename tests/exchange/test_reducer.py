@@ -1,0 +1,96 @@
+"""The reducer: chunks go out in order however gradients arrive, and hold the sum of the step's backwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.chunks import Chunk, Slot
+from shoal.chunks.allocate import Private
+from shoal.comm import Lane, World
+from shoal.exchange.reducer import Reducer
+
+pytestmark = pytest.mark.fast
+CPU = torch.device("cpu")
+
+
+class Watching:
+    """An algorithm that writes down what it was given."""
+
+    chunk_bytes = 1
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, list[float]]] = []
+
+    def run(self, chunk: Chunk, group: object) -> None:
+        assert chunk.grad is not None
+        self.given.append((chunk.index, chunk.grad.tolist()))
+
+
+def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict[str, nn.Parameter], Lane, list[Chunk]]:
+    """Three parameters of one number in chunks 0, 1, 2."""
+    names = ["a", "b", "c"]
+    chunks = [
+        Chunk(i, (Slot(name, torch.Size([1]), 0),), dtype, torch.float32, torch.float32, True, Private(CPU))
+        for i, name in enumerate(names)
+    ]
+    parameters = {name: nn.Parameter(chunk.data) for name, chunk in zip(names, chunks, strict=True)}
+    watching, lane = Watching(), Lane(CPU)
+    return Reducer(chunks, parameters, World.single(CPU).everyone, watching, lane), watching, parameters, lane, chunks
+
+
+def test_chunks_go_out_in_order_whatever_arrives_first():
+    reducer, watching, p, lane, _ = setting()
+    reducer.begin()
+    with reducer.last_backward():
+        (p["c"] * 3).backward()
+        lane.wait()
+        assert watching.given == [], "chunk 2 is full, but chunk 0 is at the front"
+        (p["a"] * 1).backward()
+        lane.wait()
+        assert watching.given == [(0, [1.0])]
+        (p["b"] * 2).backward()
+        lane.wait()
+        assert watching.given == [(0, [1.0]), (1, [2.0]), (2, [3.0])]
+    reducer.finish()
+    assert [norm.item() for norm in reducer.norms] == [1, 2, 3]
+    lane.close()
+
+
+def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
+    reducer, watching, p, lane, _ = setting()
+    for step in range(2):
+        reducer.begin()
+        (p["a"] * 5 + p["b"] * 7).backward()
+        with reducer.last_backward():
+            (p["a"] * 10).backward()
+        reducer.finish()
+        assert watching.given[3 * step :] == [(0, [15.0]), (1, [7.0]), (2, [0.0])], "c was not reached: zero, not the step before's"
+        assert reducer.touched == {"a": True, "b": True, "c": False}
+        assert all(parameter.grad is None for parameter in p.values())
+        p["c"].data.fill_(0)
+    lane.close()
+
+
+def test_low_precision_gradients_accumulate_in_fp32():
+    """256 + 1 is 256 in bf16."""
+    reducer, watching, p, lane, _ = setting(torch.bfloat16)
+    reducer.begin()
+    (p["a"] * 256).backward()
+    with reducer.last_backward():
+        (p["a"] * 1).backward()
+    reducer.finish()
+    assert watching.given[0] == (0, [257.0])
+    lane.close()
+
+
+def test_an_error_of_the_algorithm_is_raised_at_the_end_of_the_step():
+    reducer, watching, p, lane, _ = setting()
+    watching.run = lambda chunk, group: (_ for _ in ()).throw(OSError("the cable"))  # type: ignore[method-assign]
+    reducer.begin()
+    with reducer.last_backward():
+        (p["a"] * 1).backward()
+    with pytest.raises(OSError, match="the cable"):
+        reducer.finish()
+    lane.close()
