@@ -61,9 +61,9 @@ def test_the_page_of_the_job_file_names_every_key():
     for section, kind in SECTIONS.items():
         part = page.split(f"## `[{section}]`")[1].split("\n## ")[0]
         if kind is not Plan:
-            assert set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in part.splitlines() if line.startswith("| `")))) == {
-                each.name for each in fields(kind)
-            }
+            assert set(
+                re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in part.splitlines() if line.startswith("| `")))
+            ) == {each.name for each in fields(kind)}
     assert '"1m" to "13b"' in page and {"1m", "13b"} <= set(PRESETS)
 
 
@@ -81,7 +81,9 @@ def test_links_and_paths_exist(page):
 def test_the_rooms_of_the_design_page_are_those_of_the_layers():
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
     rooms = {room for layer in layers for room in layer.split(" | ")}
-    there = {path.stem for path in (ROOT / "src" / "shoal").iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")}
+    there = {
+        path.stem for path in (ROOT / "src" / "shoal").iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")
+    }
     assert rooms == there
     page = (ROOT / "docs" / "design.md").read_text()
     for room in rooms:

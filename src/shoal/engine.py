@@ -26,6 +26,7 @@ from shoal.data.loader import Collate, stack_samples
 from shoal.errors import CheckpointError, UserError
 from shoal.exchange import algorithm
 from shoal.exchange.reducer import Reducer
+from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.lr import Schedule
 from shoal.mesh import Mesh
@@ -88,6 +89,8 @@ class Engine:
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         group = self._group = self.world.group("dp", self.mesh.ranks("dp"))
 
+        if self.device.type == "cpu":
+            keep_freed_memory()
         built = build(model, seed)
         self.module, self.build_note = built.module, built.how
         if sync_bn:

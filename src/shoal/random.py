@@ -180,7 +180,9 @@ class Randomness:
                 self._layers.append(layer)
                 owner, _, attribute = name.rpartition(".")
                 setattr(root.get_submodule(owner), attribute, layer)
-            elif id(module) not in inside and (not type(module).__module__.startswith("torch.nn.modules.") or list(module.children())):
+            elif id(module) not in inside and (
+                not type(module).__module__.startswith("torch.nn.modules.") or list(module.children())
+            ):
                 self._follow(module, name)
 
     def _follow(self, module: nn.Module, name: str) -> None:
@@ -224,7 +226,7 @@ _torch_attention = F.scaled_dot_product_attention
 def keyed_functional(randomness: Randomness) -> Iterator[None]:
     """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules."""
     randomness.active = True
-    F.dropout, F.scaled_dot_product_attention = randomness.functions  # type: ignore[assignment]
+    F.dropout, F.scaled_dot_product_attention = randomness.functions
     try:
         yield
     finally:

@@ -66,7 +66,9 @@ def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
         with reducer.last_backward():
             (p["a"] * 10).backward()
         reducer.finish()
-        assert watching.given[3 * step :] == [(0, [15.0]), (1, [7.0]), (2, [0.0])], "c was not reached: zero, not the step before's"
+        assert watching.given[3 * step :] == [(0, [15.0]), (1, [7.0]), (2, [0.0])], (
+            "c was not reached: zero, not the step before's"
+        )
         assert reducer.touched == {"a": True, "b": True, "c": False}
         assert all(parameter.grad is None for parameter in p.values())
         p["c"].data.fill_(0)

@@ -9,7 +9,6 @@ from .cursor import Cursor
 from .iterable import IterableSource
 from .loader import Batch, map_batches, stack_samples
 from .pack import PackedText
-from .prefetch import Prefetcher
 from .shards import Shards, build_shards, damaged_files, open_shards
 from .split import Split, split_documents
 from .text import TextData, open_text
@@ -22,7 +21,6 @@ __all__ = [
     "Cursor",
     "IterableSource",
     "PackedText",
-    "Prefetcher",
     "Shards",
     "Split",
     "TextData",
