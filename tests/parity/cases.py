@@ -117,6 +117,8 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+
 
 def _gpt(**fields: Any) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, **fields))
@@ -128,6 +130,7 @@ CASES: dict[str, Case] = {
         partial(_gpt, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, dropout=0.2), causal_lm, text, plain=False
     ),
     "llama": Case(lambda: from_config(LLAMA)(), causal_lm, text),
+    "mixtral": Case(lambda: from_config(MIXTRAL)(), causal_lm, text),
     "resnet-batchnorm": Case(
         lambda: ResNet(ResNetConfig(depth=20, classes=5)),
         classification,

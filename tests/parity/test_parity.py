@@ -108,7 +108,7 @@ def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.T
 def test_one_process_equals_a_plain_torch_loop(case):
     losses, norms, weights = run_ranks(plain, 1, case)[0]
     trace = one_process(case, "fp64", 1)
-    rel = 1e-6 if case == "llama" else 1e-9  # its RMSNorm computes in fp32 whatever it is given
+    rel = 1e-6 if case in ("llama", "mixtral") else 1e-9  # their RMSNorm computes in fp32 whatever it is given
     assert trace.losses == pytest.approx(losses, rel=rel)
     assert trace.norms == pytest.approx(norms, rel=rel)
     for name, value in weights.items():
