@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.world import World
+from shoal.launch.store import serve_on_loopback
 
 TIMEOUT = 120.0  # seconds a call may take
 GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
@@ -143,7 +144,7 @@ class Rank:
 
 @cache
 def _server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve_on_loopback()
 
 
 def _submit(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -81,6 +81,50 @@ def test_a_checkpoint_of_one_precision_loads_under_another(tmp_path):
 
 
 @pytest.mark.fast
+def test_a_scheduler_with_number_keys_resumes(tmp_path):
+    """Its milestones are a Counter of step numbers, which JSON makes texts."""
+    falling = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[3, 5])
+    rates = []
+    for cut in (False, True):
+        running, mine = small(schedule=falling), []
+        for batch in running.batches(vectors(), steps=7):
+            mine.append(running.step(batch).lr[0])
+            if cut and batch.step == 1:
+                running.save(tmp_path)
+                running = small(schedule=falling)
+                running.load(tmp_path)
+        rates.append(mine)
+    assert rates[0] == rates[1] == pytest.approx([1e-2] * 3 + [1e-3] * 2 + [1e-4] * 2)
+
+
+@pytest.mark.fast
+def test_another_global_batch_is_warned_of(tmp_path):
+    small().save(tmp_path)
+    with pytest.warns(UserWarning, match="global_batch = 4, now it is 8"):
+        small(global_batch=8).load(tmp_path)
+
+
+@pytest.mark.fast
+def test_a_parameter_moved_out_of_its_chunk_is_noticed(tmp_path):
+    running = small()
+    running.module.weight.data = torch.zeros(3, 10)
+    with pytest.raises(UserError, match="weight is no longer a view of its chunk"):
+        running.save(tmp_path)
+
+
+def save_without_exchange(world, directory: str) -> str:
+    try:
+        small(world=world, plan=Plan(dp=2, exchange="none")).save(directory)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("it saved")
+
+
+def test_replicas_that_drift_are_not_saved(tmp_path):
+    assert all("the replicas have drifted apart" in said for said in run_ranks(save_without_exchange, 2, str(tmp_path)))
+
+
+@pytest.mark.fast
 def test_loading_says_what_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint to load"):
         small().load(tmp_path)
@@ -166,6 +210,17 @@ def train_stream(world, directory: str, resume: bool):
     return losses, stream.reads
 
 
+def train_stream_by_steps(world):
+    running, stream = small(world=world), Stream()
+    first = [running.step(batch).step for batch in running.batches(stream, steps=2)]
+    return first + [running.step(batch).step for batch in running.batches(stream, steps=2)], stream.reads
+
+
+def test_steps_of_an_iterable_take_no_sample_too_many():
+    (steps, reads), _ = run_ranks(train_stream_by_steps, 2)
+    assert steps == [0, 1, 2, 3] and reads == 14, "4 + 4 + the last 2 of the epoch, then 4 of the next"
+
+
 def test_an_iterable_is_read_by_one_rank_and_its_place_is_saved(tmp_path):
     (losses, reads), (same, none) = run_ranks(train_stream, 2, str(tmp_path), False)
     assert losses == same and len(losses) == 6 and reads == 20 and none == 0
@@ -235,7 +290,7 @@ def explode(world):
 def test_a_loss_that_is_not_finite_stops_every_rank_with_the_weights_unharmed(size):
     for message, unharmed in run_ranks(explode, size):
         assert message.startswith(
-            "step 2: the loss is nan; first parameter with a gradient that is not finite: fine.weight (4 of 4)"
+            "step 2: the loss is nan; first parameter with a gradient that is not finite: bad.bias (4 of 4)"
         )
         assert unharmed
 
@@ -346,6 +401,18 @@ def derivatives(world):
         value, slope = torch.func.jvp(objective, (weights,), (direction,))
         gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
     return value, slope, gradient, product
+
+
+def gradient_of_a_short_batch(world):
+    running = Engine(lambda: nn.Linear(10, 3), regression, ADAMW, global_batch=2, microbatch=1, precision="fp64", world=world)
+    weights = {name: value.detach() for name, value in running.parameters.items()}
+    return torch.func.grad(running.objective(next(iter(running.batches(vectors())))))(weights)["weight"]
+
+
+def test_a_rank_without_a_microbatch_takes_part_in_derivatives():
+    reference = run_ranks(gradient_of_a_short_batch, 1)[0]
+    for ours in run_ranks(gradient_of_a_short_batch, 3):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("size", [2, 3])

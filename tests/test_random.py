@@ -163,6 +163,12 @@ def test_dropout_inside_a_recurrent_kernel_is_refused_by_name():
         Randomness(0, CPU).take_over(nn.ModuleDict({"rnn": nn.LSTM(4, 4, num_layers=2, dropout=0.2)}))
 
 
+@pytest.mark.fast
+def test_dropout_of_whole_channels_is_refused_by_name():
+    with pytest.raises(UserError, match="Dropout2d in 0 drops whole channels"):
+        Randomness(0, CPU).take_over(nn.Sequential(nn.Dropout2d(0.1)))
+
+
 def test_without_a_compiler_the_fallback_gives_the_same():
     code = (
         "import torch; from shoal.random import _keyed_drop, mix; from shoal.native import library; assert library() is None;"

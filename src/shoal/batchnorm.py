@@ -33,6 +33,11 @@ class RunningStatistics:
         """Remembers where the step starts."""
         self._before = [(_flat(layer), int(cast(Tensor, layer.num_batches_tracked))) for layer in self._layers]
 
+    def restore(self) -> None:
+        """Back to where the step started: it is not going to be applied."""
+        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
+            self._write(layer, x0, n0)
+
     def term(self, microbatches: int, after: int) -> Tensor:
         """This rank's summand (fp64, flat): `microbatches` were run here, `after` by the ranks that follow."""
         terms = []
@@ -59,10 +64,14 @@ class RunningStatistics:
                 continue
             kept = n0 * x0 if layer.momentum is None else (1.0 - layer.momentum) ** updates * x0
             merged = (kept + term) / (n0 + updates if layer.momentum is None else 1)
-            mean, var = merged.chunk(2)
-            cast(Tensor, layer.running_mean).copy_(mean)
-            cast(Tensor, layer.running_var).copy_(var)
-            cast(Tensor, layer.num_batches_tracked).fill_(n0 + updates)
+            self._write(layer, merged, n0 + updates)
+
+    @staticmethod
+    def _write(layer: _BatchNorm, flat: Tensor, batches: int) -> None:
+        mean, var = flat.chunk(2)
+        cast(Tensor, layer.running_mean).copy_(mean)
+        cast(Tensor, layer.running_var).copy_(var)
+        cast(Tensor, layer.num_batches_tracked).fill_(batches)
 
 
 def _flat(layer: _BatchNorm) -> Tensor:

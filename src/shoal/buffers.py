@@ -6,6 +6,8 @@ over microbatches and the rest the largest: equal on all ranks, near what one pr
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,30 +19,36 @@ class OtherBuffers:
     """The persistent buffers of `root` outside BatchNorm. Non-persistent ones are derived tables, which nobody changes."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._buffers = [
-            buffer
+        self._places = [
+            (owner, name)
             for owner in root.modules()
             if not isinstance(owner, _BatchNorm)
             for name, buffer in owner._buffers.items()
-            if buffer is not None and name not in owner._non_persistent_buffers_set
+            if buffer is not None and name not in owner._non_persistent_buffers_set and not buffer.is_complex()
         ]
-        self._versions: list[int] = []
+        self._before: list[tuple[Tensor, int]] = []
 
     def __len__(self) -> int:
-        return len(self._buffers)
+        return len(self._places)
 
     def begin(self) -> None:
         """Remembers where the step starts."""
-        self._versions = [buffer._version for buffer in self._buffers]
+        self._before = [(buffer, buffer._version) for buffer in self._now()]
 
     def changed(self) -> bool:
-        """Whether this rank's forwards wrote any of them since."""
-        return self._versions != [buffer._version for buffer in self._buffers]
+        """Whether this rank's forwards wrote or re-bound any of them since."""
+        return any(
+            buffer is not before or buffer._version != version
+            for buffer, (before, version) in zip(self._now(), self._before, strict=True)
+        )
+
+    def _now(self) -> list[Tensor]:
+        return [cast(Tensor, owner._buffers[name]) for owner, name in self._places]
 
     def merge(self, group: Group, microbatches: int) -> None:
         """Makes them equal over `group`; this rank ran `microbatches`."""
         total = group.all_reduce(torch.tensor(float(microbatches)))
-        for buffer in self._buffers:
+        for buffer in self._now():
             if buffer.is_floating_point():
                 mean: Tensor = group.all_reduce(buffer.double() * microbatches, purpose="buffers") / total.to(buffer.device)
                 buffer.copy_(mean)

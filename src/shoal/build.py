@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,20 +35,18 @@ class Built:
     """A module and a way to its initial values.
 
     `value(tensor)` gives a parameter's or buffer's initial value on the CPU, as the factory made it; `name` seeds it. `how` is
-    "recorded", "given" (a ready module) or why the factory had to be run on the CPU. `same` says whether every rank is sure to
-    have the same values without a broadcast.
+    "recorded", "given" (a ready module) or why the factory had to be run on the CPU.
     """
 
     module: nn.Module
     value: Callable[[str, Tensor], Tensor]
     how: str
-    same: bool
 
 
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     """Builds `model`, a factory without arguments or a ready module."""
     if isinstance(model, nn.Module):
-        return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", same=False)
+        return Built(model, lambda name, tensor: tensor.detach().cpu(), "given")
     record = _Record()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), record, _rejection_sampling_whole(record):
@@ -59,8 +57,13 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
         torch.manual_seed(seed)
         module = model()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", same=False)
-    return Built(module, lambda name, tensor: record.replay(tensor, _seed_of(seed, name)), "recorded", same=True)
+        return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})")
+    names = {_ref(t).storage: name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
+    return Built(module, lambda name, tensor: record.replay(tensor, name, names, seed), "recorded")
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -146,14 +149,20 @@ class _Record(TorchDispatchMode):
                 self._writers[storage].append(len(self._ops))
             self._ops.append(_Op(func, seen_args, seen_kwargs, inputs, outputs))
 
-    def replay(self, tensor: Tensor, seed: int) -> Tensor:
-        """The value of a fake `tensor` of the built module, on the CPU."""
+    def replay(self, tensor: Tensor, name: str, names: Mapping[int, str], seed: int) -> Tensor:
+        """The value of a fake `tensor` called `name`, on the CPU.
+
+        An operation draws under the name of the tensor that it writes (`names`, by storage), so a copy of another parameter gets that
+        one's values; what it writes on the way, without a name, under `name`.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu()
         wanted, real = _ref(tensor), dict[int, Tensor]()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed)
-            for index in self._needed(wanted.storage):
+            for position, index in enumerate(self._needed(wanted.storage)):
+                own = next((ref.storage for ref in self._ops[index].outputs if ref.storage in names), None)
+                site = f"{name}#{position}" if own is None else f"{names[own]}#{self._writers[own].index(index)}"
+                torch.manual_seed(_seed_of(seed, site))
                 _run(self._ops[index], real)
             return wanted.within(real[wanted.storage])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,8 @@ class Engine:
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._randomness = Randomness(seed, self.device)
-        if dropout == "keyed":
+        self._keyed = dropout == "keyed"
+        if self._keyed:
             repeated = blocks(self.module)
             self._randomness.take_over(self.module, repeated if repeated != [self.module] else [])
         elif dropout != "fused":
@@ -113,13 +116,18 @@ class Engine:
         self.chunks = make_chunks(self.module, member, self.precision, exchange.chunk_bytes, "dp", Private(self.device))
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
-        self._agree(everything=not built.same)
+        self._agree()
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         if not trainable:
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
+        self._exchange = exchange
         self.optimizer = ChunkOptimizer(optimizer, trainable, self.parameters, options, member)
         self.scheduler = schedule(self.optimizer.torch) if schedule else None
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UserError(
+                "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
+            )
         self._lane = Lane(self.device)
         self._runner = StepRunner(
             self.module,
@@ -133,7 +141,7 @@ class Engine:
             whole=sync_bn,
             clip=clip,
             device=self.device,
-            keyed=dropout == "keyed",
+            keyed=self._keyed,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -144,25 +152,28 @@ class Engine:
         A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the epoch's last batch
         is short. An iterable is read by rank 0 and dispatched; its place is saved in checkpoints.
         """
-        last = self.step_index + steps if steps is not None else None
-        for batch in self._endless(dataset, epochs):
-            if (last is not None and batch.step >= last) or (epochs is not None and batch.epoch >= epochs):
+        for batch in islice(self._endless(dataset, epochs), steps):  # never asks for one more: an iterable's place would move on
+            if epochs is not None and batch.epoch >= epochs:
                 return
             yield batch
 
     def _endless(self, dataset: Any, epochs: int | None) -> Iterator[Batch]:
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return map_batches(dataset, Cursor(len(dataset), self.global_batch, self.seed), self.step_index, self._collate)
-        source = IterableSource(dataset, reads=self._group.rank == 0)
-        if isinstance(self._source, dict):
-            source.load_state_dict(self._source)
-        self._source = source
-        return source.batches(self.global_batch, dispatch=self._group.broadcast_object, epochs=epochs, collate=self._collate)
+        if not isinstance(self._source, IterableSource) or self._source.iterable is not dataset:
+            source = IterableSource(dataset, reads=self._group.rank == 0)
+            if isinstance(self._source, dict):
+                source.load_state_dict(self._source)
+            self._source = source
+        return self._source.batches(
+            self.global_batch, dispatch=self._group.broadcast_object, epochs=epochs, collate=self._collate
+        )
 
     def step(self, batch: Batch) -> StepResult:
         """Trains on one global batch. The result is lazy and the same on every rank.
 
-        Raises TrainingError on a loss or gradient that is not finite; weights and optimizer then are those of the step before.
+        Raises TrainingError on a loss or gradient that is not finite; weights, optimizer and BatchNorm's statistics then are those of
+        the step before.
         """
         if batch.step != self.step_index:
             raise UserError(
@@ -200,11 +211,15 @@ class Engine:
         def mean(parameters: Mapping[str, Tensor]) -> Tensor:
             local = {name: copy_to(value, self._group) for name, value in parameters.items()}
             total = count = torch.zeros((), device=self.device)
-            for ids in self._runner.cut(batch.ids)[0]:
+            mine = self._runner.cut(batch.ids)[0]
+            for ids in mine or [
+                batch.ids[:1]
+            ]:  # a rank without a microbatch runs one with weight 0: its collectives are the others'
                 self._randomness.begin(batch.step, ids)
-                with keyed_functional(self._randomness):
+                with keyed_functional(self._randomness) if self._keyed else nullcontext():
                     sums = call_loss(self._loss, _Functional(self.module, local), self._runner.load(batch, ids))  # type: ignore[arg-type]
-                total, count = total + sums.total, count + sums.count
+                weight = float(bool(mine))
+                total, count = total + weight * sums.total, count + weight * sums.count
             return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
 
         return mean
@@ -213,6 +228,7 @@ class Engine:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
         if this save (or, without waiting, the one before) failed; the last good checkpoint stays."""
         self._runner.settle()
+        self._need_equal_replicas("save")
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
@@ -223,6 +239,7 @@ class Engine:
         return {
             "step": self.step_index,
             "seed": self.seed,
+            "global_batch": self.global_batch,
             "precision": self.precision.name,
             "plan": self.plan.to_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -236,8 +253,14 @@ class Engine:
         if not path.name.startswith("step-"):
             path = self._newest(path)
         extra = state.restore(path, self.module, self.chunks, self.optimizer)
+        for key, now in (("seed", self.seed), ("global_batch", self.global_batch)):
+            if extra[key] != now:
+                warnings.warn(
+                    f"{path.name} was trained with {key} = {extra[key]}, now it is {now}: an epoch's samples will not come exactly once",
+                    stacklevel=2,
+                )
         if self.scheduler is not None and extra["scheduler"] is not None:
-            self.scheduler.load_state_dict(extra["scheduler"])
+            self.scheduler.load_state_dict(state.in_the_form_of(self.scheduler.state_dict(), extra["scheduler"]))
         self._source = extra["source"]
         self.step_index = extra["step"]
         return extra["user"]
@@ -260,6 +283,7 @@ class Engine:
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
+        self._need_equal_replicas("export")
         if self._group.rank == 0:
             weights = {slot.name: slot.view(chunk.master) for chunk in self.chunks for slot in chunk.slots}
             saved = self.module.state_dict().keys()
@@ -268,21 +292,26 @@ class Engine:
         self._group.barrier()
         return Path(directory)
 
+    def _need_equal_replicas(self, what: str) -> None:
+        if self._group.size > 1 and not self._exchange.keeps_replicas_equal:
+            raise UserError(
+                f"cannot {what}: under plan.exchange = {self.plan.exchange!r} the replicas have drifted apart; it is for measuring only"
+            )
+
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
-        try:
-            self._runner.settle()
+        with ExitStack() as stack:  # all of it, whichever of them raises
+            stack.callback(self._lane.close)
+            stack.callback(self._runner.settle)
             for writer in self._writers.values():
-                writer.close()
-        finally:
-            self._lane.close()
+                stack.callback(writer.close)
 
-    def _agree(self, everything: bool) -> None:
-        """Buffers are those of the first rank; so are weights where ranks could not be sure to have built the same."""
+    def _agree(self) -> None:
+        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
         with torch.no_grad():
             for buffer in self.module.buffers():
                 self._group.broadcast(buffer, purpose="buffers")
-            for chunk in self.chunks if everything else ():
+            for chunk in self.chunks:
                 self._group.broadcast(chunk.master, purpose="weights")
                 chunk.publish()
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.errors import UserError
 from shoal.native import library
@@ -132,7 +133,8 @@ class Randomness:
     def begin(self, step: int, ids: Sequence[int]) -> None:
         """Everything drawn until the next call belongs to the samples `ids` of `step`."""
         base = name_key(f"{self.seed}/{step}")
-        self.samples = mix(mix(torch.tensor(ids, dtype=torch.int64)) ^ base).to(self.device)
+        samples = mix(mix(torch.tensor(ids, dtype=torch.int64)) ^ base)
+        self.samples = samples.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else samples
         self._calls, self._forward_calls = {}, {}
         for layer in self._layers:
             layer.calls, layer.forward_calls = 0, 0
@@ -160,7 +162,7 @@ class Randomness:
         self._calls[self.module] = call + 1
         if self.module in self._forward_calls:
             call %= self._forward_calls[self.module]
-        return torch.tensor(name_key(f"{self.module}#{call}"), device=self.device)
+        return torch.full((), name_key(f"{self.module}#{call}"), device=self.device)  # torch.tensor would wait for the device
 
     def take_over(self, root: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
         """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly.
@@ -173,6 +175,11 @@ class Randomness:
                 raise UserError(
                     f"{type(module).__name__}(dropout={module.dropout}) in {name or 'the model'} draws inside its kernel, which cannot be "
                     'keyed by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the plan)'
+                )
+            if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
+                raise UserError(
+                    f"{type(module).__name__} in {name or 'the model'} drops whole channels, which is not keyed by sample yet: use "
+                    'nn.Dropout, or set dropout = "fused" (depends on the plan)'
                 )
             if isinstance(module, nn.Dropout) and not isinstance(module, KeyedDropout):
                 layer = KeyedDropout(module.p, name, self)

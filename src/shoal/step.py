@@ -1,4 +1,4 @@
-"""One step: the microbatches of a global batch, then reduce -> clip -> vote -> apply.
+"""One step: the microbatches of a global batch, then reduce -> ballot -> clip -> vote -> apply.
 
 The loss gives (sum, count), so a step's numbers do not depend on how its samples were split: the objective is the sum of all sums
 over the sum of all counts. Before backward each sum is divided by a power of two near the expected count, so that low precision
@@ -133,6 +133,7 @@ class StepRunner:
         self._aux_names: tuple[str, ...] | None = None
         self._per_sample = 1.0  # counts seen a sample, the expectation for the next step
         self._agreed = False
+        self._reduced_norm = torch.zeros((), dtype=torch.float64)
         self._unread: StepResult | None = None
 
     def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int]:
@@ -213,24 +214,28 @@ class StepRunner:
         return totals + torch.stack([item.double() for item in row])
 
     def _reduce(self, totals: Tensor, run_here: int, after: int) -> tuple[Tensor, list[str]]:
-        """The exchange ends, then one ballot carries the sums, which parameters were touched, whether buffers changed, and running
-        statistics.
+        """The exchange ends, then one ballot carries the sums, rank 0's norm (kernels of unlike hosts may differ in the last bit), which
+        parameters were touched, whether buffers changed, and running statistics.
 
         That every rank came to the ballot is the vote that all of them got through the step.
         """
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
         if self._group.size == 1:
+            self._reduced_norm = self._norm()
             return totals, [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
-        flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64, device=self._device)
-        parts = [totals, flags]
-        if len(self._statistics):
+        flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
+        flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
+        norm = self._norm() if self._group.rank == 0 else torch.zeros((), dtype=torch.float64, device=self._device)
+        parts = [totals, norm.view(1), flags]
+        if len(self._statistics) and not self._whole:
             parts.append(self._statistics.term(run_here, after))
         ballot = self._group.all_reduce(torch.cat(parts), purpose="ballot")
-        totals, flags, *statistics = ballot.split([len(part) for part in parts])
-        if statistics and not self._whole:
+        totals, norm, flags, *statistics = ballot.split([len(part) for part in parts])
+        self._reduced_norm = norm[0]
+        if statistics:
             self._statistics.commit(statistics[0])
         if len(self._buffers) and flags[-1] > 0:
             self._buffers.merge(self._group, run_here)
@@ -247,10 +252,14 @@ class StepRunner:
             totals = torch.cat([totals, totals.new_zeros(len(names))])
         return totals
 
+    def _norm(self) -> Tensor:
+        """2-norm of the accumulated, reduced gradients of all chunks."""
+        return torch.linalg.vector_norm(torch.stack(self._reducer.norms).double())
+
     def _clip_factor(self, count: Tensor, expected: float) -> tuple[Tensor, Tensor]:
         """The gradient's global norm, and what the accumulated gradients are multiplied with: exact mean and clipping."""
         to_mean = expected / count.clamp(min=1e-300)
-        norm = torch.linalg.vector_norm(torch.stack(self._reducer.norms).double()) * to_mean
+        norm = self._reduced_norm * to_mean
         if self._clip is None:
             return norm, to_mean
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
@@ -258,8 +267,8 @@ class StepRunner:
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str]) -> None:
         """Applies the update if loss and norm are finite: they are the same bits on every rank, so all vote alike."""
         if self._device.type == "cuda" and self._optimizer.skips_on_device:
-            finite = torch.isfinite(result._norm) & torch.isfinite(result._totals[0])
-            self._optimizer.apply(factor, (~finite).float(), untouched)
+            good = torch.isfinite(result._norm) & torch.isfinite(result._totals[0]) & (result._totals[1] > 0)
+            self._optimizer.apply(factor, (~good).float(), untouched)
             self._unread = result
         elif result.tokens == 0:
             pass  # every label of the global batch is ignored: there is no mean, and nothing to learn from
@@ -276,14 +285,18 @@ class StepRunner:
             self._require_finite(unread)
 
     def _require_finite(self, result: StepResult) -> None:
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
+        self._statistics.restore()
         what = (
             f"the loss is {result.loss}"
             if not math.isfinite(result.loss)
             else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
         )
-        broken = [name for name in self._optimizer.parameters if not torch.isfinite(self._optimizer.grad(name)).all()]
+        backwards = list(
+            reversed(self._optimizer.parameters)
+        )  # the order in which gradients come: the first is nearest to the cause
+        broken = [name for name in backwards if not torch.isfinite(self._optimizer.grad(name)).all()]
         weights = [name for name, value in self._optimizer.parameters.items() if not torch.isfinite(value).all()]
         where = (
             f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(self._optimizer.parameters)})"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk
+from shoal.errors import UserError
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Box
 
@@ -27,13 +28,32 @@ _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 
 
 def pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int, size: int) -> list[Piece]:
-    """What `rank` of `size` replicas writes."""
+    """What `rank` of `size` replicas writes. Raises UserError for a parameter that something has moved out of its chunk."""
+    for chunk in chunks:
+        for slot in chunk.slots:
+            if module.get_parameter(slot.name).data_ptr() != slot.view(chunk.data).data_ptr():
+                raise UserError(
+                    f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
+                )
     named = [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
     for name, parameter in optimizer.parameters.items():
         for key, value in optimizer.torch.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 named.append((f"optim.{name}.{key}", _canonical(value)))
     return [piece for name, tensor in named for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
+
+
+def in_the_form_of(fresh: Any, saved: Any) -> Any:
+    """`saved`, which went through JSON, with the types of `fresh`: number keys, tuples, the class of a mapping (a Counter)."""
+    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
+        numbers = bool(fresh) and all(isinstance(key, int) for key in fresh)
+        back = {int(key) if numbers else key: value for key, value in saved.items()}
+        return type(fresh)({key: in_the_form_of(fresh.get(key), value) for key, value in back.items()})  # type: ignore[call-arg]
+    if isinstance(fresh, (list, tuple)) and isinstance(saved, list):
+        if len(fresh) != len(saved):
+            return type(fresh)(saved)
+        return type(fresh)(in_the_form_of(a, b) for a, b in zip(fresh, saved, strict=True))
+    return saved
 
 
 def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:

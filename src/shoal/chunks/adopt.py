@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.chunks.allocate import Allocator
 from shoal.chunks.assign import ChunkKey, assign
@@ -68,6 +71,14 @@ def adopt(
     return by_name
 
 
+def _on_device(value: Callable[[str, Tensor], Tensor], name: str, device: torch.device, tensor: Tensor) -> Tensor:
+    return value(name, tensor).to(device)
+
+
+def _stay_in_the_chunk() -> None:
+    """Stands in for `RNNBase.flatten_parameters`, which on CUDA would re-bind the weights to a buffer of its own."""
+
+
 def _adopt_other_tensors(
     module: nn.Module, value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device
 ) -> None:
@@ -76,7 +87,12 @@ def _adopt_other_tensors(
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None:
                 dtype = precision.buffer_dtype(buffer, owner, name not in owner._non_persistent_buffers_set)
-                owner._buffers[name] = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype)
+                owner._buffers[name] = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype).contiguous()
         for name, attribute in list(vars(owner).items()):
-            if isinstance(attribute, Tensor):
-                vars(owner)[name] = value(f"{prefix}.{name}".lstrip("."), attribute).to(device)
+            of_torch = name in ("_parameters", "_buffers", "_modules")
+            if not of_torch and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(attribute)):
+                vars(owner)[name] = tree_map_only(
+                    FakeTensor, partial(_on_device, value, f"{prefix}.{name}".lstrip("."), device), attribute
+                )
+        if isinstance(owner, nn.RNNBase):
+            owner.flatten_parameters = _stay_in_the_chunk  # type: ignore[method-assign]

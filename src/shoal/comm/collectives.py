@@ -116,6 +116,8 @@ class Group:
 
     def close(self) -> None:
         """Ends the connections; no collective can follow."""
+        if self.size > 1 and self._cuda is not None:
+            self._cuda.shutdown()
         self._cpu = self._cuda = self._shared = None
 
     def _run(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[Any], dist.Work]) -> None:

@@ -33,7 +33,7 @@ class IterableSource:
     """
 
     def __init__(self, iterable: Iterable[Any], *, reads: bool = True) -> None:
-        self._iterable = iterable
+        self.iterable = iterable
         self._reads = reads
         self._place = Place()
         self._reader: Iterator[Any] | None = None  # of the epoch under way; None between epochs and after loading a state
@@ -70,8 +70,8 @@ class IterableSource:
         On the reading rank it holds the iterable's own `state_dict()` where that has one, which must be something JSON can write.
         """
         state = self._saved
-        if self._reader is not None and hasattr(self._iterable, "state_dict"):
-            state = self._iterable.state_dict()
+        if self._reader is not None and hasattr(self.iterable, "state_dict"):
+            state = self.iterable.state_dict()
         return {**asdict(self._place), "iterable": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,12 +94,12 @@ class IterableSource:
     def _open_epoch(self) -> Iterator[Any]:
         saved, self._saved = self._saved, None
         done = self._place.samples_in_epoch
-        if hasattr(self._iterable, "set_epoch"):
-            self._iterable.set_epoch(self._place.epoch)
+        if hasattr(self.iterable, "set_epoch"):
+            self.iterable.set_epoch(self._place.epoch)
         if done and saved is not None:
-            self._iterable.load_state_dict(saved)  # type: ignore[attr-defined]  # it gave the state
-            return iter(self._iterable)
-        reader = iter(self._iterable)
+            self.iterable.load_state_dict(saved)  # type: ignore[attr-defined]  # it gave the state
+            return iter(self.iterable)
+        reader = iter(self.iterable)
         for _ in islice(reader, done):
             continue
         return reader

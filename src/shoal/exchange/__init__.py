@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
@@ -15,10 +15,12 @@ from shoal.plan import Option, option_name, option_parameters
 class Algorithm(Protocol):
     """How replicas agree. `run` is plain blocking code on the lane: every rank calls it for the same chunks in the same order.
 
-    `chunk_bytes` is the gradient size at which a chunk is closed: what the algorithm likes to send at once.
+    `chunk_bytes` is the gradient size at which a chunk is closed: what the algorithm likes to send at once. Where replicas do not stay
+    equal, a checkpoint of one is not that of all.
     """
 
     chunk_bytes: int
+    keeps_replicas_equal: ClassVar[bool]
 
     def run(self, chunk: Chunk, group: Group) -> None:
         """Replaces `chunk.grad`, a sum over this rank's samples, by the sum over the samples of the whole `group`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
@@ -13,6 +14,7 @@ class AllReduce:
     """One all-reduce a chunk, in the gradient's own precision."""
 
     chunk_bytes: int = 25 * 2**20
+    keeps_replicas_equal: ClassVar[bool] = True
 
     def run(self, chunk: Chunk, group: Group) -> None:
         """Sums `chunk.grad` over `group`, in place."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.comm import Group, Lane
+from shoal.errors import UserError
 
 if TYPE_CHECKING:
     from shoal.exchange import Algorithm
@@ -85,6 +86,11 @@ class Reducer:
                 self.touched[name] = True
             parameter.grad = None
             if self._armed:
+                if name not in self._missing[place]:
+                    raise UserError(
+                        f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
+                        "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    )
                 self._missing[place].discard(name)
                 if place == self._front:
                     self._advance()

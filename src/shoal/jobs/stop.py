@@ -20,7 +20,7 @@ class Stop:
     """Asks all ranks of `group` every quarter of a second whether one of them wants to stop.
 
     Each rank brings its signal; rank 0 brings the time limit (`seconds` from now, None for none) and says after how many steps
-    to ask again, so that all ask at the same step. As a context it takes over SIGINT and SIGTERM: the step in progress ends first.
+    to ask again, so that all ask at the same step. As a context it takes over the first SIGINT and SIGTERM: the step in progress ends.
     """
 
     def __init__(self, group: Group, seconds: float | None) -> None:
@@ -43,6 +43,7 @@ class Stop:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+        signal.signal(number, self._handlers[number])  # type: ignore[arg-type]  # the second one ends a step that hangs
 
     @property
     def elapsed(self) -> float:

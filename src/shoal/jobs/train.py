@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shoal.comm import World
 from shoal.engine import Engine
-from shoal.errors import ShoalError, UserError
+from shoal.errors import ShoalError, TrainingError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, settle
@@ -105,6 +105,8 @@ class _Run:
                 self.saver.close()
                 self.timeline.close(self.recorder)
         except BaseException as error:
+            if isinstance(error, TrainingError):
+                self.saver.close()  # every rank raised it, so all of them can finish the save under way
             said = str(error) if isinstance(error, ShoalError) else type(error).__name__
             self._finish(f"failed: {said}")
             raise

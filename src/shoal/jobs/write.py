@@ -29,7 +29,9 @@ def to_toml(job: Job, origins: Origins) -> str:
 def write_resolved(job: Job, origins: Origins, run_dir: Path) -> None:
     """Writes `run_dir`/resolved.toml."""
     head = "# Every value of this run, and where it came from.\n\n"
-    (run_dir / "resolved.toml").write_text(head + to_toml(job, origins), encoding="utf-8")
+    fresh = run_dir / "resolved.toml.tmp"
+    fresh.write_text(head + to_toml(job, origins), encoding="utf-8")
+    fresh.replace(run_dir / "resolved.toml")  # on a full disk the old one stays: resume reads it
 
 
 def origin_table(job: Job, origins: Origins) -> RenderableType:

@@ -22,10 +22,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
-
 from shoal.errors import LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
+from shoal.launch.store import serve_on_loopback
 from shoal.launch.verdict import Ending, verdict
 
 PEER_GRACE = 8.0  # seconds for the others once a rank has failed: a collective takes 2 to find out who is missing, then reports are written
@@ -51,7 +50,7 @@ def launch(
     its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n. Raises UserError if `program` does not exist.
     """
     _check(program, nproc)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve_on_loopback()
     with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _signals() as received:
         logs = (run_dir or Path(scratch)) / "logs"
         logs.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,13 @@ from shoal.launch.environment import Identity
 _RETRY_SECONDS = 0.2
 
 
+def serve_on_loopback() -> dist.TCPStore:
+    """A store's server on a free port of 127.0.0.1 alone: by itself torch listens on every interface, and ranks unpickle what they read."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def connect(identity: Identity, timeout: float = 300.0) -> dist.Store | None:
     """The store of `identity`'s ranks under a prefix of its generation, once all of them have come; None for a single process.
 

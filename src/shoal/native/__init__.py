@@ -25,6 +25,15 @@ def library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if os.environ.get("SHOAL_NATIVE") == "0" or compiler is None:
         return None
+    try:
+        return _load(compiler)
+    except OSError as error:  # no place for the cache, or one from which nothing may be executed
+        warnings.warn(f"Shoal's kernels cannot be had, torch is used instead: {error}", stacklevel=2)
+        return None
+
+
+def _load(compiler: str) -> ctypes.CDLL:
+    """Compiles the kernels if they are not in the cache, and loads them. Raises OSError."""
     source = Path(__file__).with_name("kernels.c")
     target = _cache_directory() / f"kernels-{_fingerprint(source.read_bytes(), compiler)}.so"
     if not target.exists():
@@ -33,11 +42,7 @@ def library() -> ctypes.CDLL | None:
             fresh = Path(scratch) / "kernels.so"
             done = subprocess.run([compiler, *_FLAGS, "-o", str(fresh), str(source)], capture_output=True, text=True)
             if done.returncode:
-                warnings.warn(
-                    f"{compiler} could not compile Shoal's kernels, torch is used instead: {done.stderr.strip()[:500]}",
-                    stacklevel=2,
-                )
-                return None
+                raise OSError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
             fresh.replace(target)  # atomic: ranks that compile at once end with one whole file
     kernels = ctypes.CDLL(str(target))
     kernels.shoal_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32]
