@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 import torch.distributed as dist
 
 from shoal.comm.world import World
-from shoal.launch.environment import Identity, discover
+from shoal.launch.environment import MPI, SLURM, Identity, discover
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
 
@@ -27,6 +28,8 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
     arrival = _arrive(discover(os.environ, init), timeout)
     identity, store = arrival.identity, arrival.store
     assert identity.local_rank is not None and identity.local_size is not None
+    scheduler = identity.source in {names.source for names in (*MPI, SLURM)}
+    own_gpu = scheduler and identity.local_size > 1 and torch.cuda.is_available() and torch.cuda.device_count() == 1
     return World(
         identity.rank,
         identity.size,
@@ -34,6 +37,7 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
         local_size=identity.local_size,
         store=dist.PrefixStore(f"world{next(arrival.worlds)}", store) if store is not None else None,
         generation=identity.generation,
+        device="cuda:0" if own_gpu else None,  # a scheduler that gives each task a GPU shows it as the first one
     )
 
 
