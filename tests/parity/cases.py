@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
         partial(_gpt, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, dropout=0.2), causal_lm, text, plain=False
     ),
     "llama": Case(lambda: from_config(LLAMA)(), causal_lm, text),
-    "mixtral": Case(lambda: from_config(MIXTRAL)(), causal_lm, text),
+    "mixtral": Case(lambda: from_config(MIXTRAL)(), causal_lm, text, plain=False),
     "resnet-batchnorm": Case(
         lambda: ResNet(ResNetConfig(depth=20, classes=5)),
         classification,

@@ -1,14 +1,13 @@
-"""A pairwise covering array: few rows in which every pair of values of two columns stands together at least once."""
+"""A pairwise covering array: few rows in which every pair of values that stands together in any row does so at least once."""
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any
 
 
-def pairwise(*columns: list[Any]) -> list[tuple[Any, ...]]:
-    """Rows of the product of `columns`, chosen greedily (most new pairs first, ties in product order)."""
-    rows = list(product(*columns))
+def pairwise(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Some of `rows`, chosen greedily (most new pairs first, ties in their order)."""
     left = {pair for row in rows for pair in _pairs(row)}
     chosen = []
     while left:

@@ -21,7 +21,9 @@ from tests.pool import run_ranks
 
 STEPS = 20
 COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3])
-COVERING = set(pairwise(*COLUMNS))
+# torch multiplies by groups of experts in at most fp32
+ROWS = [row for row in product(*COLUMNS) if not (row[0] == "mixtral" and row[2] == "fp64")]
+COVERING = set(pairwise(ROWS))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
 TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5)}
@@ -43,10 +45,7 @@ def one_process(case: str, precision: str, accumulation: int) -> Trace:
 
 
 def rows() -> list:
-    return [
-        pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in COVERING else [pytest.mark.matrix])
-        for row in product(*COLUMNS)
-    ]
+    return [pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in COVERING else [pytest.mark.matrix]) for row in ROWS]
 
 
 @pytest.mark.parametrize(("case", "size", "precision", "accumulation"), rows())
@@ -108,7 +107,7 @@ def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.T
 def test_one_process_equals_a_plain_torch_loop(case):
     losses, norms, weights = run_ranks(plain, 1, case)[0]
     trace = one_process(case, "fp64", 1)
-    rel = 1e-6 if case in ("llama", "mixtral") else 1e-9  # their RMSNorm computes in fp32 whatever it is given
+    rel = 1e-6 if case == "llama" else 1e-9  # its RMSNorm computes in fp32 whatever it is given
     assert trace.losses == pytest.approx(losses, rel=rel)
     assert trace.norms == pytest.approx(norms, rel=rel)
     for name, value in weights.items():
