@@ -212,9 +212,8 @@ class Engine:
             local = {name: copy_to(value, self._group) for name, value in parameters.items()}
             total = count = torch.zeros((), device=self.device)
             mine = self._runner.cut(batch.ids)[0]
-            for ids in mine or [
-                batch.ids[:1]
-            ]:  # a rank without a microbatch runs one with weight 0: its collectives are the others'
+            # A rank without a microbatch runs one with weight 0: its collectives are the others'.
+            for ids in mine or [batch.ids[:1]]:
                 self._randomness.begin(batch.step, ids)
                 with keyed_functional(self._randomness) if self._keyed else nullcontext():
                     sums = call_loss(self._loss, _Functional(self.module, local), self._runner.load(batch, ids))  # type: ignore[arg-type]

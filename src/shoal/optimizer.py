@@ -69,7 +69,8 @@ class ChunkOptimizer:
             for index, extra in enumerate(options)
         ]
         self.torch = _make(factory, [group for group in groups if group["params"]])
-        self._scales = bool(getattr(self.torch, "_step_supports_amp_scaling", False)) and _is_fused(self.torch)
+        fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
+        self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Updates with gradients times `factor` (0-dim), then publishes the masters.
@@ -77,12 +78,11 @@ class ChunkOptimizer:
         `untouched` parameters are left alone, as torch leaves those whose gradient is None. `skip` (0-dim float, on the device)
         not zero leaves everything alone without the host having to know; only fused optimizers take it.
         """
-        grads = [chunk.grad for chunk in self._chunks if chunk.grad is not None]
-        if self._scales and all(grad.dtype == torch.float32 for grad in grads):
+        if self._scales:
             self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
             self.torch.found_inf = skip  # type: ignore[attr-defined]
         elif float(factor) != 1.0:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_([chunk.grad for chunk in self._chunks if chunk.grad is not None], factor)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in untouched else self._grads[name]
         self.torch.step()

@@ -293,10 +293,8 @@ class StepRunner:
             if not math.isfinite(result.loss)
             else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
         )
-        backwards = list(
-            reversed(self._optimizer.parameters)
-        )  # the order in which gradients come: the first is nearest to the cause
-        broken = [name for name in backwards if not torch.isfinite(self._optimizer.grad(name)).all()]
+        # In the order in which gradients come: the first is nearest to the cause.
+        broken = [name for name in reversed(self._optimizer.parameters) if not torch.isfinite(self._optimizer.grad(name)).all()]
         weights = [name for name, value in self._optimizer.parameters.items() if not torch.isfinite(value).all()]
         where = (
             f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(self._optimizer.parameters)})"

@@ -41,7 +41,7 @@ def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Pat
 
 def tensor_names(path: Path | str) -> list[str]:
     """Names of the tensors in the checkpoint, sorted."""
-    return sorted(_tensors(_metadata(FileSystemReader(path))))
+    return sorted(tensor_shapes(path))
 
 
 def tensor_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
