@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
         lambda: ResNet(ResNetConfig(depth=20, classes=5)),
         classification,
         images,
-        optimizer=partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
+        optimizer=partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
     ),
     "lstm": Case(lambda: LSTM(LSTMConfig(vocab_size=61, embedding=24, hidden=32)), causal_lm, text),
     "mlp-dropout": Case(lambda: MLP((10, 32, 32, 3), "tanh", 0.3), regression, vectors, plain=False),

@@ -27,8 +27,8 @@ COVERING = set(pairwise(ROWS))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
 TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5)}
-# In fp32 the order of sums alone moves these further than 1e-6 in twenty steps: the fp64 rows bind, and these bounds hold in fp32.
-WIDER = {("resnet-batchnorm", "fp32"): (1e-4, 1e-3, 1e-4), ("resnet-batchnorm", "bf16"): (2e-2, 0.3, 1e-3)}
+# A ReLU whose input is within rounding of zero may fall to the other side: no change of the loss, one pixel's part of the gradient.
+WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 
 
 def run(world, case: str, precision: str, accumulation: int) -> Trace:

@@ -1,6 +1,7 @@
-"""The one C file: compiled on first use into a cache keyed by source, flags and CPU, loaded by ctypes.
+"""Native kernels: the C files beside this one, compiled on first use into one library in a cache keyed by source, flags and CPU.
 
-`library()` is None where there is no C compiler or SHOAL_NATIVE=0; callers then take their torch fallback.
+No torch headers: plain pointers through ctypes. `library()` is None where there is no C compiler or SHOAL_NATIVE=0; callers then take
+their torch fallback.
 """
 
 from __future__ import annotations
@@ -15,8 +16,16 @@ import tempfile
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-std=gnu11")
+_POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "shoal_keep": (None, _POINTER, _INT, _INT, _POINTER, _UINT32),
+    "shoal_post": (None, _POINTER, _INT),
+    "shoal_wait": (_INT, _POINTER, _INT, _INT, _INT, _INT),
+}
+"""name: (result, *arguments), one line a function of the C files."""
 
 
 @cache
@@ -34,23 +43,20 @@ def library() -> ctypes.CDLL | None:
 
 def _load(compiler: str) -> ctypes.CDLL:
     """Compiles the kernels if they are not in the cache, and loads them. Raises OSError."""
-    source = Path(__file__).with_name("kernels.c")
-    target = _cache_directory() / f"kernels-{_fingerprint(source.read_bytes(), compiler)}.so"
+    sources = sorted(Path(__file__).parent.glob("*.c"))
+    target = _cache_directory() / f"kernels-{_fingerprint([source.read_bytes() for source in sources], compiler)}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             fresh = Path(scratch) / "kernels.so"
-            done = subprocess.run([compiler, *_FLAGS, "-o", str(fresh), str(source)], capture_output=True, text=True)
+            done = subprocess.run([compiler, *_FLAGS, "-o", str(fresh), *map(str, sources)], capture_output=True, text=True)
             if done.returncode:
                 raise OSError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
             fresh.replace(target)  # atomic: ranks that compile at once end with one whole file
     kernels = ctypes.CDLL(str(target))
-    kernels.shoal_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_uint32]
-    kernels.shoal_keep.restype = None
-    kernels.shoal_post.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    kernels.shoal_post.restype = None
-    kernels.shoal_wait.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 4]
-    kernels.shoal_wait.restype = ctypes.c_int64
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.restype, function.argtypes = result, arguments
     return kernels
 
 
@@ -59,8 +65,8 @@ def _cache_directory() -> Path:
     return Path(root) / "shoal" / "native"
 
 
-def _fingerprint(source: bytes, compiler: str) -> str:
-    parts = [source, compiler.encode(), " ".join(_FLAGS).encode(), platform.machine().encode(), _cpu_features()]
+def _fingerprint(sources: list[bytes], compiler: str) -> str:
+    parts = [*sources, compiler.encode(), " ".join(_FLAGS).encode(), platform.machine().encode(), _cpu_features()]
     return hashlib.blake2b(b"\0".join(parts), digest_size=10).hexdigest()
 
 

@@ -1,0 +1,77 @@
+"""What carries a group's collectives: shared memory, sockets, NCCL, or threads of one process that play the ranks.
+
+Every transport has the same blocking operations over contiguous 1-D tensors, so an exchange algorithm is one file for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Transport(Protocol):
+    """`size` ranks in an order, this one is `rank`. `op` is "sum", "avg", "min", "max" or "product".
+
+    Every rank calls the same operations in the same order with fitting sizes. Raises RuntimeError if a rank dies or is late.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, flat: Tensor, op: str) -> None:
+        """Replaces `flat` by the `op` over all ranks' tensors, the same bits on every rank."""
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
+        """Fills `out` with this rank's cut of the `op` over all ranks' `flat` (size * out.numel()), which may be overwritten."""
+
+    def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        """Fills `out` (size * flat.numel()) with every rank's `flat` in rank order. `flat` may be this rank's cut of `out`."""
+
+    def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+        """Sends the r-th split of `flat` to rank r; fills the r-th split of `out` with what rank r sent. Splits are element counts."""
+
+    def broadcast(self, flat: Tensor, src: int) -> None:
+        """Copies `flat` of `src` to all."""
+
+    def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
+        """Fills each rank's `out` with its cut of `flat` (size * out.numel(), on `src` only)."""
+
+    def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
+        """Fills `out` (size * flat.numel(), on `dst` only) with every rank's `flat` in rank order."""
+
+    def send(self, flat: Tensor, dst: int) -> None:
+        """Hands `flat` to `dst`, which calls `recv`; returns when `flat` may be written again."""
+
+    def recv(self, flat: Tensor, src: int) -> None:
+        """Fills `flat` with what `src` sends."""
+
+    def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
+        """Sends `flat` to `target` and fills `out` from `source` at once: rings and pairs do not wait for each other in a circle."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has come."""
+
+    def close(self) -> None:
+        """Gives the connections back; no operation can follow."""
+
+
+def sent_bytes(operation: str, payload: int, size: int, rank: int = 0, root: int = 0) -> int:
+    """Bytes that `rank` hands to others in one call, as a bandwidth-optimal algorithm does it.
+
+    `payload`: of the tensor that is reduced, gathered into, split, or copied whole: the large side. Point-to-point operations and uneven
+    all-to-alls hand over what they are given and are not in this table. The formulas are those of Thakur et al. 2005,
+    https://doi.org/10.1177/1094342005051521, for rings; a root hands each of the others its copy or cut.
+    """
+    others = size - 1
+    return {
+        "all_reduce": 2 * others * payload // size,
+        "reduce_scatter": others * payload // size,
+        "all_gather": others * payload // size,
+        "all_to_all": others * payload // size,
+        "broadcast": others * payload if rank == root else 0,
+        "scatter": others * payload // size if rank == root else 0,
+        "gather": 0 if rank == root else payload // size,
+        "barrier": 0,
+    }[operation]
