@@ -104,9 +104,14 @@ def _norm(cfg: GPTConfig) -> nn.Module:
     return nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps, bias=cfg.bias)
 
 
+def _sum(x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
+    """x + branch, in place of the branch, which no backward needs: a short-lived tensor less, whose hole the C heap does not fill again.
+    Under autocast, where the branch is narrower than x, a new tensor as wide as x."""
+    return branch_BTD.add_(x_BTD) if branch_BTD.dtype == x_BTD.dtype else x_BTD + branch_BTD
+
+
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). The sums are in place, in what the branch returned, which no backward needs: two
-    short-lived tensors a block less, whose holes the C heap does not fill again."""
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -118,8 +123,8 @@ class Block(nn.Module):
         self.mlp_dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x_BTD: Tensor, by: Rotation | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
-        x_BTD = self.attention_dropout(self.attention(self.attention_norm(x_BTD), by, mask_B1TT)).add_(x_BTD)
-        return self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD))).add_(x_BTD)
+        x_BTD = _sum(x_BTD, self.attention_dropout(self.attention(self.attention_norm(x_BTD), by, mask_B1TT)))
+        return _sum(x_BTD, self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD))))
 
 
 class GPT(nn.Module):
