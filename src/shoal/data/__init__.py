@@ -4,6 +4,8 @@ The road of text is `open_text`: corpus -> tokenizer -> shards -> split -> packe
 from there: a `Cursor` says which samples a step takes, `map_batches` hands them out; an `IterableSource` does both for a stream.
 """
 
+from .balanced import BalancedCursor, LoadBalancedBatchSampler, LoadBalancedSampler, sample_costs
+from .cached import CachedDataset
 from .corpus import Corpus, open_corpus
 from .cursor import Cursor
 from .iterable import IterableSource
@@ -15,11 +17,15 @@ from .text import TextData, open_text
 from .tokens import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
+    "BalancedCursor",
     "Batch",
     "ByteTokenizer",
+    "CachedDataset",
     "Corpus",
     "Cursor",
     "IterableSource",
+    "LoadBalancedBatchSampler",
+    "LoadBalancedSampler",
     "PackedText",
     "Shards",
     "Split",
@@ -32,6 +38,7 @@ __all__ = [
     "open_corpus",
     "open_shards",
     "open_text",
+    "sample_costs",
     "split_documents",
     "stack_samples",
 ]

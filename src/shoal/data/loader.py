@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from ..errors import UserError
-from .cursor import Cursor
 
 Collate = Callable[[list[Any]], dict[str, Tensor]]
 
@@ -23,6 +23,13 @@ class MapDataset(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Order(Protocol):
+    """Which samples make up each step's global batch, a pure function of the step: `Cursor`, `BalancedCursor`."""
+
+    def epoch(self, step: int) -> int: ...
+    def ids(self, step: int) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Batch:
     load: Callable[[Sequence[int]], dict[str, Tensor]]
 
 
-def map_batches(dataset: MapDataset, cursor: Cursor, start_step: int = 0, collate: Collate | None = None) -> Iterator[Batch]:
+def map_batches(dataset: MapDataset, cursor: Order, start_step: int = 0, collate: Collate | None = None) -> Iterator[Batch]:
     """The batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""
     stack = collate or stack_samples
 

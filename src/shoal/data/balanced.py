@@ -1,0 +1,182 @@
+"""Batches of samples of similar cost: an order of the dataset as `Cursor`'s, and samplers for other people's loops.
+
+Ranks wait for the slowest. Where samples differ in cost (length, size of a graph), a random batch gives ranks unlike work; here the
+dataset is sorted by cost, the sorted order cut into global batches, the batches shuffled, and each batch laid out so that any of
+its equal cuts over ranks cost about the same. Bagua's LoadBalancingDistributedSampler is the forerunner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from ..errors import UserError
+from .cursor import permute
+from .keyed import derive_key, keyed_hash
+from .loader import MapDataset
+
+Cost = Callable[[Any], float] | Sequence[float] | NDArray
+
+
+def sample_costs(dataset: MapDataset, cost: Cost) -> NDArray[np.float64]:
+    """The cost of each sample: `cost(dataset[i])`, which reads the whole dataset once, or `cost` itself if it is numbers."""
+    values = [cost(dataset[i]) for i in range(len(dataset))] if callable(cost) else cost
+    costs = np.asarray(values, dtype=np.float64)
+    if costs.shape != (len(dataset),):
+        raise UserError(f"cost has shape {costs.shape} for {len(dataset)} samples: give one number a sample")
+    return costs
+
+
+@dataclass(frozen=True, eq=False)
+class BalancedCursor:
+    """The order of a dataset by `costs` (one finite number a sample), in global batches: the contract of `Cursor`.
+
+    Every sample comes once an epoch, each epoch in a fresh order, a pure function of (costs, seed, epoch); the epoch's last batch is
+    short where `global_batch` does not divide the samples. No rank count comes in. `random_level` from 0 to 1 mixes the sorted order:
+    at 0 a batch holds neighbours, and (equal costs aside) the same samples in every epoch; at 1 any samples. An epoch is sorted when
+    its first step is asked for; the latest one is kept, so a step costs O(global_batch log global_batch).
+    """
+
+    costs: NDArray[np.float64]
+    global_batch: int
+    seed: int
+    random_level: float = 0.0
+    _ranks: NDArray[np.float64] = field(init=False, repr=False)
+    _sorted: dict[int, NDArray[np.int64]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        costs = np.array(self.costs, dtype=np.float64)
+        if costs.ndim != 1 or not costs.size:
+            raise UserError(f"costs has shape {costs.shape}: give one number a sample, of at least one sample")
+        if not np.isfinite(costs).all():
+            first = int(np.flatnonzero(~np.isfinite(costs))[0])
+            raise UserError(f"the cost of sample {first} is {costs[first]}: costs must be finite")
+        if self.global_batch < 1:
+            raise UserError(f"global_batch is {self.global_batch}: give the number of samples in one step, at least 1")
+        if not 0 <= self.random_level <= 1:
+            raise UserError(f"random_level is {self.random_level}: give a number from 0 (sorted by cost) to 1 (random)")
+        object.__setattr__(self, "costs", costs)
+        object.__setattr__(self, "_ranks", np.searchsorted(np.sort(costs), costs) / len(costs))
+
+    @property
+    def samples(self) -> int:
+        return len(self.costs)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples / self.global_batch)
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that `step` belongs to."""
+        return step // self.steps_per_epoch
+
+    def ids(self, step: int) -> NDArray[np.int64]:
+        """The sample ids of the global batch of `step`, in order."""
+        if step < 0:
+            raise UserError(f"step is {step}: steps count from 0")
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        full, rest = divmod(self.samples, self.global_batch)
+        short_at = derive_key("balanced short batch", self.seed, epoch) % (full + 1)  # it is the dearest only now and then
+        if step_in_epoch < full:
+            batch = int(permute(np.array([step_in_epoch], np.uint64), full, ("balanced", self.seed, epoch))[0])
+            first = batch * self.global_batch + (rest if batch >= short_at else 0)
+            chosen = self._order(epoch)[first : first + self.global_batch]
+        else:
+            first = short_at * self.global_batch
+            chosen = self._order(epoch)[first : first + rest]
+        return chosen[balanced_order(self.costs[chosen])]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """All samples by rank of cost, mixed with keyed noise. A rank moves by random_level / (1 - random_level) of all at most."""
+        if epoch not in self._sorted:
+            hashes = keyed_hash(np.arange(self.samples, dtype=np.uint64), derive_key("balanced noise", self.seed, epoch))
+            noise = hashes / 2.0**64
+            place = (1 - self.random_level) * self._ranks + self.random_level * noise
+            order = np.lexsort((noise, place))  # equal costs in random order
+            self._sorted.clear()
+            self._sorted[epoch] = order
+        return self._sorted[epoch]
+
+
+def balanced_order(costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """An order in which equal contiguous cuts have near-equal sums, however many there are.
+
+    Blocks are paired, the cheapest with the dearest, and pairs are the blocks of the next round; where their number is odd, the middle
+    one is put aside for the end. Pairing never widens the spread: all aligned blocks of 2^k have sums within max(costs) - min(costs).
+    Of costs 1 2 3 4 5 6: blocks 1+6 2+5 3+4, then one of 1 6 3 4, and 2 5 at the end.
+    """
+    blocks = np.arange(len(costs), dtype=np.int64).reshape(-1, 1)
+    tail: list[NDArray[np.int64]] = []
+    while len(blocks) > 1:
+        blocks = blocks[np.argsort(costs[blocks].sum(axis=1), kind="stable")]
+        half, odd = divmod(len(blocks), 2)
+        if odd:
+            tail.append(blocks[half])
+            blocks = np.delete(blocks, half, axis=0)
+        blocks = np.concatenate([blocks[:half], blocks[: half - 1 : -1]], axis=1)
+    return np.concatenate([blocks.reshape(-1), *reversed(tail)])
+
+
+class LoadBalancedSampler(Sampler[int]):
+    """The samples of `rank` of `replicas`: at each position all replicas draw samples of similar cost.
+
+    For any torch DataLoader; call `set_epoch` before each epoch, as with torch's DistributedSampler. All replicas draw equally many:
+    where `replicas` does not divide the samples, some come twice.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, cost: Cost, replicas: int, rank: int, random_level: float = 0.0, seed: int = 0
+    ) -> None:
+        if not 0 <= rank < replicas:
+            raise UserError(f"rank is {rank} of {replicas} replicas: ranks run from 0 to {replicas - 1}")
+        self.replicas, self.rank, self.epoch = replicas, rank, 0
+        self._cursor = BalancedCursor(sample_costs(dataset, cost), replicas, seed, random_level)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._cursor.steps_per_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.of_rank(self.rank))
+
+    def of_rank(self, rank: int) -> list[int]:
+        """What `rank` draws in this epoch. Its place among the dear and the cheap of a position goes round."""
+        first = self.epoch * len(self)
+        groups = (self._cursor.ids(step) for step in range(first, first + len(self)))
+        return [int(ids[(rank + position) % self.replicas % len(ids)]) for position, ids in enumerate(groups)]
+
+
+class LoadBalancedBatchSampler(Sampler[list[int]]):
+    """Batches of any size over a LoadBalancedSampler: `batch_fn(ids) -> batches` cuts what a replica draws, e.g. by a budget of tokens.
+
+    `batch_fn` must be a pure function. All replicas have as many batches as the one with most; the others repeat their first ones.
+    """
+
+    def __init__(self, sampler: LoadBalancedSampler, batch_fn: Callable[[list[int]], list[list[int]]]) -> None:
+        self._sampler, self._batch_fn = sampler, batch_fn
+
+    def set_epoch(self, epoch: int) -> None:
+        self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return max(len(batches) for batches in self._all())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._all()
+        mine = batches[self._sampler.rank]
+        return (mine[number % len(mine)] for number in range(max(map(len, batches))))
+
+    def _all(self) -> list[list[list[int]]]:
+        batches = [self._batch_fn(self._sampler.of_rank(rank)) for rank in range(self._sampler.replicas)]
+        for rank, mine in enumerate(batches):
+            if not mine:
+                raise UserError(f"batch_fn gave no batch for rank {rank}: it must put every sample that it is given into one")
+        return batches

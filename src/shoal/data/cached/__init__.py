@@ -1,0 +1,7 @@
+"""Samples computed once and then served from a store: a file of this host, or Redis servers."""
+
+from .dataset import CachedDataset
+from .local import LocalStore
+from .remote import RedisStore
+
+__all__ = ["CachedDataset", "LocalStore", "RedisStore"]
