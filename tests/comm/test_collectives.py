@@ -1,16 +1,16 @@
-"""Groups on gloo: results worked by hand, sub-groups, generations, and errors that name the missing."""
+"""Groups: results worked by hand, tensors of any strides, sub-groups, and errors that name the missing."""
 
 from __future__ import annotations
-
-import threading
-import time
 
 import pytest
 import torch
 
-from shoal.comm import Lane, World
+from shoal.comm import Group, World
+from shoal.comm.alone import Alone
+from shoal.comm.emulate import simulate
 from shoal.comm.functional import copy_to, reduce_from
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UserError
+from tests.comm.operations import differing, every_operation, expected
 from tests.pool import disposable_ranks, run_ranks
 
 
@@ -28,7 +28,7 @@ def every_collective(world):
         "broadcast": group.broadcast(mine.clone(), 1).tolist(),
         "objects": [(entry["rank"], len(entry["text"])) for entry in objects],
         "object": group.broadcast_object(["from", world.rank], 2),
-        "calls": world.ledger.calls["world", "all_reduce"],
+        "calls": world.ledger.total("world", "all_reduce").calls,
     }
 
 
@@ -46,8 +46,92 @@ def test_every_collective_on_three_ranks():
             "broadcast": [2, 4],
             "objects": [(0, 0), (1, 1), (2, 2)],
             "object": ["from", 2],
-            "calls": 5,  # four reductions and the barrier
+            "calls": 4,
         }
+
+
+def strided(group: Group) -> dict[str, list]:
+    """Operations on every second element, on a transposed matrix, on a scalar and on a leaf that wants a gradient."""
+    rank, size = group.rank, group.size
+    row = torch.arange(4.0)
+    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    parts, gathered, turned = torch.zeros(2), torch.zeros(2 * size), torch.zeros(2, size)
+    leaf = torch.nn.Parameter(torch.tensor([float(rank)]))
+    group.all_reduce(row[::2])
+    group.broadcast(matrix.T if rank == 0 else matrix, 0)
+    group.reduce_scatter(parts[1:], torch.arange(2.0 * size)[::2], op="avg")
+    group.all_gather(gathered[::2], torch.tensor(float(rank)))
+    group.exchange(turned.T[1], (rank - 1) % size, torch.arange(2.0 * rank, 2.0 * rank + 2), (rank + 1) % size)
+    return {
+        "every second": row.tolist(),
+        "transposed": matrix.tolist(),
+        "parts": parts.tolist(),
+        "gathered": gathered.tolist(),
+        "turned": turned.tolist(),
+        "leaf": [group.broadcast(leaf, 1).item(), leaf.requires_grad],
+        "scalar": group.all_reduce(torch.tensor(float(rank))).tolist(),
+    }
+
+
+@pytest.mark.fast
+def test_tensors_of_any_shape_and_strides():
+    """Rank 0 sends its matrix's transpose, so itself keeps [[1, 2], [3, 4]]."""
+    first, second = simulate(2, strided)
+    assert first == {
+        "every second": [0, 1, 4, 3],
+        "transposed": [[1, 2], [3, 4]],
+        "parts": [0, 0],
+        "gathered": [0, 0, 1, 0],
+        "turned": [[0, 2], [0, 3]],
+        "leaf": [1, True],
+        "scalar": 1,
+    }
+    assert second == first | {"transposed": [[1, 3], [2, 4]], "parts": [0, 2], "turned": [[0, 0], [0, 1]]}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda g: g.all_reduce(torch.ones(1), "median"), UserError, "no reduction 'median'; take one of sum, avg"),
+        (lambda g: g.reduce_scatter(torch.ones(2), torch.ones(3)), ValueError, "must have 1 x 2 = 2"),
+        (lambda g: g.all_gather(torch.ones(3), torch.ones(2)), ValueError, "the whole has 3 elements, a rank's cut 2"),
+        (lambda g: g.scatter(torch.ones(2), None), ValueError, "the whole has 0 elements"),
+        (
+            lambda g: g.all_to_all(torch.ones(2), torch.ones(2), [1], [2]),
+            ValueError,
+            r"out_splits \[1\] must be 1 counts that add up",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Group.of(Alone()))
+
+
+def test_an_all_to_all_that_is_not_even_asks_for_splits():
+    with pytest.raises(ValueError, match="3 elements over 2 ranks is not even: give out_splits"):
+        simulate(2, lambda group: group.all_to_all(torch.ones(3), torch.ones(3)))
+
+
+@pytest.mark.fast
+def test_every_operation_of_a_group_of_one():
+    group = Group.of(Alone())
+    assert differing(every_operation(group, torch.float32, 5), expected(0, 1, torch.float32, 5)) == []
+    assert group.ledger.total().wire == 0 and group.ledger.total().calls > 10
+    for call in (lambda: group.send(torch.ones(1), 0), lambda: group.recv(torch.ones(1), 0)):
+        with pytest.raises(LaunchError, match="a group of one rank has nobody"):
+            call()
+
+
+def with_itself(world) -> list[float]:
+    """An exchange in which the odd one of three ranks is its own partner."""
+    partner = {0: 1, 1: 0, 2: 2}[world.rank]
+    return world.everyone.exchange(torch.zeros(1), partner, torch.tensor([float(world.rank)]), partner).tolist()
+
+
+def test_a_rank_may_exchange_with_itself():
+    assert run_ranks(with_itself, 3) == [[1], [0], [2]]
 
 
 def pairs(world):
@@ -88,37 +172,28 @@ def test_a_collective_that_fails_names_what_and_who():
     assert "not there: rank 1" in message
 
 
-class TestLane:
-    def test_work_runs_in_order_beside_the_caller(self):
-        lane, seen = Lane(torch.device("cpu")), []
-        for i in range(50):
-            lane.submit(lambda i=i: seen.append((i, threading.current_thread().name)))
-        lane.wait()
-        assert seen == [(i, "shoal-lane") for i in range(50)]
-        lane.close()
+def messages_then_a_loss(world):
+    """Ranks 0 and 2 exchange alone; then rank 1 is lost, and rank 2 hears nothing from it."""
+    import os
 
-    def test_wait_waits(self):
-        lane, seen = Lane(torch.device("cpu")), []
-        lane.submit(lambda: (time.sleep(0.1), seen.append(1)))
-        assert seen == []
-        lane.wait()
-        assert seen == [1]
-        lane.close()
+    group = world.everyone
+    if world.rank != 1:
+        group.exchange(torch.zeros(1), 2 - world.rank, torch.ones(1), 2 - world.rank)
+    group.barrier()
+    if world.rank == 1:
+        os._exit(9)
+    try:
+        group.recv(torch.zeros(1), 1, "boundary") if world.rank == 2 else group.barrier()
+    except LaunchError as error:
+        return str(error)
 
-    def test_the_first_error_is_raised_once_and_what_followed_it_is_dropped(self):
-        lane, seen = Lane(torch.device("cpu")), []
 
-        def fail():
-            raise KeyError("first")
-
-        lane.submit(fail)
-        lane.submit(lambda: seen.append("dropped"))
-        with pytest.raises(KeyError, match="first"):
-            lane.wait()
-        lane.submit(lambda: seen.append("next"))
-        lane.wait()
-        assert seen == ["next"]
-        lane.close()
+def test_messages_are_not_numbered_and_call_no_roll():
+    with disposable_ranks(messages_then_a_loss, 3) as ranks:
+        barrier, message = ranks[0].result(), ranks[2].result()
+    assert "rank 0: collective 2 of group world, barrier, failed" in barrier and "rank 1" in barrier
+    assert "rank 2: in group world, recv (boundary), failed after" in message
+    assert "not there" not in message and "rank 1 has ended" in message
 
 
 def derivatives(world):

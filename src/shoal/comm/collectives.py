@@ -1,16 +1,15 @@
-"""A group of ranks and its collectives: blocking, in place, on torch's process groups but never on the default one.
+"""A group of ranks and its collectives: blocking, in place, over a transport for each kind of device.
 
-On CUDA an operation is ordered on the current stream and does not block the host. On the CPU the ranks of one host reduce through shared
-memory (see shm), where that can be had.
+A Group books each call in the ledger, flattens tensors, and says who is missing when a call fails; a `transport.Transport` carries it. On
+CUDA an operation is ordered on the current stream and does not block the host.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,130 +17,227 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.ledger import Ledger
+from shoal.comm.reductions import check_reduction
 from shoal.comm.shm import Shared
+from shoal.comm.transport import Transport, sent_bytes
 from shoal.errors import LaunchError
 
-_REDUCTIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
 _ROLL_CALL_SECONDS = 2.0
+_MESSAGES = ("send", "recv", "exchange")
+"""Operations to which not all ranks come: they are not numbered, and no roll is called when they fail."""
 
 
 class Group:
-    """Some ranks of a World, in order; `rank` is this rank's place among them.
+    """Some ranks of a World, in order; `rank` is this rank's place among them, as are `src`, `dst`, `source` and `target` below.
 
-    Made by `World.group` only. A group of one rank does nothing and needs no store. A collective that fails raises LaunchError
-    with the operation and the ranks that did not come to it.
+    Made by `World.group`, or by `Group.of` around a transport. `transports`: by device type, "cpu" and perhaps "cuda". Every rank of the
+    group calls the same operations in the same order (`send`, `recv` and `exchange`: those concerned). Tensors may have any shape and
+    strides; those of one call fit each other. A call that fails raises LaunchError with the operation and the ranks that did not come.
     """
 
     def __init__(
         self,
         name: str,
         ranks: list[int],
-        rank: int,
         ledger: Ledger,
+        transports: Mapping[str, Transport],
         store: dist.Store | None = None,
-        device: torch.device | None = None,
-        loopback: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.ledger = ledger
-        self._calls = 0
-        if self.size == 1:
-            return
-        assert store is not None and device is not None
+        self.name, self.ranks, self.ledger, self.transports = name, ranks, ledger, transports
+        self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store
-        self._cpu = _gloo(dist.PrefixStore("gloo", store), rank, self.size, loopback, timeout)
-        self._shared = Shared.open(store, rank, self.size, timeout) if loopback else None
-        self._cuda = _nccl(dist.PrefixStore("nccl", store), rank, self.size, timeout) if device.type == "cuda" else None
+        self._calls = 0
+
+    @classmethod
+    def of(cls, transport: Transport, name: str = "group", ledger: Ledger | None = None) -> Group:
+        """A group over all ranks of `transport`, which carries tensors of every device."""
+        return cls(name, list(range(transport.size)), ledger or Ledger(), {"cpu": transport, "cuda": transport})
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", purpose: str = "") -> Tensor:
-        """Replaces `tensor` on every rank by the `op` ("sum", "min", "max", "product") over the ranks; returns it."""
-        if self.size > 1 and self._shared is not None and not tensor.is_cuda and tensor.is_contiguous():
-            shared = self._shared
-            self._guard("all_reduce", tensor, purpose, lambda: shared.all_reduce(tensor.view(-1), op))
-        else:
-            self._run("all_reduce", tensor, purpose, lambda pg: pg.allreduce([tensor], _REDUCTIONS[op]))
-        return tensor
+        """Replaces `tensor` on every rank by the `op` ("sum", "avg", "min", "max", "product") over the ranks; returns it.
 
-    def broadcast(self, tensor: Tensor, src: int = 0, purpose: str = "") -> Tensor:
-        """Copies the `tensor` of the group's rank `src` to all; returns it."""
-        self._run("broadcast", tensor, purpose, lambda pg: pg.broadcast(tensor, src))
-        return tensor
+        "avg" is the sum divided by the number of ranks; UserError for integers.
+        """
+        check_reduction(op, tensor.dtype)
+        flat = _flat(tensor)
+        self._run("all_reduce", purpose, flat, lambda transport: transport.all_reduce(flat, op))
+        return _written(tensor, flat)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, purpose: str = "", op: str = "sum") -> Tensor:
+        """Fills `out` with this rank's even cut of the `op` of `tensor` (size * out.numel()) over the ranks; returns it.
+
+        `tensor` may be overwritten.
+        """
+        check_reduction(op, tensor.dtype)
+        into, flat = _flat(out), _flat(tensor)
+        self._fits("reduce_scatter", whole=flat, cut=into)
+        self._run("reduce_scatter", purpose, flat, lambda transport: transport.reduce_scatter(into, flat, op))
+        return _written(out, into)
 
     def all_gather(self, out: Tensor, tensor: Tensor, purpose: str = "") -> Tensor:
-        """Fills `out` (size * numel, contiguous) with every rank's `tensor` in rank order; returns it."""
-        if self.size == 1:
-            out.view(-1).copy_(tensor.reshape(-1))
-            return out
-        self._run("all_gather", tensor, purpose, lambda pg: pg._allgather_base(out, tensor))
-        return out
+        """Fills `out` (size * tensor.numel()) with every rank's `tensor` in rank order; returns it. `tensor` may be a part of `out`."""
+        into, flat = _flat(out), _flat(tensor)
+        self._fits("all_gather", whole=into, cut=flat)
+        self._run("all_gather", purpose, into, lambda transport: transport.all_gather(into, flat))
+        return _written(out, into)
 
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, purpose: str = "") -> Tensor:
-        """Fills `out` with this rank's even cut of the sum of `tensor` (size * out.numel()) over the ranks; returns it."""
-        if self.size == 1:
-            out.view(-1).copy_(tensor.reshape(-1))
-            return out
-        self._run("reduce_scatter", tensor, purpose, lambda pg: pg._reduce_scatter_base(out, tensor))
-        return out
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        purpose: str = "",
+    ) -> Tensor:
+        """Sends the r-th split of `tensor` to rank r, fills the r-th split of `out` with what rank r sent; returns `out`.
+
+        Splits are counts of elements, one a rank; None: even ones.
+        """
+        into, flat = _flat(out), _flat(tensor)
+        receives = self._splits("out_splits", into, out_splits)
+        sends = self._splits("in_splits", flat, in_splits)
+        wire = (flat.numel() - sends[self.rank]) * flat.element_size()
+        self._run("all_to_all", purpose, flat, lambda transport: transport.all_to_all(into, flat, receives, sends), wire=wire)
+        return _written(out, into)
+
+    def broadcast(self, tensor: Tensor, src: int = 0, purpose: str = "") -> Tensor:
+        """Copies the `tensor` of rank `src` to all; returns it."""
+        flat = _flat(tensor)
+        self._run("broadcast", purpose, flat, lambda transport: transport.broadcast(flat, src), root=src)
+        return _written(tensor, flat)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int = 0, purpose: str = "") -> Tensor:
+        """Fills each rank's `out` with its even cut of `tensor` (size * out.numel(), on `src` only, else None); returns `out`."""
+        into = _flat(out)
+        flat = None if tensor is None or self.rank != src else _flat(tensor)
+        if self.rank == src:
+            self._fits("scatter", whole=flat, cut=into)
+        self._run("scatter", purpose, into, lambda transport: transport.scatter(into, flat, src), root=src, times=self.size)
+        return _written(out, into)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int = 0, purpose: str = "") -> Tensor | None:
+        """Fills `out` (size * tensor.numel(), on `dst` only, else None) with every rank's `tensor` in rank order; returns `out`."""
+        flat = _flat(tensor)
+        into = None if out is None or self.rank != dst else _flat(out)
+        if self.rank == dst:
+            self._fits("gather", whole=into, cut=flat)
+        self._run("gather", purpose, flat, lambda transport: transport.gather(into, flat, dst), root=dst, times=self.size)
+        return out if out is None or into is None else _written(out, into)
+
+    def send(self, tensor: Tensor, dst: int, purpose: str = "") -> None:
+        """Hands `tensor` to rank `dst`, which calls `recv`."""
+        flat = _flat(tensor)
+        self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=_bytes(flat))
+
+    def recv(self, tensor: Tensor, src: int, purpose: str = "") -> Tensor:
+        """Fills `tensor` with what rank `src` sends; returns it."""
+        flat = _flat(tensor)
+        self._run("recv", purpose, flat, lambda transport: transport.recv(flat, src), wire=0)
+        return _written(tensor, flat)
+
+    def exchange(self, out: Tensor, source: int, tensor: Tensor, target: int, purpose: str = "") -> Tensor:
+        """Sends `tensor` to rank `target` and fills `out` from rank `source` at the same time; returns `out`."""
+        into, flat = _flat(out), _flat(tensor)
+        wire = _bytes(flat) if target != self.rank else 0
+        self._run("exchange", purpose, flat, lambda transport: transport.exchange(into, source, flat, target), wire=wire)
+        return _written(out, into)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D CPU tensor that this group's reductions and gathers take without copies, where the transport has such memory (all
+        ranks call it alike); else None."""
+        transport = self.transports["cpu"]
+        return transport.allocate(numel, dtype) if isinstance(transport, Shared) else None
 
     def barrier(self) -> None:
         """Returns when every rank has come."""
-        self.all_reduce(torch.zeros(1), purpose="barrier")
+        self._run("barrier", "", torch.empty(0), lambda transport: transport.barrier())
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's picklable `value`, in rank order."""
-        if self.size == 1:
-            return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.all_gather(torch.empty(self.size, dtype=torch.int64), torch.tensor([mine.numel()])).tolist()
+        mine = _pickled(value)
+        sizes = self.all_gather(torch.empty(self.size, dtype=torch.int64), torch.tensor([mine.numel()]), "object").tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        rows = self.all_gather(torch.empty(self.size * max(sizes), dtype=torch.uint8), padded).view(self.size, -1)
+        rows = self.all_gather(torch.empty(self.size * max(sizes), dtype=torch.uint8), padded, "object").view(self.size, -1)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The picklable `value` of the group's rank `src`."""
-        if self.size == 1:
-            return value
-        data = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == src else None)), dtype=torch.uint8)
-        size = self.broadcast(torch.tensor([data.numel()]), src)
+        """The picklable `value` of rank `src`; there it is returned as it is."""
+        data = _pickled(value) if self.rank == src and self.size > 1 else torch.empty(0, dtype=torch.uint8)
+        size = int(self.broadcast(torch.tensor([data.numel()]), src, "object"))
         if self.rank != src:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        return pickle.loads(self.broadcast(data, src).numpy().tobytes())
+            data = torch.empty(size, dtype=torch.uint8)
+        self.broadcast(data, src, "object")
+        return value if self.rank == src else pickle.loads(data.numpy().tobytes())
 
     def close(self) -> None:
-        """Ends the connections; no collective can follow."""
-        if self.size > 1 and self._cuda is not None:
-            self._cuda.shutdown()
-        self._cpu = self._cuda = self._shared = None
+        """Ends the connections; no operation can follow."""
+        for transport in {id(each): each for each in self.transports.values()}.values():
+            transport.close()
 
-    def _run(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[Any], dist.Work]) -> None:
-        if self.size > 1:
-            pg = self._cuda if tensor.is_cuda else self._cpu
-            self._guard(operation, tensor, purpose, lambda: call(pg).wait())
+    def _run(
+        self,
+        operation: str,
+        purpose: str,
+        flat: Tensor,
+        call: Callable[[Transport], None],
+        *,
+        root: int = 0,
+        times: int = 1,
+        wire: int | None = None,
+    ) -> None:
+        """Books and times one call, `times` the bytes of `flat`, and names those who are missing when it fails.
 
-    def _guard(self, operation: str, tensor: Tensor, purpose: str, call: Callable[[], object]) -> None:
-        """Books and times one collective, and names those who are missing when it fails."""
-        payload = tensor.numel() * tensor.element_size()
-        self._calls += 1
-        self.ledger.count(self.name, operation, payload)
+        `wire`: bytes handed to others, where no table of `sent_bytes` has them.
+        """
+        payload = times * _bytes(flat)
+        if wire is None:
+            wire = sent_bytes(operation, payload, self.size, self.rank, root)
+        self._calls += operation not in _MESSAGES
+        self.ledger.count(self.name, operation, purpose, payload, wire)
         started = time.monotonic()
         try:
-            with self.ledger.span("comm", purpose or operation, payload):
-                call()
+            with self.ledger.span("comm", purpose or operation, payload, "transfer"):
+                call(self.transports[flat.device.type])
         except RuntimeError as error:
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
 
+    def _fits(self, operation: str, whole: Tensor | None, cut: Tensor) -> None:
+        elements = 0 if whole is None else whole.numel()
+        if elements != self.size * cut.numel():
+            raise ValueError(
+                f"{operation} in group {self.name} of {self.size} ranks: the whole has {elements} elements, a rank's cut {cut.numel()}; "
+                f"the whole must have {self.size} x {cut.numel()} = {self.size * cut.numel()}"
+            )
+
+    def _splits(self, name: str, flat: Tensor, splits: Sequence[int] | None) -> list[int]:
+        if splits is None:
+            if flat.numel() % self.size:
+                raise ValueError(f"all_to_all of {flat.numel()} elements over {self.size} ranks is not even: give {name}")
+            return [flat.numel() // self.size] * self.size
+        if len(splits) != self.size or sum(splits) != flat.numel():
+            raise ValueError(
+                f"{name} {list(splits)} must be {self.size} counts that add up to the tensor's {flat.numel()} elements"
+            )
+        return list(splits)
+
     def _autopsy(self, operation: str, purpose: str, waited: float, error: RuntimeError) -> str:
-        """Calls the roll of the ranks that also stopped at this collective, so that the message names the others."""
-        self._store.set(f"stopped/{self._calls}/{self.rank}", "1")
+        """Says what failed; where there is a store, calls the roll of the ranks that stopped too, so that it can name the others."""
+        what = f"{operation} ({purpose})" if purpose else operation
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if operation in _MESSAGES:
+            where, roll = f"in group {self.name}, {what}", ""
+        else:
+            where, roll = f"collective {self._calls} of group {self.name}, {what}", self._roll_call()
+        return f"rank {self.ranks[self.rank]}: {where}, failed after {waited:.1f} s; {roll}Cause: {cause}"
+
+    def _roll_call(self) -> str:
+        if self._store is None:
+            return ""
         missing = []
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
+        with suppress(RuntimeError):
+            self._store.set(f"stopped/{self._calls}/{self.rank}", "1")
         for rank in range(self.size):
             here = False
             with suppress(RuntimeError):  # a store whose server is gone answers nothing: that rank counts as missing
@@ -149,24 +245,24 @@ class Group:
                     time.sleep(0.05)
             if not here:
                 missing.append(self.ranks[rank])
-        what = f"{operation} ({purpose})" if purpose else operation
-        who = f"not there: rank {', '.join(map(str, missing))}" if missing else "every rank stopped here"
-        cause = str(error).splitlines()[0]
-        return (
-            f"rank {self.ranks[self.rank]}: collective {self._calls} of group {self.name}, {what}, "
-            f"failed after {waited:.1f} s; {who}. Cause: {cause}"
-        )
+        return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
 
 
-def _gloo(store: dist.Store, rank: int, size: int, loopback: bool, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    gloo = dist.ProcessGroupGloo
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if loopback else gloo.create_default_device()]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` in a row: a view where they lie so, else a copy (see `_written`). Detached: leaves may be written."""
+    return tensor.detach().contiguous().view(-1)
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+def _written(tensor: Tensor, flat: Tensor) -> Tensor:
+    """Returns `tensor` with the values of its `_flat` form."""
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor
+
+
+def _bytes(flat: Tensor) -> int:
+    return flat.numel() * flat.element_size()
+
+
+def _pickled(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Phase = Literal["queue", "wait", "transfer", "encode", "decode", "compute"]
+"""What a span's time went into: lying in a lane's queue, waiting for a lane, talking, encoding, decoding, or none of these."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work on a lane ("compute" or "comm"); `start` in seconds since the epoch, `payload` in bytes of tensors."""
+    """One piece of work on a lane; `start` in seconds since the epoch, `payload` in bytes of tensors.
+
+    Lanes: "compute" is the trainer's thread, "comm" the communication. The spans of "queue" (one a piece of queued work, so they
+    overlap) and of "wait" (the trainer waits for the communication) are not work; they stand on lanes of their own.
+    """
 
     step: int
     lane: str
@@ -20,27 +27,63 @@ class Span:
     start: float
     seconds: float
     payload: int
+    phase: Phase = "compute"
+
+
+class Flow(NamedTuple):
+    """What traffic is booked under. `purpose` is a class of purposes: "gradients 7" is booked under "gradients"."""
+
+    group: str
+    operation: str
+    purpose: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """`payload`: bytes of the tensor that is reduced, gathered into, split or copied. `wire`: bytes that this rank hands to others."""
+
+    calls: int = 0
+    payload: int = 0
+    wire: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.payload + other.payload, self.wire + other.wire)
 
 
 class Ledger:
-    """Calls and payload bytes by (group, operation), and spans of the recorded steps. Safe to use from the lane's thread."""
+    """Traffic by (group, operation, purpose), and spans of the recorded steps. Safe to use from the lane's thread."""
 
     def __init__(self) -> None:
-        self.calls: Counter[tuple[str, str]] = Counter()
-        self.payload: Counter[tuple[str, str]] = Counter()
         self.recording = False
         self.step = 0
+        self._traffic: dict[Flow, Traffic] = {}
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
-    def count(self, group: str, operation: str, payload: int) -> None:
-        """Books one call of `operation` on `group` with `payload` bytes of tensor data."""
+    def count(self, group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
+        """Books one call: `payload` bytes of tensor data, of which this rank hands over `wire` bytes (see `transport.sent_bytes`)."""
+        flow = Flow(group, operation, _class_of(purpose))
         with self._lock:
-            self.calls[group, operation] += 1
-            self.payload[group, operation] += payload
+            self._traffic[flow] = self._traffic.get(flow, Traffic()) + Traffic(1, payload, wire)
+
+    @property
+    def traffic(self) -> dict[Flow, Traffic]:
+        """All that was booked so far, a copy."""
+        with self._lock:
+            return dict(self._traffic)
+
+    def total(self, group: str | None = None, operation: str | None = None, purpose: str | None = None) -> Traffic:
+        """The sum of what was booked under the given names; None means all."""
+        wanted = (group, operation, purpose)
+        fitting = (
+            traffic
+            for flow, traffic in self.traffic.items()
+            if all(want is None or want == is_ for want, is_ in zip(wanted, flow, strict=True))
+        )
+        return sum(fitting, Traffic())
 
     @contextmanager
-    def span(self, lane: str, name: str, payload: int = 0) -> Iterator[None]:
+    def span(self, lane: str, name: str, payload: int = 0, phase: Phase = "compute") -> Iterator[None]:
         """Times the block while recording; costs nothing otherwise. The time is the host's: on CUDA that of the launch."""
         if not self.recording:
             yield
@@ -49,12 +92,21 @@ class Ledger:
         try:
             yield
         finally:
-            span = Span(self.step, lane, name, start, time.perf_counter() - clock, payload)
-            with self._lock:
-                self._spans.append(span)
+            self.add(Span(self.step, lane, name, start, time.perf_counter() - clock, payload, phase))
+
+    def add(self, span: Span) -> None:
+        """Keeps a span that was timed elsewhere."""
+        with self._lock:
+            self._spans.append(span)
 
     def take(self) -> list[Span]:
         """The spans recorded since the last call, in order of their end."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
+
+
+def _class_of(purpose: str) -> str:
+    """ "gradients 7" -> "gradients": what is numbered is one class."""
+    words = purpose.split()
+    return " ".join(words[:-1]) if len(words) > 1 and words[-1].isdigit() else purpose

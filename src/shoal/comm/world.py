@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Group
+from shoal.comm.connect import connect, this_host
 from shoal.comm.ledger import Ledger
 from shoal.errors import UserError
 
@@ -19,7 +20,7 @@ class World:
 
     `generation` counts memberships: every group's keys stand under it, so a later generation never reads an earlier one's.
     The store's server lives in the launcher (or the cluster), `None` for a single process. `device` defaults to
-    `cuda:local_rank` where there is CUDA, else the CPU.
+    `cuda:local_rank` where there is CUDA, else the CPU. Ranks whose `host_id` is equal share a host (default: see `connect.this_host`).
     """
 
     def __init__(
@@ -32,12 +33,13 @@ class World:
         store: dist.Store | None = None,
         generation: int = 0,
         device: torch.device | str | None = None,
+        host_id: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         assert size == 1 or store is not None, "ranks need a store to meet"
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
         self.generation, self.timeout = generation, timeout
-        self.host = socket.gethostname()
+        self.host, self._host_id = socket.gethostname(), host_id or this_host()
         self.device = torch.device(device) if device is not None else _default_device(local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -57,17 +59,17 @@ class World:
         key = (name, tuple(ranks))
         if key not in self._groups:
             store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store) if self.store is not None else None
-            self._groups[key] = Group(
-                name,
-                ranks,
-                ranks.index(self.rank),
-                self.ledger,
-                store,
-                self.device,
-                loopback=self.local_size == self.size,
-                timeout=self.timeout,
-            )
+            transports = connect(store, ranks.index(self.rank), self._hosts(ranks), self.device, self.timeout)
+            self._groups[key] = Group(name, ranks, self.ledger, transports, store)
         return self._groups[key]
+
+    def _hosts(self, ranks: list[int]) -> list[str]:
+        """The host of each of `ranks`, which all call this; a group of one needs no store for it."""
+        if len(ranks) == 1:
+            return [self._host_id]
+        assert self.store is not None
+        self.store.set(f"host/{self.rank}", self._host_id)
+        return [self.store.get(f"host/{rank}").decode() for rank in ranks]
 
     @property
     def everyone(self) -> Group:

@@ -22,8 +22,26 @@ _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-std
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "shoal_keep": (None, _POINTER, _INT, _INT, _POINTER, _UINT32),
-    "shoal_post": (None, _POINTER, _INT),
-    "shoal_wait": (_INT, _POINTER, _INT, _INT, _INT, _INT),
+    "shoal_u8_encode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_u8_decode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_u8_decode_add": (None, _POINTER, _INT, _INT, _POINTER, ctypes.c_float),
+    "shoal_u4_encode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_u4_decode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_u4_decode_add": (None, _POINTER, _INT, _INT, _POINTER, ctypes.c_float),
+    "shoal_sign_encode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_sign_decode": (None, _POINTER, _INT, _INT, _POINTER),
+    "shoal_sign_decode_add": (None, _POINTER, _INT, _INT, _POINTER, ctypes.c_float),
+    "shoal_at_least": (_INT, _POINTER, _INT, _UINT32, _INT, _POINTER),
+    "shoal_shm_bytes": (_INT, _INT),
+    "shoal_shm_view_bytes": (_INT,),
+    "shoal_shm_open": (None, _POINTER, _POINTER, _INT, _INT, _POINTER),
+    "shoal_shm_stop": (None, _POINTER, _INT),
+    "shoal_shm_barrier": (_INT, _POINTER),
+    "shoal_shm_all_reduce": (_INT, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _INT),
+    "shoal_shm_reduce_scatter": (_INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER, _INT),
+    "shoal_shm_all_gather": (_INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT),
+    "shoal_shm_broadcast": (_INT, _POINTER, _POINTER, _INT, _INT),
+    "shoal_shm_mail": (_INT, _POINTER, _POINTER, _INT),
 }
 """name: (result, *arguments), one line a function of the C files."""
 
@@ -43,8 +61,9 @@ def library() -> ctypes.CDLL | None:
 
 def _load(compiler: str) -> ctypes.CDLL:
     """Compiles the kernels if they are not in the cache, and loads them. Raises OSError."""
-    sources = sorted(Path(__file__).parent.glob("*.c"))
-    target = _cache_directory() / f"kernels-{_fingerprint([source.read_bytes() for source in sources], compiler)}.so"
+    files = sorted(Path(__file__).parent.glob("*.[ch]"))
+    sources = [file for file in files if file.suffix == ".c"]
+    target = _cache_directory() / f"kernels-{_fingerprint([file.read_bytes() for file in files], compiler)}.so"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

@@ -1,13 +1,13 @@
 /* Waiting for other processes through flags in shared memory. */
+#include "shm.h"
+#include <limits.h>
+#include <linux/futex.h>
 #include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
+#include <sys/syscall.h>
 #include <time.h>
+#include <unistd.h>
 
-/* Flags in shared memory: rank r's flag is flags[r * stride], a counter that only grows. What was written before a post is seen
- * after the wait that it ends (release, acquire).
- */
-void shoal_post(int64_t *flag, int64_t value) { atomic_store_explicit((_Atomic int64_t *)flag, value, memory_order_release); }
+static const int64_t SPINS = 64, LOOK_NS = 100000000, YIELD_NS = 200000;
 
 static int64_t nanoseconds(void) {
     struct timespec now;
@@ -15,29 +15,67 @@ static int64_t nanoseconds(void) {
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* Returns -1 when all `count` flags have reached `value`, else, after `patience` nanoseconds, the first rank that has not. First it
- * looks again at once, then it gives the core away, then it sleeps: ranks may be more than cores.
+static void rest(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Wakes `rank` if it sleeps. To be called after the store that it may wait for; the fence pairs with the one in shoal_await, so either
+ * this sees the sleeper or the sleeper sees that store.
  */
-int64_t shoal_wait(const int64_t *flags, int64_t stride, int64_t count, int64_t value, int64_t patience) {
-    int64_t rank = 0, looks = 0, start = 0;
+void shoal_ring(struct shoal_rank *rank) {
+    atomic_thread_fence(memory_order_seq_cst);
+    if (atomic_load_explicit(&rank->asleep, memory_order_relaxed)) {
+        atomic_fetch_add_explicit(&rank->bell, 1, memory_order_release);
+        syscall(SYS_futex, &rank->bell, FUTEX_WAKE, INT_MAX, 0, 0, 0);
+    }
+}
+
+/* Repeats `attempt` until it is done (-1) or `look` gives up (the rank waited for). First it looks again at once, then it gives the core
+ * away, then it sleeps until somebody rings: ranks may be more than cores.
+ */
+int64_t shoal_await(struct shoal_shm *shm, shoal_attempt attempt, void *job) {
+    struct shoal_rank *me = &shm->ranks[shm->rank];
+    int64_t looks = 0, start = 0, looked = 0, moves = 0, seen = 0, asleep = 0, late;
     for (;;) {
-        while (rank < count && atomic_load_explicit((_Atomic int64_t *)(flags + rank * stride), memory_order_acquire) >= value)
-            rank++;
-        if (rank == count)
-            return -1;
-        looks++;
-        if (looks < 64)
+        int32_t bell = atomic_load_explicit(&me->bell, memory_order_acquire);
+        if ((late = attempt(shm, job, &moves)) < 0)
+            break;
+        if (moves != seen) {
+            seen = moves, looks = start = 0;
             continue;
+        }
+        if (++looks < SPINS) {
+            rest();
+            continue;
+        }
         int64_t now = nanoseconds();
         if (start == 0)
-            start = now;
-        if (now - start > patience)
-            return rank;
-        if (now - start < 200000) {
+            start = looked = now;
+        if (now - looked >= LOOK_NS) {
+            int64_t go_on = 0, gone = late;
+            looked = now;
+            shm->look(late, now - start, atomic_load_explicit(&shm->ranks[late].stopped, memory_order_acquire), &go_on);
+            if (!go_on) { /* but it may have come between that attempt and its end */
+                if ((late = attempt(shm, job, &moves)) < 0 || late == gone)
+                    break;
+            }
+        }
+        if (now - start < YIELD_NS) {
             sched_yield();
+        } else if (!asleep) {
+            asleep = 1;
+            atomic_fetch_add_explicit(&me->asleep, 1, memory_order_relaxed);
+            atomic_thread_fence(memory_order_seq_cst);
         } else {
-            struct timespec nap = {0, now - start < 5000000 ? 20000 : 500000};
-            nanosleep(&nap, 0);
+            struct timespec most = {0, looked + LOOK_NS - now};
+            syscall(SYS_futex, &me->bell, FUTEX_WAIT, bell, &most, 0, 0);
         }
     }
+    if (asleep)
+        atomic_fetch_sub_explicit(&me->asleep, 1, memory_order_relaxed);
+    return late;
 }

@@ -1,0 +1,36 @@
+"""Codecs: how a flat tensor travels. One idea a file; `codec` makes one from a plan's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+
+from shoal.comm.codecs.cast import Cast
+from shoal.comm.codecs.codec import Codec
+from shoal.comm.codecs.feedback import ErrorFeedback
+from shoal.comm.codecs.minmax import U4, U8
+from shoal.comm.codecs.sign import Sign
+from shoal.comm.codecs.topk import TopK
+from shoal.errors import UserError, did_you_mean
+from shoal.plan import Option, option_name, option_parameters
+
+__all__ = ["U4", "U8", "Cast", "Codec", "ErrorFeedback", "Sign", "TopK", "codec"]
+
+_CASTS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FORMATS: dict[str, Callable[..., Codec]] = {"u8": U8, "u4": U4, "sign": Sign, "topk": TopK}
+
+
+def codec(option: Option) -> Codec:
+    """The codec of a name or of a table, {name = "u8", row = 256}; UserError for an unknown name or parameter, or a wrong value."""
+    name, parameters = option_name(option, "exchange.codec"), option_parameters(option)
+    names = [*_CASTS, *_FORMATS]
+    if name not in names:
+        raise UserError(f'codec "{name}" is not one of {", ".join(names)}.{did_you_mean(name, names)}')
+    known = [] if name in _CASTS else [field.name for field in fields(_FORMATS[name])]  # type: ignore[arg-type]
+    for key in parameters:
+        if key not in known:
+            takes = ", ".join(known) or "none"
+            raise UserError(f'codec "{name}" has no parameter "{key}".{did_you_mean(key, known)} Parameters: {takes}')
+    return Cast(_CASTS[name]) if name in _CASTS else _FORMATS[name](**parameters)

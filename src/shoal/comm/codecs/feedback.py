@@ -1,0 +1,59 @@
+"""Error feedback: what a codec lost in one step is added to what it encodes in the next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shoal.comm.codecs.codec import BLOCK, Codec
+
+
+class ErrorFeedback:
+    """A codec with memory, one object a chunk (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2):
+
+        corrected = flat + residual;    send encode(corrected);    residual = corrected - decode(encode(corrected))
+
+    so what was sent and the residual sum to all that came in. `residual` (fp32, `numel` elements) is state for the checkpoint: read it,
+    or copy into it. Where it would not be finite it becomes zero: a step that is refused for its gradients does not spoil the next ones.
+
+    Decoding is that of the codec; what it lacks in the eyes of the receiver is the sender's residual.
+    """
+
+    lossless = False
+
+    def __init__(self, codec: Codec, numel: int, device: torch.device | str = "cpu") -> None:
+        self.codec = codec
+        self.residual = torch.zeros(numel, device=device)
+
+    @property
+    def row(self) -> int | None:
+        return self.codec.row
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self.codec.encoded_bytes(numel)
+
+    def encode(self, flat: Tensor, out: Tensor) -> None:
+        """Fills `out` with flat + residual encoded, and renews the residual. `flat` is the whole chunk; its bytes may be cut by rows."""
+        if flat.shape != self.residual.shape or out.shape != (self.encoded_bytes(flat.numel()),):
+            raise ValueError(
+                f"error feedback over {self.residual.numel()} elements, {self.encoded_bytes(self.residual.numel())} bytes encoded, "
+                f"got {tuple(flat.shape)} for {tuple(out.shape)} bytes: one object serves one whole chunk"
+            )
+        for start, stop in self._cuts(flat):
+            corrected = self.residual[start:stop].add_(flat[start:stop].float())
+            data = out[self.encoded_bytes(start) : self.encoded_bytes(stop)]
+            self.codec.encode(corrected, data)
+            self.codec.decode_add(data, corrected, -1.0)
+            corrected.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self.codec.decode(data, out)
+
+    def decode_add(self, data: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        self.codec.decode_add(data, out, scale)
+
+    def _cuts(self, flat: Tensor) -> list[tuple[int, int]]:
+        """Pieces of whole rows that stay in the CPU's cache over the four passes; a GPU, or a codec without rows, takes all at once."""
+        numel, row = flat.numel(), self.codec.row
+        step = max(1, numel) if row is None or flat.device.type != "cpu" else max(row, BLOCK // row * row)
+        return [(start, min(start + step, numel)) for start in range(0, numel, step)]

@@ -1,0 +1,74 @@
+"""Which transport carries a group, and how its ranks meet."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.comm.alone import Alone
+from shoal.comm.hierarchical import Hierarchical
+from shoal.comm.nccl import Nccl
+from shoal.comm.shm import Shared
+from shoal.comm.sockets import Sockets
+from shoal.comm.transport import Transport
+
+
+def connect(
+    store: dist.Store | None, rank: int, hosts: list[str], device: torch.device, timeout: timedelta
+) -> dict[str, Transport]:
+    """The transports of the group's `rank` by device type: "cpu", and "cuda" where `device` is one. All ranks of the group call it.
+
+    `hosts`: of each rank of the group, what `this_host` says there. `store`: the group's own; None for a group of one.
+    """
+    if len(hosts) == 1:
+        return {"cpu": Alone(), "cuda": Alone()}
+    assert store is not None, "ranks need a store to meet"
+    transports = {"cpu": _connect_cpu(store, rank, hosts, timeout)}
+    if device.type == "cuda":
+        transports["cuda"] = Nccl.open(dist.PrefixStore("nccl", store), rank, len(hosts), timeout)
+    return transports
+
+
+def this_host() -> str:
+    """What tells hosts apart: ranks that have it in common reach each other through shared memory and the loopback network.
+
+    A name may be given twice (clones of one image), and containers share a kernel but not its network: hence three parts.
+    """
+    parts = [socket.gethostname()]
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        lambda: str(Path("/proc/self/ns/net").readlink()),
+    ):
+        try:
+            parts.append(read())
+        except OSError:  # not Linux: the name must do
+            parts.append("")
+    return "/".join(parts)
+
+
+def _connect_cpu(store: dist.Store, rank: int, hosts: list[str], timeout: timedelta) -> Transport:
+    names = list(dict.fromkeys(hosts))
+    if len(names) == 1:
+        return _connect_inside(store, rank, len(hosts), timeout)
+    flat = Sockets(dist.PrefixStore("gloo", store), rank, len(hosts), loopback=False, timeout=timeout)
+    members = [[other for other, host in enumerate(hosts) if host == name] for name in names]
+    if len(names) == len(hosts):
+        return flat
+    here = names.index(hosts[rank])
+    place, local = members[here].index(rank), len(members[here])
+    inside: Transport = Alone()
+    if local > 1:
+        inside = _connect_inside(dist.PrefixStore(f"host{here}", store), place, local, timeout)
+    across = None
+    if place == 0 or len({len(ranks) for ranks in members}) == 1:
+        across = Sockets(dist.PrefixStore(f"place{place}", store), here, len(names), loopback=False, timeout=timeout)
+    return Hierarchical(rank, members, inside, across, flat)
+
+
+def _connect_inside(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Transport:
+    shared = Shared.open(store, rank, size, timeout)
+    return shared or Sockets(dist.PrefixStore("gloo", store), rank, size, loopback=True, timeout=timeout)

@@ -1,0 +1,89 @@
+"""Collectives of GPUs: NCCL's own, ordered on the current stream; the host does not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class Nccl:
+    """See `transport.Transport`. `pg` is a `ProcessGroupNCCL`; see `open`."""
+
+    def __init__(self, pg: Any) -> None:
+        self._pg = pg
+        self.rank, self.size = pg.rank(), pg.size()
+
+    @classmethod
+    def open(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Nccl:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return cls(dist.ProcessGroupNCCL(store, rank, size, options))
+
+    def all_reduce(self, flat: Tensor, op: str) -> None:
+        self._pg.allreduce([flat], _OPS[op]).wait()
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        self._pg._reduce_scatter_base(out, flat, options).wait()
+
+    def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        self._pg._allgather_base(out, flat).wait()
+
+    def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+        self._pg.alltoall_base(out, flat, list(out_splits), list(in_splits)).wait()
+
+    def broadcast(self, flat: Tensor, src: int) -> None:
+        self._pg.broadcast(flat, src).wait()
+
+    def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
+        """An all-to-all in which `src` alone sends, so that one kernel carries all cuts."""
+        cut = out.numel()
+        sends = [cut] * self.size if self.rank == src else [0] * self.size
+        receives = [cut if rank == src else 0 for rank in range(self.size)]
+        self.all_to_all(out, flat if self.rank == src and flat is not None else out.new_empty(0), receives, sends)
+
+    def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
+        """An all-to-all in which `dst` alone receives."""
+        cut = flat.numel()
+        sends = [cut if rank == dst else 0 for rank in range(self.size)]
+        receives = [cut] * self.size if self.rank == dst else [0] * self.size
+        self.all_to_all(out if self.rank == dst and out is not None else flat.new_empty(0), flat, receives, sends)
+
+    def send(self, flat: Tensor, dst: int) -> None:
+        self._pg.send([flat], dst, 0).wait()
+
+    def recv(self, flat: Tensor, src: int) -> None:
+        self._pg.recv([flat], src, 0).wait()
+
+    def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
+        """One NCCL group of a send and a receive: two kernels one after the other would wait for each other in a circle."""
+        if source == target == self.rank:
+            out.copy_(flat)
+            return
+        self._pg._start_coalescing()
+        self._pg.send([flat], target, 0)
+        self._pg.recv([out], source, 0)
+        self._pg._end_coalescing().wait()
+
+    def barrier(self) -> None:
+        """Waits on the host too, unlike the others."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.all_reduce(torch.zeros(1, device=device), "sum")
+        torch.cuda.current_stream(device).synchronize()
+
+    def close(self) -> None:
+        self._pg.shutdown()

@@ -1,0 +1,72 @@
+"""Tensors that lie in shared memory on all ranks, so that collectives read and write them where they are."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import weakref
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.shm_segment import open_segment
+
+Place = tuple[ctypes.Array[ctypes.c_void_p] | None, int]
+"""Each rank's start of an allocation, and a number of allocation and offset, the same for all ranks' tensors that lie at the same place."""
+
+NOWHERE: Place = (None, 0)
+_PAGE = 4096
+_OFFSET_BITS = 40  # as OFFSET in native/shm.c
+
+
+@dataclass(frozen=True)
+class _Allocation:
+    memory: weakref.ref[mmap.mmap]
+    start: int
+    num_bytes: int
+    bases: ctypes.Array[ctypes.c_void_p]
+    number: int
+
+
+class Allocations:
+    """What the `size` ranks of a group have allocated together; this one is `rank`. A rank's part goes with its last tensor there."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._count = 0
+        self._live: list[_Allocation] = []
+        self._starts: list[int] = []
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D tensor on every rank; None on every rank where one of them cannot have it. All ranks call it."""
+        self._count += 1
+        num_bytes = numel * dtype.itemsize
+        stride = math.ceil(num_bytes / _PAGE) * _PAGE
+        store = dist.PrefixStore(f"allocation{self._count}", self._store)
+        segment = open_segment(store, self._rank, self._size, self._size * stride)
+        if segment is None:
+            return None
+        mine = torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=self._rank * stride)
+        starts = [mine.data_ptr() + (rank - self._rank) * stride for rank in range(self._size)]
+        bases = (ctypes.c_void_p * self._size)(*starts)
+        fresh = _Allocation(weakref.ref(segment.memory), mine.data_ptr(), num_bytes, bases, self._count << _OFFSET_BITS)
+        live = [allocation for allocation in self._live if allocation.memory() is not None]
+        self._live = sorted([*live, fresh], key=lambda allocation: allocation.start)
+        self._starts = [allocation.start for allocation in self._live]
+        return mine
+
+    def place(self, flat: Tensor) -> Place:
+        """Where `flat` lies; NOWHERE if it is not in memory that was allocated here."""
+        if not self._live:
+            return NOWHERE
+        start = flat.data_ptr()
+        index = bisect_right(self._starts, start) - 1
+        allocation = self._live[index]
+        offset = start - allocation.start
+        if index < 0 or offset + flat.nbytes > allocation.num_bytes or allocation.memory() is None:
+            return NOWHERE
+        return allocation.bases, allocation.number + offset
