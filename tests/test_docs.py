@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.exchange import algorithm
+from shoal.exchange.named import ALGORITHMS
 from shoal.jobs.config import SECTIONS
 from shoal.jobs.read import load_job
 from shoal.models import PRESETS
@@ -88,3 +90,17 @@ def test_the_rooms_of_the_design_page_are_those_of_the_layers():
     page = (ROOT / "docs" / "design.md").read_text()
     for room in rooms:
         assert f"`{room}/`" in page or f"`{room}.py`" in page, room
+
+
+@pytest.mark.fast
+def test_the_page_of_communication_has_every_algorithm_and_its_parameters():
+    page = (ROOT / "docs" / "communication.md").read_text()
+    rows = {
+        name: line for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert set(rows) == set(ALGORITHMS)
+    for name in ALGORITHMS:
+        alike = [other for other in ALGORITHMS if type(algorithm(other)) is type(algorithm(name))]
+        said = " ".join(rows[other].split("|")[-2] for other in alike)
+        for field in fields(algorithm(name)):
+            assert field.name in ("chunk_bytes", "make") or f"`{field.name}`" in said, f"{name} has {field.name}"

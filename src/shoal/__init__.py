@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shoal.data import open_text
     from shoal.engine import Engine, Evaluation
     from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
+    from shoal.exchange import as_ddp_hook, as_fsdp2
     from shoal.optimizer import decay_matrices_only
     from shoal.plan import Plan
     from shoal.step import StepResult
@@ -27,6 +28,8 @@ _HOME = {
     "StepResult": "shoal.step",
     "TrainingError": "shoal.errors",
     "UserError": "shoal.errors",
+    "as_ddp_hook": "shoal.exchange",
+    "as_fsdp2": "shoal.exchange",
     "decay_matrices_only": "shoal.optimizer",
     "open_text": "shoal.data",
 }
@@ -41,6 +44,8 @@ __all__ = [
     "StepResult",
     "TrainingError",
     "UserError",
+    "as_ddp_hook",
+    "as_fsdp2",
     "decay_matrices_only",
     "lr",
     "open_text",

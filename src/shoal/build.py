@@ -9,6 +9,7 @@ cannot be recorded (a constructor that reads values) is built on the CPU instead
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ _UNINITIALISED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The default generator is the whole process's, and ranks may be threads of one (see comm.simulation)."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class _Record(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu()
         wanted, real = _ref(tensor), dict[int, Tensor]()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.no_grad():
             for position, index in enumerate(self._needed(wanted.storage)):
                 own = next((ref.storage for ref in self._ops[index].outputs if ref.storage in names), None)
                 site = f"{name}#{position}" if own is None else f"{names[own]}#{self._writers[own].index(index)}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,18 @@ from shoal import checkpoint
 from shoal.batchnorm import has_batch_statistics, synchronise
 from shoal.build import build
 from shoal.checkpoint import state
+from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.pieces import Piece
 from shoal.chunks import adopt, make_chunks
-from shoal.chunks.allocate import Private
-from shoal.comm import Lane, World
+from shoal.chunks.allocate import Private, Shared
+from shoal.comm import Group, Lane, World
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.compiling import blocks, compile_blocks
 from shoal.data import Batch, Cursor, IterableSource, map_batches
-from shoal.data.loader import Collate, stack_samples
+from shoal.data.loader import Collate, Order, stack_samples
 from shoal.errors import CheckpointError, UserError
-from shoal.exchange import algorithm
-from shoal.exchange.reducer import Reducer
+from shoal.exchange import Replica, algorithm
+from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.lr import Schedule
@@ -113,7 +115,9 @@ class Engine:
 
         exchange = algorithm(self.plan.exchange)
         options, member = group_options(self.module.named_parameters(), param_groups)
-        self.chunks = make_chunks(self.module, member, self.precision, exchange.chunk_bytes, "dp", Private(self.device))
+        private, shared = Private(self.device), Shared(group, self.device)
+        gradients = shared if exchange.reduces_in_place else private
+        self.chunks = make_chunks(self.module, member, self.precision, exchange.chunk_bytes, "dp", private, gradients)
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self._agree()
@@ -121,20 +125,22 @@ class Engine:
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         if not trainable:
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
-        self._exchange = exchange
         self.optimizer = ChunkOptimizer(optimizer, trainable, self.parameters, options, member)
         self.scheduler = schedule(self.optimizer.torch) if schedule else None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UserError(
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
-        self._lane = Lane(self.device)
+        self._lane = Lane(self.device, self.ledger)
+        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among))
+        self._exchange = exchange
         self._runner = StepRunner(
             self.module,
             loss,
             self.optimizer,
             self.scheduler,
-            Reducer(trainable, self.parameters, group, exchange, self._lane),
+            self.parameters,
+            exchange,
             self._randomness,
             group,
             microbatch=self._microbatch,
@@ -146,20 +152,27 @@ class Engine:
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
 
-    def batches(self, dataset: Any, *, steps: int | None = None, epochs: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self, dataset: Any, *, steps: int | None = None, epochs: int | None = None, cursor: Order | None = None
+    ) -> Iterator[Batch]:
         """The global batches from the engine's step on: `steps` of them, or up to the end of `epochs`, or without end.
 
         A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the epoch's last batch
-        is short. An iterable is read by rank 0 and dispatched; its place is saved in checkpoints.
+        is short. Another order of it may be given as `cursor`, such as `data.BalancedCursor`. An iterable is read by rank 0 and dispatched; its place is saved in checkpoints.
         """
-        for batch in islice(self._endless(dataset, epochs), steps):  # never asks for one more: an iterable's place would move on
+        for batch in islice(
+            self._endless(dataset, epochs, cursor), steps
+        ):  # never asks for one more: an iterable's place would move on
             if epochs is not None and batch.epoch >= epochs:
                 return
             yield batch
 
-    def _endless(self, dataset: Any, epochs: int | None) -> Iterator[Batch]:
+    def _endless(self, dataset: Any, epochs: int | None, cursor: Order | None) -> Iterator[Batch]:
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return map_batches(dataset, Cursor(len(dataset), self.global_batch, self.seed), self.step_index, self._collate)
+            cursor = cursor or Cursor(len(dataset), self.global_batch, self.seed)
+            return map_batches(dataset, cursor, self.step_index, self._collate)
+        if cursor is not None:
+            raise UserError("cursor= orders a map-style dataset; this one is an iterable, which comes as it comes")
         if not isinstance(self._source, IterableSource) or self._source.iterable is not dataset:
             source = IterableSource(dataset, reads=self._group.rank == 0)
             if isinstance(self._source, dict):
@@ -184,10 +197,16 @@ class Engine:
         self.step_index += 1
         return result
 
-    @torch.no_grad()
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
         started = time.perf_counter()
+        with self._as_one(), torch.no_grad():
+            total, count = self._loss_over(dataset, max_batches)
+        if count == 0:
+            raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
+        return Evaluation(total / count, round(count), time.perf_counter() - started)
+
+    def _loss_over(self, dataset: Any, max_batches: int | None) -> tuple[float, float]:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         pieces = microbatches(range(samples), self._microbatch)
         mine = share(len(pieces), self._group.rank, self._group.size)
@@ -200,9 +219,16 @@ class Engine:
             totals += torch.stack([sums.total.double(), sums.count.double()])
         self.module.train()
         total, count = self._group.all_reduce(totals, purpose="evaluation").tolist()
-        if count == 0:
-            raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
-        return Evaluation(total / count, round(count), time.perf_counter() - started)
+        return total, count
+
+    def _drifted(self) -> bool:
+        """Whether the replicas differ now; ends the exchange's background work for the moment."""
+        self._exchange.settle()
+        return self._group.size > 1 and self._exchange.drifts(self.step_index)
+
+    def _as_one(self) -> AbstractContextManager[None]:
+        """Inside, replicas that have drifted apart are their mean."""
+        return mean_of_replicas(self.module, self.chunks, self._group) if self._drifted() else nullcontext()
 
     def objective(self, batch: Batch) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
@@ -227,12 +253,23 @@ class Engine:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
         if this save (or, without waiting, the one before) failed; the last good checkpoint stays."""
         self._runner.settle()
-        self._need_equal_replicas("save")
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
-        pieces = state.pieces(self.module, self.chunks, self.optimizer, self._group.rank, self._group.size)
-        self._writers[path].save(self.step_index, pieces, {**self._extra(), "user": dict(extra or {})}, wait)
+        self._writers[path].save(self.step_index, self._pieces(), {**self._extra(), "user": dict(extra or {})}, wait)
+
+    def _pieces(self) -> list[Piece]:
+        """What this rank writes: its share of what all replicas have alike (or of their mean), and what only it has."""
+        rank, size = self._group.rank, self._group.size
+        states = {name: kept.tensors for name, kept in self._exchange.state().items()}
+        own = state.exchange_pieces(states, rank)
+        if not self._drifted():
+            return own + state.pieces(self.module, self.chunks, self.optimizer, rank, size)
+        own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, rank)]
+        means = mean_of_optimizers(self.optimizer, self._group)
+        with mean_of_replicas(self.module, self.chunks, self._group):
+            pieces = state.pieces(self.module, self.chunks, self.optimizer, rank, size, means)
+            return own + [_copied(piece) for piece in pieces]
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -241,6 +278,8 @@ class Engine:
             "global_batch": self.global_batch,
             "precision": self.precision.name,
             "plan": self.plan.to_dict(),
+            "per_sample": self._runner.per_sample,
+            "replicas": self._group.size if self._drifted() else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
             **state.optimizer_extra(self.optimizer),
@@ -251,7 +290,15 @@ class Engine:
         path = Path(directory)
         if not path.name.startswith("step-"):
             path = self._newest(path)
-        extra = state.restore(path, self.module, self.chunks, self.optimizer)
+        self._exchange.settle()
+        rank, size = self._group.rank, self._group.size
+        # Replicas that had drifted apart go on as they were if there are as many, else all from their mean.
+        own = f"replica.{rank}." if read_manifest(path).extra.get("replicas") == size else ""
+        extra = state.restore(path, self.module, self.chunks, self.optimizer, own)
+        kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
+        if not state.restore_exchange(path, kept, rank, size) and rank == 0:
+            warnings.warn(f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}: it starts anew", stacklevel=2)
+        self._exchange.restored()
         for key, now in (("seed", self.seed), ("global_batch", self.global_batch)):
             if extra[key] != now:
                 warnings.warn(
@@ -260,7 +307,7 @@ class Engine:
                 )
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(state.in_the_form_of(self.scheduler.state_dict(), extra["scheduler"]))
-        self._source = extra["source"]
+        self._source, self._runner.per_sample = extra["source"], extra["per_sample"]
         self.step_index = extra["step"]
         return extra["user"]
 
@@ -282,28 +329,27 @@ class Engine:
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
-        self._need_equal_replicas("export")
-        if self._group.rank == 0:
-            weights = {slot.name: slot.view(chunk.master) for chunk in self.chunks for slot in chunk.slots}
-            saved = self.module.state_dict().keys()
-            weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
-            export_model(self.module, weights, Path(directory))
-        self._group.barrier()
+        with self._as_one():
+            if self._group.rank == 0:
+                weights = {slot.name: slot.view(chunk.master) for chunk in self.chunks for slot in chunk.slots}
+                saved = self.module.state_dict().keys()
+                weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
+                export_model(self.module, weights, Path(directory))
+            self._group.barrier()
         return Path(directory)
-
-    def _need_equal_replicas(self, what: str) -> None:
-        if self._group.size > 1 and not self._exchange.keeps_replicas_equal:
-            raise UserError(
-                f"cannot {what}: under plan.exchange = {self.plan.exchange!r} the replicas have drifted apart; it is for measuring only"
-            )
 
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
         with ExitStack() as stack:  # all of it, whichever of them raises
             stack.callback(self._lane.close)
+            stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
                 stack.callback(writer.close)
+
+    def _among(self, name: str, places: Sequence[int]) -> Group:
+        """A further group of some of the data-parallel ranks, by their places."""
+        return self.world.group(f"dp-{name}", [self._group.ranks[place] for place in places])
 
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
@@ -313,6 +359,10 @@ class Engine:
             for chunk in self.chunks:
                 self._group.broadcast(chunk.master, purpose="weights")
                 chunk.publish()
+
+
+def _copied(piece: Piece) -> Piece:
+    return replace(piece, tensor=piece.tensor.clone())
 
 
 class _Functional:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from shoal.chunks import Chunk
 from shoal.errors import UserError
+from shoal.fused import FlatOptimizer, refusal
+from shoal.fused.optimizer import OptimizerFactory
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any]]
 
 
@@ -43,7 +44,8 @@ class ChunkOptimizer:
     """A torch optimizer over the masters of `chunks`.
 
     `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data. Its
-    `.grad` is a view of the gradient chunk while it updates. `fused` is switched on where the factory takes it and leaves it open.
+    `.grad` is a view of the gradient chunk while it updates. `rows[name]` are those of a sparse gradient that are not zero (None: all), which
+    SparseAdam gets as such; other optimizers do the same with the dense view. `fused` is switched on where the factory takes it and leaves it open.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class ChunkOptimizer:
     ) -> None:
         self._chunks = chunks
         self.parameters: dict[str, nn.Parameter] = {}
+        self.rows: Mapping[str, Tensor | None] = {}
         self._grads: dict[str, Tensor] = {}
         for chunk in chunks:
             assert chunk.grad is not None
@@ -68,7 +71,10 @@ class ChunkOptimizer:
             {"params": [parameter for name, parameter in self.parameters.items() if member[name] == index], **extra}
             for index, extra in enumerate(options)
         ]
-        self.torch = _make(factory, [group for group in groups if group["params"]])
+        groups = [group for group in groups if group["params"]]
+        self.torch = _make(factory, groups)
+        if not _is_fused(self.torch) and refusal(factory, groups) is None:
+            self.torch = FlatOptimizer(factory, groups, chunks, self.parameters)
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
 
@@ -85,6 +91,9 @@ class ChunkOptimizer:
             torch._foreach_mul_([chunk.grad for chunk in self._chunks if chunk.grad is not None], factor)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in untouched else self._grads[name]
+            rows = self.rows.get(name)
+            if rows is not None and parameter.grad is not None and isinstance(self.torch, torch.optim.SparseAdam):
+                parameter.grad = torch.sparse_coo_tensor(rows[None], parameter.grad[rows], parameter.shape, is_coalesced=True)
         self.torch.step()
         for parameter in self.parameters.values():
             parameter.grad = None  # autograd's next gradient must be its own tensor, not a sum into the chunk

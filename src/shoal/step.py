@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shoal.buffers import OtherBuffers
 from shoal.comm import Group
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
+from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
 from shoal.optimizer import ChunkOptimizer
 from shoal.random import Randomness, keyed_functional
@@ -75,6 +77,9 @@ def _describe(value: Any) -> str:
 class StepResult:
     """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
 
+    Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1 otherwise; where only
+    clipping is local, `grad_norm` is.
+
     `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
     count. `lr`: of each optimizer group. `seconds`: of this rank's call.
     """
@@ -86,6 +91,7 @@ class StepResult:
     _totals: Tensor
     _norm: Tensor
     _aux_names: tuple[str, ...] = field(default=())
+    share: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -115,7 +121,8 @@ class StepRunner:
         loss: Loss,
         optimizer: ChunkOptimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-        reducer: Reducer,
+        parameters: Mapping[str, nn.Parameter],
+        algorithm: Algorithm,
         randomness: Randomness,
         group: Group,
         *,
@@ -126,24 +133,28 @@ class StepRunner:
         keyed: bool,
     ) -> None:
         self._module, self._loss = module, loss
-        self._optimizer, self._scheduler, self._reducer, self._randomness = optimizer, scheduler, reducer, randomness
+        self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
+        self._algorithm, self._reducer = algorithm, Reducer(parameters, algorithm)
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._clip, self._device, self._keyed = microbatch, whole, clip, device, keyed
+        self._partners = algorithm.partners
         self._statistics, self._buffers = RunningStatistics(module), OtherBuffers(module)
         self._aux_names: tuple[str, ...] | None = None
-        self._per_sample = 1.0  # counts seen a sample, the expectation for the next step
+        self.per_sample = (
+            1.0  # counts seen a sample, the expectation for the next step; residuals are in its unit, so it is saved
+        )
         self._agreed = False
-        self._reduced_norm = torch.zeros((), dtype=torch.float64)
         self._unread: StepResult | None = None
 
     def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int]:
-        """This rank's microbatches of a global batch, and how many the ranks after it have."""
+        """This rank's microbatches of a global batch, and how many those of its partners have that come after it."""
         if self._whole:
             mine = share(len(ids), self._group.rank, self._group.size)
             return [ids[mine.start : mine.stop]], 0
         pieces = microbatches(ids, self._microbatch)
         mine = share(len(pieces), self._group.rank, self._group.size)
-        return [pieces[i] for i in mine], len(pieces) - mine.stop
+        last = share(len(pieces), self._group.ranks.index(self._partners.ranks[-1]), self._group.size)
+        return [pieces[i] for i in mine], last.stop - mine.stop
 
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
         """The samples `ids` on the device; none of them as a batch of zero samples."""
@@ -156,23 +167,30 @@ class StepRunner:
         started = time.perf_counter()
         self.settle()
         self._module.train()
-        expected = 2.0 ** round(math.log2(max(1.0, self._per_sample * len(batch.ids))))
+        holds = self._algorithm.holds(batch.step)
+        expected = 2.0 ** round(math.log2(max(1.0, self.per_sample * len(batch.ids))))
         mine, after = self.cut(batch.ids)
+        self._algorithm.begin(batch.step)
         totals = self._accumulate(batch, mine, expected)
-        totals, untouched = self._reduce(totals, len(mine), after)
-        norm, factor = self._clip_factor(totals[1], expected)
+        totals, squares, untouched = self._reduce(totals, len(mine), after, holds)
+        norm, factor = self._clip_factor(batch.step, totals[1], squares, expected, holds)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
-        result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or ())
+        samples = len(batch.ids)
+        if holds is Holds.ALONE or self._partners.size < self._group.size:
+            samples = sum(len(ids) for ids in mine) * (1 if holds is Holds.ALONE else self._partners.size)
+        share = samples / len(batch.ids)
+        result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or (), share)
         with self._ledger.span("compute", "optimizer"), torch.no_grad():
-            self._vote_and_apply(result, factor, untouched)
+            self._vote_and_apply(result, factor, untouched, holds)
+            self._algorithm.end(batch.step)
         if self._device.type != "cuda":
-            self._per_sample = max(1e-6, result.tokens / len(batch.ids))
+            self.per_sample = max(1e-6, result.tokens / max(1, samples))
         result.seconds = time.perf_counter() - started
         return result
 
     def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], expected: float) -> Tensor:
         """Backward of each microbatch; returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
-        self._reducer.begin()
+        self._reducer.begin(batch.step)
         self._statistics.begin()
         self._buffers.begin()
         totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
@@ -185,20 +203,22 @@ class StepRunner:
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
                     self._randomness.replay()
+                    totals = self._add(totals, sums)
+                    own_mean = expected / totals[1].clamp(min=1e-300)
                     with self._ledger.span("compute", "backward"):
-                        self._backward(sums, expected, last=index == len(mine) - 1)
+                        self._backward(sums, expected, own_mean if index == len(mine) - 1 else None)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
                 error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(mine)} on this rank: {shapes}")
                 raise
-            totals = self._add(totals, sums)
         return totals
 
-    def _backward(self, sums: Sums, expected: float, last: bool) -> None:
+    def _backward(self, sums: Sums, expected: float, own_mean: Tensor | None) -> None:
+        """`own_mean` turns this rank's sums into its means, known when the last microbatch's count is: then chunks may go."""
         objective = sums.total / expected
         for value in sums.aux.values():
             objective = objective + value * (sums.count / expected)
-        with self._reducer.last_backward() if last else nullcontext():
+        with self._reducer.last_backward(own_mean) if own_mean is not None else nullcontext():
             objective.backward()
 
     def _add(self, totals: Tensor, sums: Sums) -> Tensor:
@@ -213,68 +233,77 @@ class StepRunner:
         row = [sums.total.detach(), sums.count, *(value.detach() * sums.count for value in sums.aux.values())]
         return totals + torch.stack([item.double() for item in row])
 
-    def _reduce(self, totals: Tensor, run_here: int, after: int) -> tuple[Tensor, list[str]]:
-        """The exchange ends, then one ballot carries the sums, rank 0's norm (kernels of unlike hosts may differ in the last bit), which
-        parameters were touched, whether buffers changed, and running statistics.
+    def _reduce(self, totals: Tensor, run_here: int, after: int, holds: Holds) -> tuple[Tensor, Tensor, list[str]]:
+        """The exchange ends, then one ballot carries the sums, the squared norms of the ranks' cuts, which parameters were touched,
+        whether buffers changed, and running statistics. Returns (totals, squared norm of the group's sum, untouched parameters).
 
-        That every rank came to the ballot is the vote that all of them got through the step.
+        That every rank came to the ballot is the vote that all of them got through the step. Replicas that train alone have none.
         """
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
-        if self._group.size == 1:
-            self._reduced_norm = self._norm()
-            return totals, [name for name, seen in self._reducer.touched.items() if not seen]
+        squares = torch.stack(self._reducer.norms).double().square().sum()
+        if self._partners.size == 1 or holds is Holds.ALONE:
+            return totals, squares, [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
-        norm = self._norm() if self._group.rank == 0 else torch.zeros((), dtype=torch.float64, device=self._device)
-        parts = [totals, norm.view(1), flags]
+        parts = [totals, squares.view(1), flags]
         if len(self._statistics) and not self._whole:
             parts.append(self._statistics.term(run_here, after))
-        ballot = self._group.all_reduce(torch.cat(parts), purpose="ballot")
-        totals, norm, flags, *statistics = ballot.split([len(part) for part in parts])
-        self._reduced_norm = norm[0]
+        ballot = self._partners.all_reduce(torch.cat(parts), purpose="ballot")
+        totals, squares, flags, *statistics = ballot.split([len(part) for part in parts])
         if statistics:
             self._statistics.commit(statistics[0])
         if len(self._buffers) and flags[-1] > 0:
-            self._buffers.merge(self._group, run_here)
-        if all(touched):
-            return totals, []
-        return totals, [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
+            self._buffers.merge(self._partners, run_here)
+        untouched = []
+        if not all(touched):
+            untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
+        return totals, squares[0], untouched
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch learns the names of the auxiliary losses from the others."""
         self._agreed = True
-        names = next((n for n in self._group.all_gather_object(self._aux_names) if n is not None), ())
+        names = next((n for n in self._partners.all_gather_object(self._aux_names) if n is not None), ())
         if self._aux_names is None:
             self._aux_names = names
             totals = torch.cat([totals, totals.new_zeros(len(names))])
         return totals
 
-    def _norm(self) -> Tensor:
-        """2-norm of the accumulated, reduced gradients of all chunks."""
-        return torch.linalg.vector_norm(torch.stack(self._reducer.norms).double())
-
-    def _clip_factor(self, count: Tensor, expected: float) -> tuple[Tensor, Tensor]:
-        """The gradient's global norm, and what the accumulated gradients are multiplied with: exact mean and clipping."""
+    def _clip_factor(self, step: int, count: Tensor, squares: Tensor, expected: float, holds: Holds) -> tuple[Tensor, Tensor]:
+        """The gradient's norm, and what the gradient chunks are multiplied with: exact mean and clipping."""
         to_mean = expected / count.clamp(min=1e-300)
-        norm = self._reduced_norm * to_mean
+        if holds is Holds.OWN:
+            to_mean = to_mean * self._partners.size  # the replicas' means, weighted by their counts, average to the group's
+        self._algorithm.exchanged(step, to_mean)
+        if holds is Holds.MEAN or holds is Holds.NOTHING:
+            to_mean = torch.ones_like(to_mean)
+        if holds is Holds.SUM:
+            norm = squares.sqrt() * to_mean
+        else:
+            norms = [torch.linalg.vector_norm(chunk.gradient) for chunk in self._algorithm.replica.chunks]
+            norm = torch.linalg.vector_norm(torch.stack(norms).double()) * to_mean
         if self._clip is None:
             return norm, to_mean
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
 
-    def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str]) -> None:
-        """Applies the update if loss and norm are finite: they are the same bits on every rank, so all vote alike."""
-        if self._device.type == "cuda" and self._optimizer.skips_on_device:
+    def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
+        """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all
+        vote alike."""
+        self._optimizer.rows = self._reducer.rows
+        update = partial(self._algorithm.update, result.step, factor)
+        if holds is Holds.NOTHING:
+            self._require_finite(result)
+        elif self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
             good = torch.isfinite(result._norm) & torch.isfinite(result._totals[0]) & (result._totals[1] > 0)
-            self._optimizer.apply(factor, (~good).float(), untouched)
+            update((~good).float(), untouched)
             self._unread = result
         elif result.tokens == 0:
-            pass  # every label of the global batch is ignored: there is no mean, and nothing to learn from
+            pass  # every label is ignored: there is no mean, and nothing to learn from
         else:
             self._require_finite(result)
-            self._optimizer.apply(factor, None, untouched)
+            update(None, untouched)
         if self._scheduler is not None:
             self._scheduler.step()
 

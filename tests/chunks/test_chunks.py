@@ -66,7 +66,7 @@ def adopted(name: str):
     built, chosen = build(Tied, 0), precision(name)
     device = torch.device("cpu")
     member = {key: 0 for key, _ in built.module.named_parameters()}
-    chunks = make_chunks(built.module, member, chosen, 1 << 20, "dp", Private(device))
+    chunks = make_chunks(built.module, member, chosen, 1 << 20, "dp", Private(device), Private(device))
     return built.module, chunks, adopt(built.module, chunks, built.value, chosen, device)
 
 

@@ -9,23 +9,22 @@ from torch import nn
 from shoal.chunks import Chunk, Slot
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
+from shoal.exchange import Algorithm, Replica
 from shoal.exchange.reducer import Reducer
+from shoal.optimizer import ChunkOptimizer
 
 pytestmark = pytest.mark.fast
-CPU = torch.device("cpu")
+CPU, ONE = torch.device("cpu"), torch.ones(())
 
 
-class Watching:
+class Watching(Algorithm):
     """An algorithm that writes down what it was given."""
-
-    chunk_bytes = 1
 
     def __init__(self) -> None:
         self.given: list[tuple[int, list[float]]] = []
 
-    def run(self, chunk: Chunk, group: object) -> None:
-        assert chunk.grad is not None
-        self.given.append((chunk.index, chunk.grad.tolist()))
+    def reduce(self, chunk: Chunk, own_mean: torch.Tensor) -> None:
+        self.given.append((chunk.index, chunk.gradient.tolist()))
 
 
 def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict[str, nn.Parameter], Lane, list[Chunk]]:
@@ -36,14 +35,16 @@ def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict
         for i, name in enumerate(names)
     ]
     parameters = {name: nn.Parameter(chunk.data) for name, chunk in zip(names, chunks, strict=True)}
-    watching, lane = Watching(), Lane(CPU)
-    return Reducer(chunks, parameters, World.single(CPU).everyone, watching, lane), watching, parameters, lane, chunks
+    optimizer = ChunkOptimizer(torch.optim.SGD, chunks, parameters, [{}], dict.fromkeys(names, 0))
+    world, watching, lane = World.single(CPU), Watching(), Lane(CPU)
+    watching.attach(Replica(chunks, world.everyone, lane, optimizer, lambda name, places: world.group(name, list(places))))
+    return Reducer(parameters, watching), watching, parameters, lane, chunks
 
 
 def test_chunks_go_out_in_order_whatever_arrives_first():
     reducer, watching, p, lane, _ = setting()
-    reducer.begin()
-    with reducer.last_backward():
+    reducer.begin(0)
+    with reducer.last_backward(ONE):
         (p["c"] * 3).backward()
         lane.wait()
         assert watching.given == [], "chunk 2 is full, but chunk 0 is at the front"
@@ -61,9 +62,9 @@ def test_chunks_go_out_in_order_whatever_arrives_first():
 def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
     reducer, watching, p, lane, _ = setting()
     for step in range(2):
-        reducer.begin()
+        reducer.begin(0)
         (p["a"] * 5 + p["b"] * 7).backward()
-        with reducer.last_backward():
+        with reducer.last_backward(ONE):
             (p["a"] * 10).backward()
         reducer.finish()
         assert watching.given[3 * step :] == [(0, [15.0]), (1, [7.0]), (2, [0.0])], (
@@ -78,9 +79,9 @@ def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
 def test_low_precision_gradients_accumulate_in_fp32():
     """256 + 1 is 256 in bf16."""
     reducer, watching, p, lane, _ = setting(torch.bfloat16)
-    reducer.begin()
+    reducer.begin(0)
     (p["a"] * 256).backward()
-    with reducer.last_backward():
+    with reducer.last_backward(ONE):
         (p["a"] * 1).backward()
     reducer.finish()
     assert watching.given[0] == (0, [257.0])
@@ -89,9 +90,9 @@ def test_low_precision_gradients_accumulate_in_fp32():
 
 def test_an_error_of_the_algorithm_is_raised_at_the_end_of_the_step():
     reducer, watching, p, lane, _ = setting()
-    watching.run = lambda chunk, group: (_ for _ in ()).throw(OSError("the cable"))  # type: ignore[method-assign]
-    reducer.begin()
-    with reducer.last_backward():
+    watching.reduce = lambda chunk, own_mean: (_ for _ in ()).throw(OSError("the cable"))  # type: ignore[method-assign]
+    reducer.begin(0)
+    with reducer.last_backward(ONE):
         (p["a"] * 1).backward()
     with pytest.raises(OSError, match="the cable"):
         reducer.finish()

@@ -35,7 +35,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(quick, make_job, tmp_path):
 def test_the_timeline_has_every_rank(make_job, tmp_path):
     run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], make_job())
     spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
-    assert {(span["rank"], span["lane"]) for span in spans} == {(0, "compute"), (1, "compute"), (0, "comm"), (1, "comm")}
+    assert {(span["rank"], span["lane"]) for span in spans} >= {(0, "compute"), (1, "compute"), (0, "comm"), (1, "comm")}
+    assert {span["lane"] for span in spans} <= {"compute", "comm", "wait", "queue"}
 
 
 def stop_of(world: World, who: int, seconds: float | None) -> tuple[int, str | None, int | None]:

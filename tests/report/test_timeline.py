@@ -30,7 +30,16 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     log = TimelineLog(tmp_path / "timeline.jsonl")
     log.write([span("comm", 1.0, 3.0, name="chunk 0", bytes=8)])
     log.close()
-    expected = {"step": 1, "rank": 0, "lane": "comm", "name": "chunk 0", "start": 1.0, "seconds": 2.0, "bytes": 8}
+    expected = {
+        "step": 1,
+        "rank": 0,
+        "lane": "comm",
+        "name": "chunk 0",
+        "start": 1.0,
+        "seconds": 2.0,
+        "bytes": 8,
+        "phase": "compute",
+    }
     assert json.loads((tmp_path / "timeline.jsonl").read_text()) == expected
 
 
@@ -65,10 +74,11 @@ def test_the_chrome_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
     trace = to_chrome_trace([span("compute", 5.0, 5.25, name="forward"), span("comm", 5.5, 6.0, rank=1, name="chunk", bytes=8)])
     events = json.loads(json.dumps(trace))["traceEvents"]
     names = {(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    assert names == {(0, 0, "compute"), (0, 1, "comm"), (1, 0, "compute"), (1, 1, "comm")}
+    lanes = ("compute", "comm", "wait", "queue")
+    assert names == {(rank, thread, lane) for rank in (0, 1) for thread, lane in enumerate(lanes)}
     complete = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
     assert complete == [
-        ("forward", 0, 0, 0, 250_000, {"step": 1, "bytes": 0}),
-        ("chunk", 1, 1, 500_000, 500_000, {"step": 1, "bytes": 8}),
+        ("forward", 0, 0, 0, 250_000, {"step": 1, "bytes": 0, "phase": "compute"}),
+        ("chunk", 1, 1, 500_000, 500_000, {"step": 1, "bytes": 8, "phase": "compute"}),
     ]
     assert to_chrome_trace([])["traceEvents"] == []

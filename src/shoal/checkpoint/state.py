@@ -3,6 +3,8 @@
 model.<parameter>          the master, fp32 (fp64 under fp64)
 buffer.<buffer>            as it is
 optim.<parameter>.<key>    optimizer state, floating ones at least fp32
+replica.<r>.model ...      what replica r of those that have drifted apart has itself; the names without it then are means
+exchange.<r>.<state>.<parameter>   what replica r's exchange algorithm keeps
 extra["groups"]            options of each optimizer group with its members, by name
 extra["optim"]             optimizer state that is not a tensor
 """
@@ -27,20 +29,54 @@ _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 """Options that say how an optimizer runs here, not what it computes: never taken from a checkpoint."""
 
 
-def pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int, size: int) -> list[Piece]:
-    """What `rank` of `size` replicas writes. Raises UserError for a parameter that something has moved out of its chunk."""
+def pieces(
+    module: nn.Module,
+    chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer,
+    rank: int,
+    size: int,
+    means: Mapping[tuple[str, str], Tensor] | None = None,
+) -> list[Piece]:
+    """What `rank` of `size` equal replicas writes; `means` stands in for the state of optimizers that are not equal. Raises UserError
+    for a parameter that something has moved out of its chunk."""
     for chunk in chunks:
         for slot in chunk.slots:
             if module.get_parameter(slot.name).data_ptr() != slot.view(chunk.data).data_ptr():
                 raise UserError(
                     f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
                 )
-    named = [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
-    for name, parameter in optimizer.parameters.items():
-        for key, value in optimizer.torch.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                named.append((f"optim.{name}.{key}", _canonical(value)))
+    states = means if means is not None else _optimizer_tensors(optimizer)
+    named = [*_state(module, chunks), *((f"optim.{name}.{key}", _canonical(value)) for (name, key), value in states.items())]
     return [piece for name, tensor in named for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
+
+
+def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int) -> list[Piece]:
+    """What `rank` alone has of replicas that have drifted apart."""
+    named = [*_state(module, chunks)]
+    named += [(f"optim.{name}.{key}", _canonical(value)) for (name, key), value in _optimizer_tensors(optimizer).items()]
+    return [_whole(f"replica.{rank}.{name}", tensor) for name, tensor in named]
+
+
+def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], rank: int) -> list[Piece]:
+    """What the exchange algorithm of `rank` keeps, by state and parameter."""
+    return [_whole(f"exchange.{rank}.{state}.{name}", t) for state, tensors in states.items() for name, t in tensors.items()]
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    return Piece(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), _canonical(tensor.detach()))
+
+
+def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
+    return [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
+
+
+def _optimizer_tensors(optimizer: ChunkOptimizer) -> dict[tuple[str, str], Tensor]:
+    return {
+        (name, key): value
+        for name, parameter in optimizer.parameters.items()
+        for key, value in optimizer.torch.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
@@ -73,13 +109,17 @@ def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:
     return {"groups": groups, "optim": {name: values for name, values in plain.items() if values}}
 
 
-def restore(path: Path, module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | None) -> dict[str, Any]:
-    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`."""
-    wants = [Want(name, tuple(t.shape), Box.whole(tuple(t.shape)), t) for name, t in _model(chunks)]
-    wants += [Want(f"buffer.{name}", tuple(t.shape), Box.whole(tuple(t.shape)), t) for name, t in _persistent_buffers(module)]
-    states = _empty_states(path, optimizer) if optimizer is not None else {}
+def restore(
+    path: Path, module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | None, own: str = ""
+) -> dict[str, Any]:
+    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`.
+
+    `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
+    """
+    wants = [_want(own + name, tensor) for name, tensor in _state(module, chunks)]
+    states = _empty_states(path, optimizer, own) if optimizer is not None else {}
     for name, values in states.items():
-        wants += [Want(f"optim.{name}.{key}", tuple(t.shape), Box.whole(tuple(t.shape)), t) for key, t in values.items()]
+        wants += [_want(f"{own}optim.{name}.{key}", tensor) for key, tensor in values.items()]
     with torch.no_grad():
         extra = load(path, wants)
         for chunk in chunks:
@@ -87,6 +127,31 @@ def restore(path: Path, module: nn.Module, chunks: Sequence[Chunk], optimizer: C
     if optimizer is not None:
         _put_back(optimizer, states, extra)
     return extra
+
+
+def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], rank: int, size: int) -> bool:
+    """Reads {state: (tensors by parameter, what a resize does: "split", "whole" or "mean")} of an exchange algorithm in place.
+
+    False, and nothing is read, where the checkpoint holds none of them: it was written under another algorithm, or before it had any.
+    """
+    saved = tensor_shapes(path)
+    before = 1 + max((int(name.split(".")[1]) for name in saved if name.startswith("exchange.")), default=-1)
+    if any(f"exchange.0.{state}.{name}" not in saved for state, (tensors, _) in states.items() for name in tensors):
+        return False
+    for state, (tensors, on_resize) in states.items():
+        if before == size:
+            load(path, [_want(f"exchange.{rank}.{state}.{name}", tensor) for name, tensor in tensors.items()])
+            continue
+        parts = {"split": size, "whole": 1, "mean": before}[on_resize]
+        for name, tensor in tensors.items():
+            each = [torch.empty_like(tensor) for _ in range(before)]
+            load(path, [_want(f"exchange.{r}.{state}.{name}", into) for r, into in enumerate(each)])
+            tensor.copy_(torch.stack(each).sum(0) / parts)
+    return True
+
+
+def _want(name: str, into: Tensor) -> Want:
+    return Want(name, tuple(into.shape), Box.whole(tuple(into.shape)), into)
 
 
 def _model(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
@@ -104,12 +169,12 @@ def _canonical(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
-def _empty_states(path: Path, optimizer: ChunkOptimizer) -> dict[str, dict[str, Tensor]]:
+def _empty_states(path: Path, optimizer: ChunkOptimizer, own: str) -> dict[str, dict[str, Tensor]]:
     """Tensors to read the saved optimizer state into, by parameter and key."""
     shapes = tensor_shapes(path)
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in optimizer.parameters.items():
-        prefix = f"optim.{name}."
+        prefix = f"{own}optim.{name}."
         for key, shape in shapes.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")

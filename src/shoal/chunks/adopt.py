@@ -17,12 +17,18 @@ from shoal.precision import Precision
 
 
 def make_chunks(
-    module: nn.Module, member: Mapping[str, int], precision: Precision, chunk_bytes: int, group: str, allocate: Allocator
+    module: nn.Module,
+    member: Mapping[str, int],
+    precision: Precision,
+    chunk_bytes: int,
+    group: str,
+    allocate: Allocator,
+    gradients: Allocator,
 ) -> list[Chunk]:
     """Chunks for the parameters of `module`, last registered first, since their gradients are ready first.
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its
-    gradient is complete.
+    gradient is complete. `gradients` allocates the flat gradients, `allocate` the rest.
     """
     owners = {
         f"{prefix}.{name}".lstrip("."): owner
@@ -32,11 +38,22 @@ def make_chunks(
     order = []
     for name, parameter in reversed(list(module.named_parameters())):
         dtype = precision.parameter_dtype(parameter.dtype, owners[name])
-        key = ChunkKey(dtype, group, member[name], parameter.requires_grad)
+        rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
+        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
         order.append((name, parameter.shape, key))
     cut = assign(order, chunk_bytes, precision.grad.itemsize)
     return [
-        Chunk(index, slots, key.dtype, _master(key.dtype, precision), precision.grad, key.trainable, allocate)
+        Chunk(
+            index,
+            slots,
+            key.dtype,
+            _master(key.dtype, precision),
+            precision.grad,
+            key.trainable,
+            allocate,
+            gradients,
+            bool(key.sparse),
+        )
         for index, (key, slots) in enumerate(cut)
     ]
 

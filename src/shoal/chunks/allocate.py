@@ -1,4 +1,4 @@
-"""Where a chunk's bytes come from. Private storage belongs to this process alone."""
+"""Where a chunk's bytes come from. Private storage belongs to this process alone; shared storage is what a group reduces in place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from shoal.comm import Group
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
@@ -25,3 +27,14 @@ class Private:
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+
+class Shared:
+    """Storage that the ranks of `group` see, where its transport has such memory; private storage elsewhere. All ranks allocate alike."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._group, self._private = group, Private(device)
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
+        shared = self._group.allocate(numel, dtype) if self._private.device.type == "cpu" else None
+        return self._private(numel, dtype) if shared is None else shared

@@ -12,12 +12,14 @@ from shoal.chunks.chunk import Slot, aligned
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What the parameters of one chunk share. `group` names the ranks that hold it, `options` its optimizer group."""
+    """What the parameters of one chunk share. `group` names the ranks that hold it, `options` its optimizer group. `sparse`: the name of
+    a parameter whose gradient is rows (nn.Embedding with sparse=True), which is alone in its chunk."""
 
     dtype: torch.dtype
     group: str
     options: int
     trainable: bool
+    sparse: str | None = None
 
 
 def assign(

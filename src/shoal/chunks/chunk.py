@@ -37,7 +37,8 @@ class Slot:
 
 
 class Chunk:
-    """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master."""
+    """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master. Of a `sparse` one autograd gives
+    rows of the gradient of its only parameter."""
 
     def __init__(
         self,
@@ -48,18 +49,38 @@ class Chunk:
         grad_dtype: torch.dtype,
         trainable: bool,
         allocate: Allocator,
+        allocate_gradient: Allocator | None = None,
+        sparse: bool = False,
     ) -> None:
-        self.index, self.slots, self.trainable = index, slots, trainable
+        self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel
         self.data = allocate(self.size, dtype)
         self.master = self.data if not trainable or master_dtype == dtype else allocate(self.size, master_dtype)
-        self.grad = allocate(self.size, grad_dtype) if trainable else None
+        self.grad = (allocate_gradient or allocate)(self.size, grad_dtype) if trainable else None
+
+    @classmethod
+    def of_gradient(cls, index: int, slots: tuple[Slot, ...], flat: Tensor) -> Chunk:
+        """A chunk whose gradient is `flat`, storage of somebody else that is laid out as `slots`; it has neither data nor master."""
+        chunk = cls(index, slots, flat.dtype, flat.dtype, flat.dtype, True, lambda numel, dtype: flat)
+        chunk.data = chunk.master = flat.new_empty(0)
+        return chunk
+
+    @property
+    def gradient(self) -> Tensor:
+        """`grad` of a trainable chunk."""
+        assert self.grad is not None, "a frozen chunk has no gradient"
+        return self.grad
 
     @property
     def nbytes(self) -> int:
         """Bytes of data, gradient and master together."""
         parts = [self.data] if self.master is self.data else [self.data, self.master]
         return sum(part.nbytes for part in parts + ([self.grad] if self.grad is not None else []))
+
+    def clear_padding(self, flat: Tensor) -> None:
+        """Makes the gaps between slots zero again in `flat`, laid out as this chunk, after something lossy has gone over all of it."""
+        for slot, following in zip(self.slots, self.slots[1:], strict=False):
+            flat[slot.offset + slot.numel : following.offset].zero_()
 
     def publish(self) -> None:
         """Casts the updated master into what the module sees; nothing to do where they are one."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from shoal.chunks import Chunk
-from shoal.comm import Group
+from shoal.exchange.algorithm import Algorithm
 
 
-@dataclass(frozen=True)
-class AllReduce:
+@dataclass
+class AllReduce(Algorithm):
     """One all-reduce a chunk, in the gradient's own precision."""
 
     chunk_bytes: int = 25 * 2**20
-    keeps_replicas_equal: ClassVar[bool] = True
+    reduces_in_place: ClassVar[bool] = True
 
-    def run(self, chunk: Chunk, group: Group) -> None:
-        """Sums `chunk.grad` over `group`, in place."""
-        assert chunk.grad is not None
-        group.all_reduce(chunk.grad, purpose=f"gradients {chunk.index}")
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")

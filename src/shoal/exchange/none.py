@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from shoal.chunks import Chunk
-from shoal.comm import Group
+from shoal.exchange.algorithm import Algorithm, Holds
 
 
-@dataclass(frozen=True)
-class NoExchange:
-    """Leaves the gradients of this rank's own samples as they are."""
+@dataclass
+class NoExchange(Algorithm):
+    """Leaves the gradients of this rank's own samples as they are, and sends nothing at all."""
 
     chunk_bytes: int = 25 * 2**20
-    keeps_replicas_equal: ClassVar[bool] = False
 
-    def run(self, chunk: Chunk, group: Group) -> None:
-        """Does nothing."""
+    def holds(self, step: int) -> Holds:
+        return Holds.ALONE
+
+    def drifts(self, step: int) -> bool:
+        return step > 0

@@ -6,59 +6,57 @@ let go: one pass over memory, with the cast to the chunk's dtype in it, and noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk
-from shoal.comm import Group, Lane
 from shoal.errors import UserError
-
-if TYPE_CHECKING:
-    from shoal.exchange import Algorithm
+from shoal.exchange.algorithm import Algorithm, Holds
+from shoal.exchange.rows import add_rows, clear, sum_rows
 
 
 class Reducer:
     """Watches each parameter's gradient; a chunk is handed over when all its parameters are in and it is at the front.
 
-    `touched[name]` says whether any backward of this step reached the parameter here. `norms` are the reduced chunks' 2-norms,
-    taken on the lane while the chunk is still in the cache.
+    `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `norms`
+    are the 2-norms of this rank's cut of each, taken on the lane while the chunk is still in the cache: the ranks share that work. `rows[name]`
+    are the rows of a sparse chunk's gradient that are not zero, None for all.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        parameters: Mapping[str, torch.nn.Parameter],
-        group: Group,
-        algorithm: Algorithm,
-        lane: Lane,
-    ) -> None:
-        self._chunks, self._group, self._algorithm, self._lane = chunks, group, algorithm, lane
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm) -> None:
+        replica = algorithm.replica
+        self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
         self.touched: dict[str, bool] = {}
+        self.rows: dict[str, Tensor | None] = {}
         self.norms: list[Tensor] = []
-        self._armed = False
+        self._armed = self._sums = False
         self._missing: list[set[str]] = []
         self._front = 0
-        for place, chunk in enumerate(chunks):
+        self._own_mean = torch.ones(())
+        for place, chunk in enumerate(self._chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                assert chunk.grad is not None
-                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name, slot.view(chunk.grad)))
+                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name, slot.view(chunk.gradient)))
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """A new step: nothing has been touched, whatever the chunks hold is of the step before."""
+        for chunk in self._chunks:
+            if chunk.sparse:
+                clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
+        self.rows = {chunk.slots[0].name: torch.empty(0, dtype=torch.int64) for chunk in self._chunks if chunk.sparse}
         self.touched = dict.fromkeys(self.touched, False)
         self._missing = [{slot.name for slot in chunk.slots} for chunk in self._chunks]
-        self.norms = [torch.empty(0)] * len(self._chunks)
+        self.norms = [torch.zeros((), device=chunk.gradient.device) for chunk in self._chunks]
+        self._sums = self._algorithm.holds(step) is Holds.SUM
         self._front = 0
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
-        """Inside, a chunk that is complete is exchanged while backward goes on."""
-        self._armed = True
+    def last_backward(self, own_mean: Tensor) -> Iterator[None]:
+        """Inside, a chunk that is complete is exchanged while backward goes on. `own_mean` turns this rank's sums into its means."""
+        self._armed, self._own_mean = True, own_mean
         try:
             yield
         finally:
@@ -69,9 +67,8 @@ class Reducer:
         for chunk, missing in zip(self._chunks, self._missing, strict=True):
             missing.clear()
             for slot in chunk.slots:
-                if not self.touched[slot.name]:
-                    assert chunk.grad is not None
-                    slot.view(chunk.grad).zero_()
+                if not self.touched[slot.name] and not chunk.sparse:
+                    slot.view(chunk.gradient).zero_()
         self._advance()
         self._lane.wait()
 
@@ -79,7 +76,13 @@ class Reducer:
         @torch.no_grad()
         def arrived(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if self.touched[name]:
+            if parameter.grad.is_sparse:
+                self.rows[name] = add_rows(view, parameter.grad, self.rows[name])
+                self.touched[name] = True
+            elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
+                self.rows[name], self.touched[name] = None, True
+                view.add_(parameter.grad)
+            elif self.touched[name]:
                 view.add_(parameter.grad)
             else:
                 view.copy_(parameter.grad)
@@ -101,10 +104,17 @@ class Reducer:
         while self._front < len(self._chunks) and not self._missing[self._front]:
             place = self._front
             self._front += 1
-            self._lane.submit(lambda place=place: self._exchange(place))  # type: ignore[misc]
+            self._lane.submit(partial(self._exchange, place), f"chunk {self._chunks[place].index}")
 
     def _exchange(self, place: int) -> None:
         chunk = self._chunks[place]
-        assert chunk.grad is not None
-        self._algorithm.run(chunk, self._group)
-        self.norms[place] = torch.linalg.vector_norm(chunk.grad)
+        if chunk.sparse and self._sums:
+            slot = chunk.slots[0]
+            self.rows[slot.name] = sum_rows(
+                slot.view(chunk.gradient), self.rows[slot.name], self._group, f"gradients {chunk.index}"
+            )
+        else:
+            self._algorithm.reduce(chunk, self._own_mean)
+        if self._sums:
+            start, stop = (chunk.size * rank // self._group.size for rank in (self._group.rank, self._group.rank + 1))
+            self.norms[place] = torch.linalg.vector_norm(chunk.gradient[start:stop])

@@ -118,6 +118,7 @@ class Recorder:
 
     def _read(self) -> None:
         result, samples, seconds = self._unread.popleft()
+        tokens = round(result.tokens / (result.share or 1.0))
         share = flops.mfu(self._flops_per_sample * samples, seconds, self._peak) if self._flops_per_sample else None
         record = StepRecord(
             step=result.step + 1,
@@ -125,9 +126,9 @@ class Recorder:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=result.lr[0],
-            tokens=result.tokens,
+            tokens=tokens,
             seconds=seconds,
-            tokens_per_second=result.tokens / seconds,
+            tokens_per_second=tokens / seconds,
             mfu=share,
             memory_bytes=self._memory.read().bytes,
             time=time.time(),

@@ -31,11 +31,12 @@ class Recording:
             Span(
                 step=span.step + 1,
                 rank=group.rank,
-                lane=cast(Literal["compute", "comm"], span.lane),
+                lane=cast(Literal["compute", "comm", "wait", "queue"], span.lane),
                 name=span.name,
                 start=span.start,
                 seconds=span.seconds,
                 bytes=span.payload,
+                phase=span.phase,
             )
             for span in self._engine.ledger.take()
         ]

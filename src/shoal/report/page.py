@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,25 +15,31 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from . import figures, units
 from .figures import Chart
 from .metrics import RunRecords, read_metrics, summarize
-from .timeline import Span, overlap, read_timeline
+from .timeline import LANES, Span, overlap, read_timeline, to_chrome_trace
 
 TIMELINE_STEPS = 3
 SAMPLES = 6
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draws `run_dir`/report.html from metrics.jsonl and timeline.jsonl, and returns its path.
+    """Draws `run_dir`/report.html from metrics.jsonl and timeline.jsonl, and returns its path. The timeline also becomes trace.json, for
+    chrome://tracing and Perfetto.
 
     The run may be empty, going on, killed or finished. Raises UserError when the directory holds no metrics.jsonl.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
-    html = render(run_dir.resolve().name, records, read_timeline(run_dir / "timeline.jsonl"))
-    path = run_dir / "report.html"
-    # A browser that reloads while the run goes on never sees half a page.
-    temporary = path.with_suffix(".html.tmp")
+    spans = read_timeline(run_dir / "timeline.jsonl")
+    if spans:
+        _put(run_dir / "trace.json", json.dumps(to_chrome_trace(spans)))
+    return _put(run_dir / "report.html", render(run_dir.resolve().name, records, spans))
+
+
+def _put(path: Path, text: str) -> Path:
+    """Replaces the file at once: who reads it while the run goes on never sees half of it."""
+    temporary = path.with_suffix(f"{path.suffix}.tmp")
     # What a model writes may hold half a character, which UTF-8 has no bytes for.
-    temporary.write_text(html, encoding="utf-8", errors="replace")
+    temporary.write_text(text, encoding="utf-8", errors="replace")
     os.replace(temporary, path)
     return path
 
@@ -43,7 +50,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span]) -> str:
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
     environment.filters |= filters
-    recorded = _last_recorded(spans)
+    recorded = _last_recorded([span for span in spans if span.lane in LANES])
     return environment.get_template("page.html").render(
         name=name,
         records=records,

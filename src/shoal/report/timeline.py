@@ -10,21 +10,26 @@ from typing import Any, Literal
 from .jsonl import encode_lines, open_for_append, read_lines
 
 LANES = ("compute", "comm")
+"""Lanes of work, which the page draws."""
+
+TRACE_LANES = (*LANES, "wait", "queue")
+"""Those of the trace: also the trainer waiting for communication, and work lying in the queue of a lane (one span each, overlapping)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """One piece of work. `start` is Unix time in seconds, so that the ranks of a step stand beside each other; `bytes` is what
-    a collective carries, 0 for compute.
+    a collective carries, 0 for compute. `phase` says what a span of communication is: transfer, encode, decode, queue, wait.
     """
 
     step: int
     rank: int
-    lane: Literal["compute", "comm"]
+    lane: Literal["compute", "comm", "wait", "queue"]
     name: str
     start: float
     seconds: float
     bytes: int = 0
+    phase: str = "compute"
 
     @property
     def stop(self) -> float:
@@ -57,7 +62,7 @@ def read_timeline(path: Path | str) -> list[Span]:
     names = {field.name for field in fields(Span)}
     kept: dict[int, list[Span]] = {}
     for line in read_lines(path)[0]:
-        if set(line) != names or line["lane"] not in LANES:
+        if set(line) | {"phase"} != names or line["lane"] not in TRACE_LANES:
             continue
         span = Span(**line)
         of_rank = kept.setdefault(span.rank, [])
@@ -84,6 +89,7 @@ class StepOverlap:
 
 def overlap(spans: Sequence[Span]) -> StepOverlap:
     """How much of the communication of one step is hidden behind compute. `spans` are those of that step, at least one."""
+    spans = [span for span in spans if span.lane in LANES]
     ranks = sorted({span.rank for span in spans})
     compute = comm = both = 0.0
     for rank in ranks:
@@ -127,7 +133,7 @@ def to_chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     labels: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
         labels.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for thread, lane in enumerate(LANES):
+        for thread, lane in enumerate(TRACE_LANES):
             labels.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": lane}})
     events = [
         {
@@ -135,10 +141,10 @@ def to_chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             "name": span.name,
             "cat": span.lane,
             "pid": span.rank,
-            "tid": LANES.index(span.lane),
+            "tid": TRACE_LANES.index(span.lane),
             "ts": (span.start - origin) * 1e6,
             "dur": span.seconds * 1e6,
-            "args": {"step": span.step, "bytes": span.bytes},
+            "args": {"step": span.step, "bytes": span.bytes, "phase": span.phase},
         }
         for span in spans
     ]

@@ -1,0 +1,113 @@
+"""Adasum (https://arxiv.org/abs/2006.02924): gradients that agree are averaged, gradients that are orthogonal are added.
+
+    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,   a parameter at a time, products in fp64; with |a| = 0 it is b
+
+over a binary tree of replicas. Vectors are halved level by level (recursive halving, distance doubling), so that a rank sends 2 (W-1)/W of
+them; the products of a level are summed over the ranks that hold the pieces. Ranks beyond the largest power of two hand their
+gradient to a partner first and get the result from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.chunks.chunk import Slot
+from shoal.comm import Group
+from shoal.exchange.algorithm import Algorithm, Holds
+
+
+@dataclass
+class Adasum(Algorithm):
+    """Combines the replicas' mean gradients. The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is
+    usual."""
+
+    chunk_bytes: int = 25 * 2**20
+
+    def holds(self, step: int) -> Holds:
+        return Holds.MEAN
+
+    @torch.no_grad()
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        chunk.gradient.mul_(own_mean)
+        adasum(chunk.gradient, chunk.slots, self.replica.group, f"gradients {chunk.index}")
+
+
+def adasum(flat: Tensor, slots: tuple[Slot, ...], group: Group, purpose: str) -> None:
+    """Replaces `flat`, laid out in `slots`, by the Adasum over `group`, the same bits on every rank."""
+    rank, size = group.rank, group.size
+    paired = 1 << (size.bit_length() - 1)
+    if rank >= paired:
+        group.send(flat, rank - paired, purpose=purpose)
+        group.recv(flat, rank - paired, purpose=purpose)
+        return
+    if rank + paired < size:
+        other = torch.empty_like(flat)
+        group.recv(other, rank + paired, purpose=purpose)
+        _combine(flat, flat, other, _products(flat, other, slots, 0), slots, 0)
+    mine = _halve(flat, slots, group, paired, purpose)
+    _gather(flat, mine, group, paired, purpose)
+    if rank + paired < size:
+        group.send(flat, rank + paired, purpose=purpose)
+
+
+def _halve(flat: Tensor, slots: tuple[Slot, ...], group: Group, paired: int, purpose: str) -> list[tuple[int, int, int]]:
+    """Level by level combines half of the own range with the partner's; returns each level's (start, middle, stop)."""
+    start, stop, distance, levels = 0, flat.numel(), 1, []
+    while distance < paired:
+        partner, middle = group.rank ^ distance, (start + stop) // 2
+        levels.append((start, middle, stop))
+        low = not group.rank & distance
+        kept, given = (slice(start, middle), slice(middle, stop)) if low else (slice(middle, stop), slice(start, middle))
+        other = torch.empty_like(flat[kept])
+        group.exchange(other, partner, flat[given], partner, purpose=purpose)
+        a, b = (flat[kept], other) if low else (other, flat[kept])
+        products = _products(a, b, slots, kept.start)
+        step = 1
+        while step <= distance:  # the products of all pieces, summed over the block of ranks that hold them
+            theirs = torch.empty_like(products)
+            group.exchange(theirs, group.rank ^ step, products, group.rank ^ step, purpose=purpose)
+            products = products + theirs
+            step *= 2
+        _combine(flat[kept], a, b, products, slots, kept.start)
+        start, stop = kept.start, kept.stop
+        distance *= 2
+    return levels
+
+
+def _gather(flat: Tensor, levels: list[tuple[int, int, int]], group: Group, paired: int, purpose: str) -> None:
+    """The way back: partners give each other the half that they combined."""
+    distance = paired // 2
+    for start, middle, stop in reversed(levels):
+        low = not group.rank & distance
+        mine, theirs = (slice(start, middle), slice(middle, stop)) if low else (slice(middle, stop), slice(start, middle))
+        group.exchange(flat[theirs], group.rank ^ distance, flat[mine], group.rank ^ distance, purpose=purpose)
+        distance //= 2
+
+
+def _products(a: Tensor, b: Tensor, slots: tuple[Slot, ...], start: int) -> Tensor:
+    """a.b, a.a, b.b of each slot's part of the range that begins at `start`, fp64 [slots, 3]."""
+    rows = []
+    for part in _parts(slots, start, start + a.numel()):
+        x, y = a[part].double(), b[part].double()
+        rows.append(torch.stack([x @ y, x @ x, y @ y]))
+    return torch.stack(rows)
+
+
+def _combine(out: Tensor, a: Tensor, b: Tensor, products: Tensor, slots: tuple[Slot, ...], start: int) -> None:
+    tiny = torch.finfo(torch.float64).tiny ** 0.5
+    for part, (ab, aa, bb) in zip(_parts(slots, start, start + a.numel()), products.tolist(), strict=True):
+        of_a = 1 - ab / (2 * aa) if aa >= tiny else 1.0
+        of_b = 1 - ab / (2 * bb) if bb >= tiny else 1.0
+        out[part] = a[part] * of_a + b[part] * of_b
+
+
+def _parts(slots: tuple[Slot, ...], start: int, stop: int) -> list[slice]:
+    """Each slot's part of [start, stop), relative to `start`; empty where it lies outside."""
+    return [
+        slice(min(max(slot.offset, start), stop) - start, max(min(slot.offset + slot.numel, stop), start) - start)
+        for slot in slots
+    ]

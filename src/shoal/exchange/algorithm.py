@@ -1,0 +1,127 @@
+"""What a data-parallel algorithm is: plain blocking code at a few places of the step, the same file for every transport.
+
+    begin(step)                  before the forward
+    reduce(chunk, own_mean)      on the lane, chunk by chunk in order, while the last backward goes on
+    exchanged(step, to_mean)     after backward and ballot
+    update(step, ...)            the local update
+    end(step)                    after it
+
+What the gradient chunks hold then, `holds(step)` says, and with it who clips and votes: the group together or each replica alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm import Group, Lane
+from shoal.optimizer import ChunkOptimizer
+
+
+class Holds(Enum):
+    """What the gradient chunks hold when the update comes."""
+
+    SUM = "the sum over the samples of the whole group: one mean, one norm, one clipping, one vote"
+    OWN = "the sum over this replica's samples, weighted by the group's count: clipped and voted on alone"
+    ALONE = "the same, weighted by this replica's own count: nothing of the step is shared"
+    MEAN = "a finished mean, the same on every replica"
+    NOTHING = "no gradient yet: the step updates nothing"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What an algorithm works on: one replica's trainable chunks and its place among the others.
+
+    `group` serves `reduce`, one operation after the other on the lane. `background(name)` is another group of the same ranks for work
+    that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them.
+    """
+
+    chunks: Sequence[Chunk]
+    group: Group
+    lane: Lane
+    optimizer: ChunkOptimizer
+    among: Callable[[str, Sequence[int]], Group]
+
+    def background(self, name: str) -> Group:
+        return self.among(name, range(self.group.size))
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors of an algorithm by parameter name, each of its parameter's shape or its own. When the number of replicas changes, a replica
+    starts with an equal part of their sum ("split", for error feedback), with the whole sum, or with their mean."""
+
+    tensors: Mapping[str, Tensor]
+    on_resize: Literal["split", "whole", "mean"]
+
+
+class Algorithm:
+    """How replicas agree. Parameters are the dataclass fields of each algorithm; `attach` makes its state.
+
+    `chunk_bytes` is the gradient size at which a chunk is closed: what the algorithm likes to send at once.
+    """
+
+    chunk_bytes: int = 25 * 2**20
+    reduces_in_place: ClassVar[bool] = False
+    """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in memory that the group shares, where there is such."""
+    replica: Replica
+
+    def attach(self, replica: Replica) -> None:
+        """Called once by every replica, with equal weights, before the first step."""
+        self.replica = replica
+
+    @property
+    def partners(self) -> Group:
+        """The ranks that update together: they count, clip and vote as one, unless replicas train alone."""
+        return self.replica.group
+
+    def holds(self, step: int) -> Holds:
+        """What the gradient chunks hold at the update of `step`; the same on every replica."""
+        return Holds.SUM
+
+    def drifts(self, step: int) -> bool:
+        """Whether replicas may differ before `step`: then save, evaluate and export use their mean."""
+        return False
+
+    def begin(self, step: int) -> None:
+        """Before the forward."""
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        """On the lane: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean), becomes what `holds` says."""
+
+    def exchanged(self, step: int, to_mean: Tensor) -> None:
+        """After backward and ballot. Under SUM and OWN `to_mean` turns the group's sum into its mean, under ALONE the own sum."""
+
+    def skips_on_device(self, step: int) -> bool:
+        """Whether `update` honours `skip` without a wait of the host."""
+        return self.replica.optimizer.skips_on_device
+
+    def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        """Updates the masters with the gradient chunks times `factor` (mean and clipping in one)."""
+        self.replica.optimizer.apply(factor, skip, untouched)
+
+    def end(self, step: int) -> None:
+        """After the update, or after a step without one."""
+
+    def settle(self) -> None:
+        """Ends background work for now: before replicas are compared, averaged, saved. All replicas call it alike."""
+
+    def close(self) -> None:
+        """Ends background work for good, without the others."""
+
+    def state(self) -> dict[str, State]:
+        """What a resumed run needs beside weights and optimizer, by name."""
+        return {}
+
+    def restored(self) -> None:
+        """After weights, optimizer and the tensors of `state` were read from a checkpoint, in place."""
+
+
+def by_parameter(chunks: Sequence[Chunk], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Views of one flat tensor a chunk, each laid out as its chunk, by parameter name."""
+    return {slot.name: slot.view(flat) for chunk, flat in zip(chunks, flats, strict=True) for slot in chunk.slots}

@@ -1,0 +1,202 @@
+"""Shoal's gradient algorithms as the communication hook of torch's DistributedDataParallel.
+
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(*as_ddp_hook({"name": "powersgd", "rank": 2}, ddp))
+
+A bucket of DDP is a chunk of the algorithm, reduced in place on a lane: all ranks issue the same operations in the same order, in a
+process group of the hook's own. Hooks that chain futures, as torch's own PowerSGD does, promise neither, and mismatch under load.
+
+DDP makes its buckets anew after the first iteration. The algorithm's state goes over by parameter name.
+"""
+
+# Without `from __future__ import annotations`: DDP compares the annotations of a hook, and refuses strings.
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.chunks import Chunk, Slot
+from shoal.comm import Group, Lane, Ledger
+from shoal.comm.torch_group import open_group
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica
+from shoal.exchange.gradients_only import gradient_algorithm
+from shoal.optimizer import ChunkOptimizer
+from shoal.plan import Option
+
+
+def as_ddp_hook(algorithm: Option | Algorithm, ddp: DistributedDataParallel) -> tuple["BucketExchange", Any]:
+    """The two arguments of `ddp.register_comm_hook`: the state, which may be saved and restored, and the hook. All ranks call it.
+
+    `algorithm`: as a plan's `exchange`, or one of your own. It gives the mean of the replicas' gradients, as DDP does, except for Adasum,
+    which gives its own combination of them. UserError for an algorithm that works on more than gradients.
+    """
+    return BucketExchange(gradient_algorithm(algorithm, "a hook of DistributedDataParallel"), ddp), exchange_bucket
+
+
+def exchange_bucket(state: "BucketExchange", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook itself."""
+    return state.take(bucket)
+
+
+class BucketExchange:
+    """The state of the hook: an algorithm, its place among the other replicas, and DDP's buckets as chunks.
+
+    `step` counts the backward passes that were exchanged, `ledger` what was sent. `state_dict` is this rank's own: each rank saves and
+    restores its own, into a hook with the same algorithm and as many ranks.
+    """
+
+    def __init__(self, algorithm: Algorithm, ddp: DistributedDataParallel) -> None:
+        devices = {parameter.device for parameter in ddp.module.parameters()}
+        if len(devices) > 1:
+            raise UserError(
+                f"the parameters are on {', '.join(sorted(map(str, devices)))}: the hook serves modules on one device"
+            )
+        self.ledger = Ledger()
+        self.step = 0
+        self._algorithm = algorithm
+        self._names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+        self._among = partial(_among, ddp.process_group, self.ledger)
+        self._group = self._among("gradients", range(dist.get_world_size(ddp.process_group)))
+        self._chunks: list[Chunk] = []
+        self._memory: list[list[Tensor]] = []  # the algorithm's state of each chunk
+        self._arriving: list[tuple[Chunk, _Arrival]] = []  # buckets of a new layout, until all of them are known
+        self._carried: dict[str, Mapping[str, Tensor]] | None = {}  # state that the algorithm takes over when it is attached next
+        self._failures: list[Exception] = []
+        self._lane = Lane(devices.pop(), self.ledger)
+        # What the lane runs does not refer to this object, so the thread ends with it; one that still works at exit is not waited for.
+        weakref.finalize(self, self._lane.close).atexit = False
+
+    def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Hands a full bucket over. The future gets its buffer, exchanged."""
+        index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
+        names = [self._names[id(parameter)] for parameter in parameters]
+        if buffer.is_sparse:
+            raise UserError(
+                f"the gradient of {names[0]} is sparse, which no hook exchanges: make its embedding with sparse=False"
+            )
+        if index == 0:
+            self._arriving = []
+            if self._chunks:
+                self._algorithm.begin(self.step)
+            self.step += 1
+        arrival = _Arrival(buffer, self._failures)
+        if not self._arriving and index < len(self._chunks) and names == [slot.name for slot in self._chunks[index].slots]:
+            self._submit(self._chunks[index], arrival)
+            return arrival.answer
+        self._arriving.append((_chunk(index, names, parameters, bucket.gradients(), buffer), arrival))
+        if bucket.is_last():
+            first = self._arriving[0][0].index
+            self._attach([*self._chunks[:first], *(chunk for chunk, _ in self._arriving)])
+            for chunk, waiting in self._arriving:
+                self._submit(chunk, waiting)
+            self._arriving = []
+        return arrival.answer
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: the number of steps, and the algorithm's tensors by kind and parameter name, which are not copied."""
+        return {"step": self.step, "tensors": {kind: dict(tensors) for kind, tensors in self._tensors().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on, with the next backward pass, from what `state_dict` gave on this rank."""
+        self.step, self._carried = state["step"], dict(state["tensors"])
+        self._chunks = []
+
+    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        if self._carried is not None:
+            return self._carried
+        return {kind: state.tensors for kind, state in self._algorithm.state().items()}
+
+    def _attach(self, chunks: list[Chunk]) -> None:
+        """Attaches the algorithm to a new layout, and gives it the state that it had under the old one, or was loaded."""
+        self._lane.wait()
+        carried, self._carried, self._chunks = self._tensors(), None, chunks
+        # What belongs to an optimizer is the caller's: `gradient_algorithm` lets no algorithm through that has one in hand.
+        optimizer = cast(ChunkOptimizer, None)
+        self._algorithm.attach(Replica(chunks, self._group, self._lane, optimizer, self._among))
+        self._algorithm.begin(self.step - 1)
+        states = self._algorithm.state()
+        if carried and carried.keys() != states.keys():
+            raise UserError(
+                f"the saved state holds {', '.join(carried)}, this algorithm needs {', '.join(states) or 'none'}: load what the same one saved"
+            )
+        for kind, state in states.items() if carried else ():
+            for name, tensor in state.tensors.items():
+                tensor.copy_(carried[kind][name])
+                if state.on_resize == "whole":  # each rank had a cut of it, and has another one now
+                    self._group.all_reduce(tensor, purpose="state")
+        self._algorithm.restored()
+        self._memory = [
+            [state.tensors[slot.name] for state in states.values() for slot in chunk.slots if slot.name in state.tensors]
+            for chunk in chunks
+        ]
+
+    def _submit(self, chunk: Chunk, arrival: "_Arrival") -> None:
+        divisor = self._group.size if self._algorithm.holds(self.step - 1) is Holds.SUM else 1
+        work = partial(_exchange, self._algorithm, chunk, self._memory[chunk.index], divisor, arrival)
+        self._lane.submit(work, f"gradients {chunk.index}")
+
+
+class _Arrival:
+    """A bucket's buffer and the future that DDP waits for: `answer` follows when `done` gets the buffer, with the first error if there is
+    one. C++ sees an error that `then` raises, and not that of `Future.set_exception`."""
+
+    def __init__(self, buffer: Tensor, failures: list[Exception]) -> None:
+        self.buffer, self.failures = buffer, failures
+        self.done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+
+        def outcome(_: Future[Tensor]) -> Tensor:
+            if failures:
+                raise failures[0]
+            return buffer
+
+        self.answer: Future[Tensor] = self.done.then(outcome)
+
+
+@torch.no_grad()
+def _exchange(algorithm: Algorithm, chunk: Chunk, memory: Sequence[Tensor], divisor: int, arrival: _Arrival) -> None:
+    """On the lane. After a failure the ranks are no longer at the same operation, so nothing further is tried."""
+    flat, buffer = chunk.gradient, arrival.buffer
+    elsewhere = flat.data_ptr() != buffer.data_ptr()
+    try:
+        if not arrival.failures:
+            if elsewhere:
+                flat.copy_(buffer)
+            algorithm.reduce(chunk, torch.ones(()))
+            flat.div_(divisor)
+            _forget_what_is_not_finite(memory, flat)
+            if elsewhere:
+                buffer.copy_(flat)
+    except Exception as error:  # for the trainer's thread, which waits for the answer
+        arrival.failures.append(error)
+    arrival.done.set_result(buffer)
+
+
+def _forget_what_is_not_finite(memory: Sequence[Tensor], flat: Tensor) -> None:
+    """A step that a GradScaler skips for its gradients must not spoil those that follow through what the algorithm keeps of it."""
+    if not memory or (not flat.is_cuda and bool(torch.linalg.vector_norm(flat).isfinite())):
+        return  # a GPU would have to be waited for
+    for tensor in memory:
+        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _chunk(index: int, names: Sequence[str], parameters: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor) -> Chunk:
+    """The bucket as a chunk: in place, or with a gradient in fp32 beside a narrower buffer."""
+    start = buffer.storage_offset()
+    slots = tuple(
+        Slot(name, parameter.shape, int(gradient.storage_offset() - start))
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True)
+    )
+    wide = buffer.dtype in (torch.float32, torch.float64)
+    return Chunk.of_gradient(index, slots, buffer if wide else torch.zeros_like(buffer, dtype=torch.float32))
+
+
+def _among(pg: dist.ProcessGroup, ledger: Ledger, name: str, places: Sequence[int]) -> Group:
+    return open_group(pg, name, places, ledger)

@@ -1,0 +1,108 @@
+"""Asynchronous model averaging (Bagua): replicas train alone while their weights are averaged in the background, from time to time.
+
+A round: each replica, between two of its steps, takes a snapshot s and goes on; when all have, the mean comes, and each adds mean - s
+between two steps, so that what it learned meanwhile stays. Nobody waits for a slow replica but its partners in the round, and they
+train on; only `bound` steps after its snapshot a replica waits for the round's end.
+
+A round also carries whether somebody wants to stop; then all of them start no further one until they come to the same place themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from shoal.chunks import Chunk
+from shoal.comm import Lane
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica
+
+
+@dataclass
+class AsyncAverage(Algorithm):
+    """Averages every `interval_ms` milliseconds (of each replica's own clock) after `warmup` exact steps."""
+
+    interval_ms: float = 500.0
+    warmup: int = 0
+    bound: int = 64
+    chunk_bytes: int = 25 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        if self.interval_ms < 0 or self.warmup < 0 or self.bound < 1:
+            raise UserError(
+                f"plan.exchange: interval_ms = {self.interval_ms}, warmup = {self.warmup}, bound = {self.bound}: give at least 0, 0 and 1"
+            )
+        self._group = replica.background("async")
+        self._device = replica.chunks[0].master.device
+        self._lane = Lane(self._device, self._group.ledger)
+        self._snapshots = [torch.empty_like(chunk.master) for chunk in replica.chunks]
+        self._means = [torch.empty_like(chunk.master) for chunk in replica.chunks]
+        self._stops = torch.zeros(1, device=self._device)
+        self._came = threading.Event()
+        self._started: int | None = None  # the step before which this round's snapshot was taken
+        self._stopped = False
+        self._next = 0.0
+        self._exact = True
+
+    def holds(self, step: int) -> Holds:
+        return Holds.SUM if step < self.warmup else Holds.ALONE
+
+    def drifts(self, step: int) -> bool:
+        return step > self.warmup
+
+    def reduce(self, chunk: Chunk, own_mean: torch.Tensor) -> None:
+        if self._exact:
+            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
+
+    def begin(self, step: int) -> None:
+        self._exact = step < self.warmup
+        if self._exact or self._group.size == 1:
+            return
+        if self._started is not None and (self._came.is_set() or step - self._started >= self.bound):
+            self._take_in()
+        if self._started is None and not self._stopped and time.monotonic() >= self._next:
+            self._start(step, stop=False)
+
+    def settle(self) -> None:
+        """Ends the round under way, or starts the one in which the others learn that this replica stops."""
+        if self._group.size == 1:
+            return
+        while not self._stopped and (self._started is not None or self._next > 0):
+            if self._started is None:
+                self._start(0, stop=True)
+            self._take_in()
+        self._stopped, self._next = False, 0.0
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _start(self, step: int, stop: bool) -> None:
+        self._started, self._next = step, time.monotonic() + self.interval_ms / 1000
+        with torch.no_grad():
+            torch._foreach_copy_(self._snapshots, [chunk.master for chunk in self.replica.chunks])
+            self._stops.fill_(float(stop))
+        self._came.clear()
+        self._lane.submit(self._round, "round")
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        try:
+            self._group.all_reduce(self._stops, "max", purpose="stop?")
+            torch._foreach_copy_(self._means, self._snapshots)
+            for chunk, mean in zip(self.replica.chunks, self._means, strict=True):
+                self._group.all_reduce(mean, "avg", purpose=f"weights {chunk.index}")
+        finally:
+            self._came.set()
+
+    @torch.no_grad()
+    def _take_in(self) -> None:
+        self._lane.wait()
+        for chunk, mean, snapshot in zip(self.replica.chunks, self._means, self._snapshots, strict=True):
+            chunk.master.add_(mean.sub_(snapshot))
+            chunk.publish()
+        self._started = None
+        self._stopped = bool(self._stops > 0)

@@ -1,0 +1,42 @@
+"""Gradients summed through a codec: half precision on the wire (`fp16`, `bf16`), ByteGrad's 8 bits (`bytegrad`), or any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm.codecs import codec
+from shoal.exchange.algorithm import Algorithm, Replica, State
+from shoal.exchange.scatter_gather import Feedback, scatter_gather
+from shoal.plan import Option
+
+
+@dataclass
+class Compressed(Algorithm):
+    """Scatter-gather through `codec`, sums in fp32. With `error_feedback` nothing is lost for good, only late (two more copies of the
+    gradients, in fp32)."""
+
+    codec: Option = "u8"
+    error_feedback: bool = False
+    chunk_bytes: int = 4 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._codec = codec(self.codec)
+        self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
+        self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        place = self._place[chunk.index]
+        residuals = (None, None) if self._feedback is None else (self._feedback.own[place], self._feedback.summed[place])
+        scatter_gather(chunk.gradient, self.replica.group, self._codec, f"gradients {chunk.index}", *residuals)
+        chunk.clear_padding(chunk.gradient)
+
+    def state(self) -> dict[str, State]:
+        return {} if self._feedback is None else self._feedback.state()
+
+    def restored(self) -> None:
+        if self._feedback is not None:
+            self._feedback.restored()

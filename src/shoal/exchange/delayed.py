@@ -1,0 +1,53 @@
+"""Delayed gradients: the sum of a step's gradients travels while the next steps compute, and is applied `delay` steps later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
+
+
+@dataclass
+class Delayed(Algorithm):
+    """The update of step s takes the mean gradient of step s - `delay`; the first `delay` steps update nothing. A buffer of gradients for
+    each step of delay."""
+
+    delay: int = 1
+    chunk_bytes: int = 25 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        if self.delay < 1:
+            raise UserError(f"plan.exchange: delay = {self.delay}: give at least 1 step")
+        self._group = replica.background("delayed")
+        self._waiting = [[torch.zeros_like(chunk.gradient) for chunk in replica.chunks] for _ in range(self.delay)]
+
+    def holds(self, step: int) -> Holds:
+        return Holds.MEAN if step >= self.delay else Holds.NOTHING
+
+    @torch.no_grad()
+    def exchanged(self, step: int, to_mean: Tensor) -> None:
+        """Puts this step's gradients where those that are due now wait, and those into the chunks."""
+        self.replica.lane.wait()
+        for chunk, waiting in zip(self.replica.chunks, self._waiting[step % self.delay], strict=True):
+            due = waiting.clone()
+            torch.mul(chunk.gradient, to_mean.to(waiting.dtype), out=waiting)
+            chunk.gradient.copy_(due)
+            self.replica.lane.submit(partial(self._sum, waiting, chunk.index), f"gradients {chunk.index}")
+
+    def _sum(self, flat: Tensor, index: int) -> None:
+        self._group.all_reduce(flat, purpose=f"gradients {index}")
+
+    def settle(self) -> None:
+        self.replica.lane.wait()
+
+    def state(self) -> dict[str, State]:
+        return {
+            f"waiting{number}": State(by_parameter(self.replica.chunks, flats), "mean")
+            for number, flats in enumerate(self._waiting)
+        }

@@ -1,0 +1,133 @@
+"""DiLoCo (https://arxiv.org/abs/2311.08105) and Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
+
+Replicas train alone. Every `every` steps the mean of what they moved since, anchor - x, is the gradient of an outer SGD with Nesterov
+momentum on the anchor, from which all go on. Streaming: the chunks form `fragments` that take turns, the mean of a fragment travels while
+`overlap` more steps compute, and the replica keeps the part `keep` of its own weights in the merge.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm.codecs import codec
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
+from shoal.exchange.scatter_gather import scatter_gather
+from shoal.plan import Option
+
+
+@dataclass
+class DiLoCo(Algorithm):
+    """`guard`: where the mean movement is that many times its usual size, the inner optimizer runs away with the outer momentum (seen with
+    inner SGD with momentum): a warning, and the outer step is a plain average without momentum. 0 switches it off."""
+
+    every: int = 50
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    codec: Option = "fp16"
+    fragments: int = 1
+    overlap: int = 0
+    keep: float = 0.0
+    guard: float = 4.0
+    chunk_bytes: int = 16 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        if not 1 <= self.fragments <= self.every or not 0 <= self.overlap < self.every // self.fragments:
+            raise UserError(
+                f"plan.exchange: every = {self.every}, fragments = {self.fragments}, overlap = {self.overlap}: at most a fragment a step, "
+                "and a fragment must arrive before the next one starts"
+            )
+        if not 0 <= self.keep < 1:
+            raise UserError(f"plan.exchange: keep = {self.keep}: the part of its own weights that a replica keeps is in [0, 1)")
+        self._group = replica.background("diloco")
+        self._codec = codec(self.codec)
+        self._anchors = [chunk.master.clone() for chunk in replica.chunks]
+        self._momentum = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
+        self._moved = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
+        self._usual = {str(fragment): torch.zeros(1) for fragment in range(self.fragments)}
+
+    def holds(self, step: int) -> Holds:
+        return Holds.ALONE
+
+    def drifts(self, step: int) -> bool:
+        return step > 0
+
+    @torch.no_grad()
+    def end(self, step: int) -> None:
+        starting, arriving = self._due(step + 1), self._due(step + 1 - self.overlap)
+        if starting is not None:
+            for place in self._places(starting):
+                chunk, moved = self.replica.chunks[place], self._moved[place]
+                torch.sub(self._anchors[place], chunk.master, out=moved)
+                self.replica.lane.submit(partial(self._average, chunk, moved), f"movement {chunk.index}")
+        if arriving is not None:
+            self.replica.lane.wait()
+            self._outer_step(arriving)
+
+    def settle(self) -> None:
+        self.replica.lane.wait()
+
+    def _due(self, steps: int) -> int | None:
+        """The fragment whose turn it is after so many steps."""
+        if steps <= 0:
+            return None
+        turn = steps % self.every
+        return next((f for f in range(self.fragments) if f * self.every // self.fragments == turn), None)
+
+    def _places(self, fragment: int) -> Sequence[int]:
+        """Its chunks: every `fragments`-th, so that fragments are of a size."""
+        return range(fragment, len(self.replica.chunks), self.fragments)
+
+    def _average(self, chunk: Chunk, moved: Tensor) -> None:
+        scatter_gather(moved, self._group, self._codec, f"movement {chunk.index}")
+        chunk.clear_padding(moved.div_(self._group.size))
+
+    def _outer_step(self, fragment: int) -> None:
+        places = self._places(fragment)
+        runaway = self._runs_away(fragment, [self._moved[place] for place in places])
+        for place in places:
+            chunk, anchor, momentum, moved = (
+                self.replica.chunks[place], self._anchors[place], self._momentum[place], self._moved[place],
+            )  # fmt: skip
+            if runaway:
+                momentum.zero_()
+                anchor.sub_(moved)
+            else:
+                momentum.mul_(self.outer_momentum).add_(moved)
+                anchor.sub_(moved.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+            chunk.master.lerp_(anchor, 1 - self.keep) if self.keep else chunk.master.copy_(anchor)
+            chunk.publish()
+
+    def _runs_away(self, fragment: int, moved: Sequence[Tensor]) -> bool:
+        if not moved or not self.guard:
+            return False
+        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in moved))
+        usual = float(self._usual[str(fragment)])
+        if usual and norm > self.guard * usual:
+            if self._group.rank == 0:
+                warnings.warn(
+                    f"DiLoCo: replicas moved {norm:.3g} in {self.every} steps, usually it is {usual:.3g}: the outer momentum is dropped. "
+                    "An inner AdamW, a lower inner lr or a lower outer_lr is the remedy",
+                    stacklevel=2,
+                )
+            return True
+        self._usual[str(fragment)].fill_(norm if not usual else 0.8 * usual + 0.2 * norm)
+        return False
+
+    def state(self) -> dict[str, State]:
+        chunks = self.replica.chunks
+        return {
+            "anchor": State(by_parameter(chunks, self._anchors), "mean"),
+            "momentum": State(by_parameter(chunks, self._momentum), "mean"),
+            "moved": State(by_parameter(chunks, self._moved), "mean"),
+            "usual": State(self._usual, "mean"),
+        }

@@ -1,0 +1,66 @@
+"""Hierarchical all-reduce: sum inside each host, then across hosts, then spread inside; only the second step crosses the network.
+
+Every rank takes part in it with its own cut, so that all of a host's links work (Horovod's way; Bagua's leaders use one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm.codecs import codec
+from shoal.comm.connect import this_host
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Replica
+from shoal.exchange.scatter_gather import scatter_gather
+from shoal.plan import Option
+
+
+@dataclass
+class Hierarchical(Algorithm):
+    """Exact inside a host; across hosts through `codec`. `ranks_per_host`: consecutive ranks that count as a host; by default those that
+    share one. Hosts must have as many ranks each."""
+
+    codec: Option = "fp32"
+    ranks_per_host: int | None = None
+    chunk_bytes: int = 25 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        group = replica.group
+        if self.ranks_per_host is None:
+            names = group.all_gather_object(this_host())
+        else:
+            names = [str(place // self.ranks_per_host) for place in range(group.size)]
+        hosts = [[place for place in range(group.size) if names[place] == name] for name in dict.fromkeys(names)]
+        if len({len(places) for places in hosts}) > 1:
+            raise UserError(
+                f'plan.exchange = "hierarchical": hosts have {", ".join(str(len(places)) for places in hosts)} of the ranks; '
+                'start as many on each, or take "allreduce"'
+            )
+        mine = next(places for places in hosts if group.rank in places)
+        self._inside = replica.among("inside", mine)
+        self._across = replica.among("across", [places[mine.index(group.rank)] for places in hosts])
+        self._codec = codec(self.codec)
+
+    @torch.no_grad()
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        purpose, inside, flat = f"gradients {chunk.index}", self._inside, chunk.gradient
+        each = -(-flat.numel() // inside.size)
+        padded = (
+            flat if flat.numel() == each * inside.size else torch.cat([flat, flat.new_zeros(each * inside.size - flat.numel())])
+        )
+        cut = flat.new_empty(each)
+        inside.reduce_scatter(cut, padded, purpose=purpose)
+        if self._codec.lossless:
+            self._across.all_reduce(cut, purpose=purpose)
+        else:
+            scatter_gather(cut, self._across, self._codec, purpose)
+        inside.all_gather(padded, cut, purpose=purpose)
+        if padded is not flat:
+            flat.copy_(padded[: flat.numel()])
+        if not self._codec.lossless:
+            chunk.clear_padding(flat)

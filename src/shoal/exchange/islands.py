@@ -1,0 +1,107 @@
+"""Islands: one algorithm among the ranks of each island, another one between the islands.
+
+    plan.exchange = {name = "islands", ranks = 8, inside = "allreduce", across = {name = "diloco", every = 100}}
+
+The process sets of a run: every rank updates together with its island, and meets the rank of its place on the other islands through the
+algorithm of weights, which sees an island as one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm import Group
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
+from shoal.plan import Option
+
+
+@dataclass
+class Islands(Algorithm):
+    """`ranks`: consecutive ranks an island. `inside`: an algorithm whose replicas stay equal; `across`: one whose replicas train alone."""
+
+    make: Callable[[Option], Algorithm] = field(repr=False)
+    ranks: int = 2
+    inside: Option = "allreduce"
+    across: Option = "diloco"
+
+    def __post_init__(self) -> None:
+        self._inside, self._across = self.make(self.inside), self.make(self.across)
+        self.chunk_bytes = self._inside.chunk_bytes
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        rank, size = replica.group.rank, replica.group.size
+        if self.ranks < 1 or size % self.ranks:
+            raise UserError(f"plan.exchange: islands of {self.ranks} ranks do not divide {size} data-parallel ranks")
+        island, place = divmod(rank, self.ranks)
+        self._inside.attach(_within(replica, "island", range(island * self.ranks, (island + 1) * self.ranks)))
+        self._across.attach(_within(replica, "islands", range(place, size, self.ranks)))
+        if self._across.holds(0) is not Holds.ALONE or self._inside.drifts(1):
+            raise UserError(
+                f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must let them train alone"
+            )
+
+    @property
+    def partners(self) -> Group:
+        return self._inside.partners
+
+    def holds(self, step: int) -> Holds:
+        return self._inside.holds(step)
+
+    def drifts(self, step: int) -> bool:
+        return self._across.drifts(step)
+
+    def begin(self, step: int) -> None:
+        self._inside.begin(step)
+        self._across.begin(step)
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        self._inside.reduce(chunk, own_mean)
+
+    def exchanged(self, step: int, to_mean: Tensor) -> None:
+        self._inside.exchanged(step, to_mean)
+        self._across.exchanged(step, to_mean)
+
+    def skips_on_device(self, step: int) -> bool:
+        return self._inside.skips_on_device(step)
+
+    def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        self._inside.update(step, factor, skip, untouched)
+
+    def end(self, step: int) -> None:
+        self._inside.end(step)
+        self._across.end(step)
+
+    def settle(self) -> None:
+        self._inside.settle()
+        self._across.settle()
+
+    def close(self) -> None:
+        self._inside.close()
+        self._across.close()
+
+    def state(self) -> dict[str, State]:
+        return {
+            f"{where}-{name}": state
+            for where, part in (("inside", self._inside), ("across", self._across))
+            for name, state in part.state().items()
+        }
+
+    def restored(self) -> None:
+        self._inside.restored()
+        self._across.restored()
+
+
+def _within(replica: Replica, name: str, places: Sequence[int]) -> Replica:
+    """The same replica among some of the others only."""
+    places = list(places)
+    return replace(
+        replica,
+        group=replica.among(name, places),
+        among=lambda further, some: replica.among(f"{name}-{further}", [places[place] for place in some]),
+    )

@@ -1,0 +1,50 @@
+"""Local SGD (https://arxiv.org/abs/1805.09767): replicas train alone and average their weights every H steps.
+
+Post-local SGD (https://arxiv.org/abs/1808.07217) sums gradients at every step for the first `start` steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica
+
+
+@dataclass
+class LocalSGD(Algorithm):
+    """Averages weights after every `every`-th step, from step `start` on; before it replicas stay equal by all-reduce."""
+
+    every: int = 8
+    start: int = 0
+    chunk_bytes: int = 25 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        if self.every < 1 or self.start < 0:
+            raise UserError(f"plan.exchange: every = {self.every}, start = {self.start}: give at least 1 and 0 steps")
+
+    def holds(self, step: int) -> Holds:
+        return Holds.SUM if step < self.start else Holds.ALONE
+
+    def drifts(self, step: int) -> bool:
+        return step > self.start
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        if self.replica.group.size > 1 and self._exact:
+            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
+
+    def begin(self, step: int) -> None:
+        self._exact = step < self.start
+
+    @torch.no_grad()
+    def end(self, step: int) -> None:
+        if step < self.start or (step + 1 - self.start) % self.every:
+            return
+        for chunk in self.replica.chunks:
+            self.replica.group.all_reduce(chunk.master, "avg", purpose=f"weights {chunk.index}")
+            chunk.publish()

@@ -1,0 +1,56 @@
+"""Replicas that have drifted apart, seen as one: their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks import Chunk
+from shoal.comm import Group
+from shoal.optimizer import ChunkOptimizer
+
+
+@contextmanager
+def mean_of_replicas(module: nn.Module, chunks: Sequence[Chunk], group: Group) -> Iterator[None]:
+    """Inside, masters, weights and floating buffers of `module` are the mean over `group`, counters the largest; after it, this
+    replica's own again. Takes a copy of the masters for that time."""
+    buffers = [buffer for buffer in module.buffers() if not buffer.is_complex()]
+    ours = [chunk.master for chunk in chunks if chunk.trainable] + buffers
+    own = [tensor.clone() for tensor in ours]
+    try:
+        with torch.no_grad():
+            for tensor in ours:
+                _average(tensor, group)
+            _publish(chunks)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in zip(ours, own, strict=True):
+                tensor.copy_(before)
+            _publish(chunks)
+
+
+def mean_of_optimizers(optimizer: ChunkOptimizer, group: Group) -> dict[tuple[str, str], Tensor]:
+    """The mean over `group` of each floating tensor of the optimizer's state that every replica has, by (parameter, key)."""
+    own = {
+        (name, key): value
+        for name, parameter in optimizer.parameters.items()
+        for key, value in optimizer.torch.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+    everywhere = set.intersection(*(set(keys) for keys in group.all_gather_object(list(own))))
+    return {at: _average(value.clone(), group) for at, value in own.items() if at in everywhere}
+
+
+def _average(tensor: Tensor, group: Group) -> Tensor:
+    if not tensor.is_floating_point():
+        return group.all_reduce(tensor, "max", purpose="mean of replicas")
+    return group.all_reduce(tensor, purpose="mean of replicas").div_(group.size)
+
+
+def _publish(chunks: Sequence[Chunk]) -> None:
+    for chunk in chunks:
+        chunk.publish()

@@ -1,0 +1,61 @@
+"""The algorithms by the names that a plan's `exchange` takes; most are presets of few parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from shoal.errors import UserError, did_you_mean
+from shoal.exchange.adasum import Adasum
+from shoal.exchange.algorithm import Algorithm
+from shoal.exchange.allreduce import AllReduce
+from shoal.exchange.async_average import AsyncAverage
+from shoal.exchange.compressed import Compressed
+from shoal.exchange.decentralized import Decentralized
+from shoal.exchange.delayed import Delayed
+from shoal.exchange.diloco import DiLoCo
+from shoal.exchange.hierarchical import Hierarchical
+from shoal.exchange.islands import Islands
+from shoal.exchange.local_sgd import LocalSGD
+from shoal.exchange.low_precision_decentralized import LowPrecisionDecentralized
+from shoal.exchange.none import NoExchange
+from shoal.exchange.powersgd import PowerSGD
+from shoal.exchange.qadam import QAdam
+from shoal.exchange.topk import TopK
+from shoal.plan import Option, option_name, option_parameters
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "allreduce": AllReduce,
+    "hierarchical": Hierarchical,
+    "fp16": partial(Compressed, codec="fp16"),
+    "bf16": partial(Compressed, codec="bf16"),
+    "bytegrad": partial(Compressed, codec="u8"),
+    "powersgd": PowerSGD,
+    "topk": TopK,
+    "adasum": Adasum,
+    "delayed": Delayed,
+    "qadam": partial(QAdam, codec="u8"),
+    "onebit_adam": partial(QAdam, codec="sign"),
+    "decentralized": Decentralized,
+    "low_precision_decentralized": LowPrecisionDecentralized,
+    "async_average": AsyncAverage,
+    "local_sgd": LocalSGD,
+    "post_local_sgd": partial(LocalSGD, start=100),
+    "diloco": DiLoCo,
+    "streaming_diloco": partial(DiLoCo, fragments=4, overlap=4, codec="u4", keep=0.5),
+    "islands": lambda **parameters: Islands(algorithm, **parameters),
+    "none": NoExchange,
+}
+
+
+def algorithm(option: Option) -> Algorithm:
+    """A new algorithm as a plan's `exchange` says; UserError for an unknown name or parameter."""
+    name = option_name(option, "exchange")
+    if name not in ALGORITHMS:
+        raise UserError(
+            f'plan.exchange = "{name}" is not implemented.{did_you_mean(name, list(ALGORITHMS))} This version has: {", ".join(ALGORITHMS)}'
+        )
+    try:
+        return ALGORITHMS[name](**option_parameters(option))
+    except TypeError as error:
+        raise UserError(f"plan.exchange = {dict(option) if not isinstance(option, str) else option}: {error}") from error

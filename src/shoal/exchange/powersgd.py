@@ -1,0 +1,96 @@
+"""PowerSGD (https://arxiv.org/abs/1905.13727): the sum of gradient matrices as a product of two thin ones, by one step of subspace iteration.
+
+For a gradient M_r (n x m) of replica r, with error feedback already added: P = sum_r M_r Q; orthonormal columns; Q = sum_r M_r^T P; the
+sum is P Q^T. Each replica keeps M_r - P Q^T / W as its residual, so that the residuals add up to what was left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.chunks.chunk import Slot
+from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
+from shoal.random import mix
+
+
+@dataclass
+class PowerSGD(Algorithm):
+    """Rank-`rank` approximation of matrices for which that saves at least `min_compression` times; the rest is summed exactly. Convolution
+    kernels are matrices of (output channels, all else). The first `start` steps are exact."""
+
+    rank: int = 4
+    min_compression: float = 2.0
+    start: int = 10
+    chunk_bytes: int = 25 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._step = 0
+        self._residual = [torch.zeros_like(chunk.gradient) for chunk in replica.chunks]
+        self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
+        self._q: dict[str, Tensor] = {}
+        for chunk in replica.chunks:
+            for slot in chunk.slots:
+                if self._thin(slot):
+                    seed = int(mix(torch.tensor(len(self._q))))
+                    draw = torch.Generator().manual_seed(seed % 2**63)
+                    q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.gradient.dtype)
+                    self._q[slot.name] = q.to(chunk.gradient.device)
+
+    def begin(self, step: int) -> None:
+        self._step = step
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        group, flat, purpose = self.replica.group, chunk.gradient, f"gradients {chunk.index}"
+        thin = [slot for slot in chunk.slots if slot.name in self._q]
+        if self._step < self.start or not thin or group.size == 1:
+            group.all_reduce(flat, purpose=purpose)
+            return
+        residual = self._residual[self._place[chunk.index]]
+        rest = [slot for slot in chunk.slots if slot.name not in self._q]
+        for slot in thin:
+            slot.view(flat).add_(slot.view(residual))
+        matrices = [slot.view(flat).view(slot.shape[0], -1) for slot in thin]
+
+        ps = [m @ self._q[slot.name] for m, slot in zip(matrices, thin, strict=True)]
+        together = torch.cat([*(p.flatten() for p in ps), *(slot.view(flat).flatten() for slot in rest)])
+        group.all_reduce(together, purpose=purpose)
+        parts = together.split([*(p.numel() for p in ps), *(slot.numel for slot in rest)])
+        for slot, summed in zip(rest, parts[len(ps) :], strict=True):
+            slot.view(flat).copy_(summed.view(slot.shape))
+        ps = [_orthonormal(part.view_as(p)) for part, p in zip(parts, ps, strict=False)]
+
+        qs = torch.cat([(m.T @ p).flatten() for m, p in zip(matrices, ps, strict=True)])
+        group.all_reduce(qs, purpose=purpose)
+        widths = [self._q[slot.name].numel() for slot in thin]
+        for slot, m, p, q in zip(thin, matrices, ps, qs.split(widths), strict=True):
+            self._q[slot.name].copy_(q.view_as(self._q[slot.name]))
+            approximation = p @ self._q[slot.name].T
+            slot.view(residual).view_as(m).copy_(m - approximation / group.size)
+            m.copy_(approximation)
+
+    def state(self) -> dict[str, State]:
+        residual = by_parameter(self.replica.chunks, self._residual)
+        return {
+            "residual": State({name: residual[name] for name in self._q}, "split"),
+            "q": State(self._q, "mean"),
+        }
+
+    def _rank(self, slot: Slot) -> int:
+        return min(self.rank, slot.shape[0], slot.numel // slot.shape[0])
+
+    def _thin(self, slot: Slot) -> bool:
+        if len(slot.shape) < 2 or slot.numel == 0:
+            return False
+        n, m = slot.shape[0], slot.numel // slot.shape[0]
+        return (n + m) * self._rank(slot) * self.min_compression <= n * m
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """Orthonormal columns of the same span, by QR in at least fp32; columns that are zero (an untouched parameter) stay finite."""
+    q, _ = torch.linalg.qr(columns)
+    return q

@@ -1,0 +1,121 @@
+"""Adam whose momentum travels compressed: QAdam (Bagua, 8 bits) and 1-bit Adam (https://arxiv.org/abs/2102.02888).
+
+For `warmup` steps ordinary Adam on exact sums. Then the variance v is frozen, and with it its bias correction 1 - b2^T (correcting a frozen
+v by a growing t would raise the learning rate silently), and each replica takes its own gradient into the momentum:
+
+    m_r = b1 m + (1 - b1) g_r;   m = mean over r of m_r, through the codec with error feedback
+    x <- x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps), with weight decay as the optimizer has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm.codecs import codec
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
+from shoal.exchange.scatter_gather import Feedback, scatter_gather
+from shoal.fused import FlatOptimizer
+from shoal.plan import Option
+
+
+@dataclass
+class QAdam(Algorithm):
+    """Needs Adam or AdamW. Clipping is local once the momentum is compressed: it comes before the momentum. Choose `warmup` near a tenth
+    of the run, so that v is settled when it is frozen."""
+
+    warmup: int = 100
+    codec: Option = "u8"
+    error_feedback: bool = True
+    chunk_bytes: int = 4 * 2**20
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        adam = replica.optimizer.torch
+        if not isinstance(adam, torch.optim.Adam):
+            raise UserError(
+                f"plan.exchange: compressing momentum needs Adam or AdamW, the optimizer is {type(adam).__name__}"
+                + (" (leave `foreach` and `fused` open)" if isinstance(adam, FlatOptimizer) else "")
+            )
+        for name in ("amsgrad", "maximize"):
+            if any(group[name] for group in adam.param_groups):
+                raise UserError(f"plan.exchange: compressing momentum does not go with {name}=True of {type(adam).__name__}")
+        if self.warmup < 1:
+            raise UserError(f"plan.exchange: warmup = {self.warmup}: the variance needs at least one exact step")
+        self._adam, self._codec = adam, codec(self.codec)
+        self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
+        # T of each parameter; 0 while its variance is not frozen.
+        self._frozen = {slot.name: torch.zeros(1) for chunk in replica.chunks for slot in chunk.slots}
+        self._exact = True
+
+    def holds(self, step: int) -> Holds:
+        return Holds.SUM if step < self.warmup else Holds.OWN
+
+    def begin(self, step: int) -> None:
+        self._exact = step < self.warmup
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        if self._exact:
+            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
+
+    def skips_on_device(self, step: int) -> bool:
+        return step < self.warmup and super().skips_on_device(step)
+
+    @torch.no_grad()
+    def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        if step < self.warmup:
+            super().update(step, factor, skip, untouched)
+            return
+        group, optimizer = self.replica.group, self.replica.optimizer
+        options = {id(parameter): options for options in self._adam.param_groups for parameter in options["params"]}
+        alone = frozenset(untouched)
+        for place, chunk in enumerate(self.replica.chunks):
+            momentum = chunk.gradient.mul_(factor)
+            names = [slot.name for slot in chunk.slots if slot.name not in alone]
+            for name in names:
+                self._take_in(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
+            residuals = (None, None) if self._feedback is None else (self._feedback.own[place], self._feedback.summed[place])
+            scatter_gather(momentum, group, self._codec, f"momentum {chunk.index}", *residuals)
+            chunk.clear_padding(momentum.div_(group.size))
+            for name in names:
+                self._move(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
+            chunk.publish()
+
+    def _take_in(self, name: str, gradient: Tensor, options: dict) -> None:
+        """Turns the gradient into this replica's momentum, in place."""
+        parameter = self.replica.optimizer.parameters[name]
+        state = self._adam.state.get(parameter)
+        if not state:
+            raise UserError(
+                f"plan.exchange: {name} got its first gradient after the warm-up, so that it has no variance: warm up longer than {self.warmup}"
+            )
+        if not self._frozen[name]:
+            self._frozen[name].fill_(float(state["step"]))
+        if not options.get("decoupled_weight_decay") and options["weight_decay"]:
+            gradient.add_(parameter, alpha=options["weight_decay"])
+        beta = float(options["betas"][0])
+        gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta)
+
+    def _move(self, name: str, momentum: Tensor, options: dict) -> None:
+        parameter = self.replica.optimizer.parameters[name]
+        state, lr, (beta1, beta2) = self._adam.state[parameter], float(options["lr"]), options["betas"]
+        state["step"] += 1
+        state["exp_avg"].copy_(momentum)
+        if options.get("decoupled_weight_decay") and options["weight_decay"]:
+            parameter.mul_(1 - lr * options["weight_decay"])
+        corrected = 1 - beta2 ** float(self._frozen[name])
+        denominator = (state["exp_avg_sq"] / corrected).sqrt_().add_(options["eps"])
+        parameter.addcdiv_(momentum, denominator, value=-lr / (1 - beta1 ** float(state["step"])))
+
+    def state(self) -> dict[str, State]:
+        feedback = {} if self._feedback is None else self._feedback.state()
+        return {**feedback, "frozen_steps": State(self._frozen, "mean")}
+
+    def restored(self) -> None:
+        if self._feedback is not None:
+            self._feedback.restored()

@@ -1,0 +1,91 @@
+"""The sum over replicas through a codec: each rank sums one cut of what all send it encoded, and hands the encoded sum to all.
+
+Bytes on the wire are those of a ring all-reduce times encoded/plain; every value is rounded twice (Bagua's ByteGrad,
+https://arxiv.org/abs/2107.01499, section 3). All ranks decode the same bytes, so replicas stay equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm import Group
+from shoal.comm.codecs import Codec
+from shoal.exchange.algorithm import State, by_parameter
+
+ROW = 1024
+"""Cuts start at multiples of this many elements, so that a codec's rows are the same however a tensor is cut."""
+
+
+def cuts_of(numel: int, size: int) -> list[slice]:
+    """The cut of each rank: equal multiples of ROW, the last ones shorter or empty."""
+    each = -(-numel // (size * ROW)) * ROW
+    return [slice(min(rank * each, numel), min((rank + 1) * each, numel)) for rank in range(size)]
+
+
+class Feedback:
+    """Error feedback for both roundings (1-bit Adam, https://arxiv.org/abs/2102.02888): what encoding lost of the own gradient, and of the
+    sum of this rank's cut, is added next time."""
+
+    def __init__(self, chunks: Sequence[Chunk], group: Group) -> None:
+        self._chunks, self._group = chunks, group
+        device = chunks[0].gradient.device
+        self.own = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
+        # As long as the chunk, zero outside this rank's cut: a change of the number of replicas then adds up.
+        self.summed = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
+
+    def state(self) -> dict[str, State]:
+        return {
+            "own_residual": State(by_parameter(self._chunks, self.own), "split"),
+            "summed_residual": State(by_parameter(self._chunks, self.summed), "whole"),
+        }
+
+    def restored(self) -> None:
+        """Of what a resize gave to all, each rank keeps its cut."""
+        for flat in self.summed:
+            mine = cuts_of(flat.numel(), self._group.size)[self._group.rank]
+            flat[: mine.start].zero_()
+            flat[mine.stop :].zero_()
+
+
+def scatter_gather(
+    flat: Tensor, group: Group, codec: Codec, purpose: str, own: Tensor | None = None, summed: Tensor | None = None
+) -> None:
+    """Replaces `flat` by the sum over `group`, rounded by `codec`. `own` and `summed`: the residuals of error feedback, updated."""
+    if group.size == 1:
+        return
+    cuts = cuts_of(flat.numel(), group.size)
+    if own is not None:
+        flat.add_(own)
+    sizes = [codec.encoded_bytes(cut.stop - cut.start) for cut in cuts]
+    sent = flat.new_empty(sum(sizes), dtype=torch.uint8)
+    with group.ledger.span("comm", "encode", flat.nbytes, "encode"):
+        for cut, data in zip(cuts, sent.split(sizes), strict=True):
+            codec.encode(flat[cut], data)
+            if own is not None:
+                codec.decode(data, own[cut])
+    if own is not None:
+        torch.sub(flat, own, out=own)
+    mine, size = cuts[group.rank], sizes[group.rank]
+    received = sent.new_empty(size * group.size)
+    group.all_to_all(received, sent, [size] * group.size, sizes, purpose=purpose)
+    total = torch.zeros(mine.stop - mine.start, dtype=torch.float32, device=flat.device)
+    with group.ledger.span("comm", "decode", received.nbytes, "decode"):
+        for data in received.split(size) if size else ():
+            codec.decode_add(data, total)
+    if summed is not None:
+        total.add_(summed[mine])
+    gathered = sent.new_zeros(max(sizes) * group.size)
+    largest = max(sizes)
+    slot = gathered[group.rank * largest : (group.rank + 1) * largest]
+    codec.encode(total, slot[:size])
+    if summed is not None:
+        codec.decode(slot[:size], summed[mine])
+        torch.sub(total, summed[mine], out=summed[mine])
+    group.all_gather(gathered, slot.clone(), purpose=purpose)
+    with group.ledger.span("comm", "decode", gathered.nbytes, "decode"):
+        for cut, data, size in zip(cuts, gathered.split(largest), sizes, strict=True):
+            codec.decode(data[:size], flat[cut])

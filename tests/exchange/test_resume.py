@@ -1,0 +1,115 @@
+"""Checkpoints under every algorithm: the run goes on as if it had not stopped; with other ranks, nothing that waited is lost."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.checkpoint.reader import tensor_names
+from shoal.exchange.named import ALGORITHMS
+from tests.exchange.teacher import data, engine
+from tests.exchange.test_algorithms import setting
+from tests.pool import run_ranks
+
+STOP, END = 7, 12
+RESUMABLE = [name for name in ALGORITHMS if name not in ("async_average")]  # its rounds depend on clocks; W = 2
+
+
+def through(world, name: str, directory: str) -> list[float]:
+    """Trains to END and saves at STOP on the way; the losses after it."""
+    torch.set_num_threads(1)
+    running = engine(world, setting(name))
+    losses = []
+    for batch in running.batches(data(), steps=END):
+        if batch.step == STOP:
+            running.save(directory)
+        losses.append(running.step(batch).loss)
+    running.close()
+    return losses[STOP:]
+
+
+def resumed(world, name: str, directory: str) -> list[float]:
+    torch.set_num_threads(1)
+    running = engine(world, setting(name))
+    running.load(directory)
+    losses = [running.step(batch).loss for batch in running.batches(data(), steps=END - STOP)]
+    running.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", RESUMABLE)
+def test_a_run_goes_on_as_if_it_had_not_stopped(name, tmp_path):
+    through_ = run_ranks(through, 2, name, str(tmp_path))
+    assert run_ranks(resumed, 2, name, str(tmp_path)) == through_
+
+
+@pytest.mark.parametrize("name", ["bytegrad_fed_back", "topk", "powersgd", "diloco", "local_sgd", "qadam", "delayed"])
+def test_other_ranks_go_on_from_there(name, tmp_path):
+    """The mean of replicas that differ, the sum of what waited: the loss stays where it was."""
+    before = run_ranks(until_stop, 4, name, str(tmp_path))[0]
+    after = run_ranks(at_start, 2, name, str(tmp_path))
+    assert after[0]["evaluation"] == pytest.approx(before["evaluation"], rel=1e-5)
+    assert all(state["evaluation"] == after[0]["evaluation"] for state in after)
+    waited = sum(state["waiting"] for state in run_ranks(at_start, 4, name, str(tmp_path)))
+    torch.testing.assert_close(sum(state["waiting"] for state in after), waited, rtol=1e-5, atol=1e-6)
+
+
+def option(name: str) -> dict:
+    return {"name": "bytegrad", "codec": "u4", "error_feedback": True} if name == "bytegrad_fed_back" else setting(name)
+
+
+def describe(running) -> dict:
+    residuals = [
+        tensor.flatten()
+        for state in running._exchange.state().values()
+        if state.on_resize != "mean"
+        for tensor in state.tensors.values()
+    ]
+    waiting = torch.cat(residuals).double() if residuals else torch.zeros(1, dtype=torch.float64)
+    return {"evaluation": running.evaluate(data()).loss, "waiting": waiting}
+
+
+def until_stop(world, name: str, directory: str) -> dict:
+    torch.set_num_threads(1)
+    running = engine(world, option(name))
+    for batch in running.batches(data(), steps=11):
+        running.step(batch)
+    running.save(directory)
+    state = describe(running)
+    running.close()
+    return state
+
+
+def at_start(world, name: str, directory: str) -> dict:
+    torch.set_num_threads(1)
+    running = engine(world, option(name))
+    running.load(directory)
+    state = describe(running)
+    running.close()
+    return state
+
+
+def test_a_checkpoint_of_another_algorithm_is_taken_up_with_a_warning(tmp_path):
+    run_ranks(through, 2, "allreduce", str(tmp_path))
+    warned = run_ranks(load_with_warnings, 2, "topk", str(tmp_path))
+    assert "holds no state of plan.exchange" in warned[0] and warned[1] == "", "said once, by the first rank"
+
+
+def load_with_warnings(world, name: str, directory: str) -> str:
+    running = engine(world, setting(name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        running.load(directory)
+    running.close()
+    return " ".join(str(warning.message) for warning in caught if "plan.exchange" in str(warning.message))
+
+
+def test_each_replica_s_own_state_is_saved_beside_their_mean(tmp_path):
+    run_ranks(until_stop, 2, "local_sgd", str(tmp_path))
+    names = tensor_names(next(Path(tmp_path).glob("step-*")))
+    for rank in range(2):
+        assert f"replica.{rank}.model.0.weight" in names and f"replica.{rank}.optim.0.weight.exp_avg" in names
+    assert "model.0.weight" in names and "optim.0.weight.exp_avg" in names

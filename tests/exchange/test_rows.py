@@ -1,0 +1,138 @@
+"""Sparse gradients of embeddings: the numbers of dense ones, with only rows on the wire."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.comm import Group
+from shoal.comm.emulate import simulate
+from shoal.comm.simulation import simulate_world
+from shoal.exchange.rows import sum_rows
+
+WORDS, WIDTH = 200, 8
+
+
+class Bag(nn.Module):
+    """The mean of a few words' vectors, and a class."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids).mean(1))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 3, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.words(ids).mean(1)
+
+
+def loss(model: nn.Module, batch) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(model(batch["ids"]), batch["labels"], reduction="sum"), torch.tensor(len(batch["labels"]))
+
+
+def rows_of_words() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        {"ids": torch.randint(0, 60, (4,), generator=draw), "labels": torch.randint(0, 3, (), generator=draw)} for _ in range(24)
+    ]
+
+
+def train(world, factory, optimizer, exchange="allreduce") -> tuple[list[float], list[float], dict[str, Tensor], int]:
+    torch.set_num_threads(1)
+    running = Engine(
+        factory, loss, optimizer, Plan(dp=world.size, exchange=exchange),
+        global_batch=6, microbatch=1, clip=0.5, dropout="fused", world=world,
+    )  # fmt: skip
+    results = [running.step(batch) for batch in running.batches(rows_of_words(), steps=10)]
+    running.close()
+    weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+    return (
+        [r.loss for r in results],
+        [r.grad_norm for r in results],
+        weights,
+        running.ledger.total("dp", purpose="gradients").payload,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_sparse_gradients_train_as_dense_ones(optimizer, size):
+    dense = simulate_world(1, train, partial(Bag, sparse=False), optimizer)[0]
+    for sparse in simulate_world(size, train, partial(Bag, sparse=True), optimizer):
+        assert sparse[0] == pytest.approx(dense[0], rel=1e-5)
+        assert sparse[1] == pytest.approx(dense[1], rel=1e-5)
+        for name, value in dense[2].items():
+            torch.testing.assert_close(sparse[2][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_only_rows_travel():
+    dense, sparse = (
+        simulate_world(2, train, partial(Bag, sparse=kind), partial(torch.optim.SGD, lr=0.1))[0][3] for kind in (False, True)
+    )
+    assert sparse < dense / 2, "at most 12 of 200 words a rank and step"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sparse_adam_gets_rows_and_leaves_the_others_alone(size):
+    """Against torch: SparseAdam moves only the rows of the batch, moments included."""
+    torch.manual_seed(0)
+    factory, data = Words, rows_of_words()
+
+    def reference(world) -> Tensor:
+        running = Engine(factory, loss, partial(torch.optim.SparseAdam, lr=0.1), global_batch=6, dropout="fused", world=world)
+        module = Words()
+        module.words.weight.data.copy_(running.parameters["words.weight"])
+        optimizer = torch.optim.SparseAdam(list(module.parameters()), lr=0.1)
+        for batch in running.batches(data, steps=10):
+            optimizer.zero_grad()
+            total, count = loss(module, batch.load(batch.ids))
+            (total / count).backward()
+            coalesced = module.words.weight.grad.coalesce()
+            norm = coalesced.values().norm()
+            module.words.weight.grad = coalesced * min(1.0, 0.5 / (float(norm) + 1e-6))
+            optimizer.step()
+            running.step_index += 1
+        return module.words.weight.detach().clone()
+
+    wanted = simulate_world(1, reference)[0]
+    got = simulate_world(size, train, factory, partial(torch.optim.SparseAdam, lr=0.1))[0][2]["words.weight"]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["adasum", "bytegrad", "local_sgd", "delayed"])
+def test_other_algorithms_take_sparse_gradients(exchange):
+    losses = simulate_world(3, train, partial(Bag, sparse=True), partial(torch.optim.AdamW, lr=3e-2), exchange)[0][0]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("rows", "gathers"), [(3, True), (90, False)])
+def test_many_rows_are_reduced_as_a_whole(rows, gathers):
+    def run(group: Group) -> tuple[Tensor, Tensor | None, int]:
+        draw = torch.Generator().manual_seed(group.rank)
+        mine, dense = torch.randperm(100, generator=draw)[:rows], torch.zeros(100, 4)
+        dense[mine] = torch.randn(rows, 4, generator=draw)
+        before = dense.clone()
+        found = sum_rows(dense, torch.cat([mine, mine]), group, "gradients 0")
+        return dense, before, found, group.ledger.total(operation="all_reduce").calls
+
+    results = simulate(3, run)
+    total = results[0][1] + results[1][1] + results[2][1]
+    for dense, _, found, reductions in results:
+        assert torch.equal(dense, results[0][0])
+        torch.testing.assert_close(dense, total)
+        assert (found is not None, reductions) == ((True, 0) if gathers else (False, 1))
+        if found is not None:
+            assert found.tolist() == total.abs().sum(1).nonzero().flatten().tolist()
