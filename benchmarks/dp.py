@@ -52,22 +52,12 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    def names(known: list[str]) -> Any:
-        def parse(text: str) -> list[str]:
-            chosen = text.split(",")
-            for name in chosen:
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
-            return chosen
-
-        return parse
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dp", description="Data parallel: Shoal and its peers, in turn.")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (7)")
     parser.add_argument("--steps", type=int, help="timed steps a turn (3 of the compute case, 12 of the communication case)")
-    parser.add_argument("--only", type=names(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}")
-    parser.add_argument("--case", type=names(list(CASES)), default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--precision", type=names(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16")
+    parser.add_argument("--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}")
+    parser.add_argument("--case", type=harness.several(list(CASES)), default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--precision", type=harness.several(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16")
     parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps: does everything run?")
     arguments = parser.parse_args()
     if arguments.quick:

@@ -6,13 +6,14 @@ another run. The record has every sample, so that another summary can be made la
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -51,7 +52,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the table. A round's figure is the median of its steps; `median_ms` and the quartiles are over the rounds.
+    """One row of the table. A round's figure is the median (or mean, as `summarise` says) of its steps; `median_ms` and the quartiles are over the rounds.
     `share` is limit / contender, computed in each round, as median, least and greatest over the rounds."""
 
     median_ms: float
@@ -60,8 +61,8 @@ class Summary:
     share_range: tuple[float, float]
 
 
-def measure(contenders: Mapping[str, Contender], rounds: int, steps: int) -> Samples:
-    """Gives every contender a turn of `steps` steps, in order, `rounds` times over."""
+def measure(contenders: Mapping[str, Contender], rounds: int, steps: int | Mapping[str, int]) -> Samples:
+    """Gives every contender a turn of `steps` steps (of its own number, where that is a mapping), in order, `rounds` times over."""
     samples: dict[str, list[list[float]]] = {name: [] for name in contenders}
     idle_cpu = dict.fromkeys(contenders, 0.0)
     idle_seconds = dict.fromkeys(contenders, 0.0)
@@ -69,7 +70,7 @@ def measure(contenders: Mapping[str, Contender], rounds: int, steps: int) -> Sam
         for name, contender in contenders.items():
             others = {other: waiting.cpu_seconds() for other, waiting in contenders.items() if other != name}
             start = time.perf_counter()
-            samples[name].append(contender.turn(steps))
+            samples[name].append(contender.turn(steps if isinstance(steps, int) else steps[name]))
             seconds = time.perf_counter() - start
             for other, before in others.items():
                 idle_cpu[other] += contenders[other].cpu_seconds() - before
@@ -77,9 +78,10 @@ def measure(contenders: Mapping[str, Contender], rounds: int, steps: int) -> Sam
     return Samples(samples, {name: idle_cpu[name] / idle_seconds[name] if idle_seconds[name] else 0.0 for name in contenders})
 
 
-def summarise(samples: Samples, limit: str) -> dict[str, Summary]:
-    """A row for each contender, with its share of the contender `limit`."""
-    per_round = {name: [statistics.median(steps) for steps in rounds] for name, rounds in samples.rounds.items()}
+def summarise(samples: Samples, limit: str, figure: Callable[[Sequence[float]], float] = statistics.median) -> dict[str, Summary]:
+    """A row for each contender, with its share of the contender `limit`. `figure` makes one of a round's steps: the median forgives a
+    hiccup; the mean counts what comes only every so many steps."""
+    per_round = {name: [figure(steps) for steps in rounds] for name, rounds in samples.rounds.items()}
     return {name: _row(figures, per_round[limit]) for name, figures in per_round.items()}
 
 
@@ -130,9 +132,15 @@ def idle_warnings(samples: Samples) -> list[str]:
     ]
 
 
-def result_of(samples: Samples, limit: str, notes: Mapping[str, str], **what: Any) -> dict[str, Any]:
-    """One set of the record: `what` was measured, the summary of each contender and every sample."""
-    rows = summarise(samples, limit)
+def result_of(
+    samples: Samples,
+    limit: str,
+    notes: Mapping[str, str],
+    figure: Callable[[Sequence[float]], float] = statistics.median,
+    **what: Any,
+) -> dict[str, Any]:
+    """One set of the record: `what` was measured, the summary of each contender (see `summarise`) and every sample."""
+    rows = summarise(samples, limit, figure)
     return {
         **what,
         "rounds": len(samples.rounds[limit]),
@@ -160,6 +168,19 @@ def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def several(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """The argparse type of a comma-separated choice of `known` names."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        for name in chosen:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return chosen
+
+    return parse
 
 
 def commit() -> str:

@@ -1,8 +1,9 @@
 """A group of worker processes that stays alive between turns: one contender of a benchmark.
 
 Each process builds its contender once, warms up, then waits for turns. A waiting process is stopped by SIGSTOP: gloo's event loop
-wakes 100 times a second, and the waiting ranks of ten contenders took 4% of a core from the one being timed. The processes find each other as any launched job does: RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment, with the store in the launcher, here the benchmark's own process.
+wakes 100 times a second, and the waiting ranks of ten contenders took 4% of a core from the one being timed. The processes find each
+other as any launched job does: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment, with the store in the launcher, here the
+benchmark's own process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,8 +26,8 @@ from typing import Any
 import psutil
 import torch
 
-Step = Callable[[], object]
-"""One training step of one rank."""
+Step = Callable[..., object]
+"""One training step of one rank; whatever else a turn is given comes as its arguments."""
 
 Build = Callable[..., Step]
 """Makes a rank's step from keyword arguments, in the process that will run it. Must be importable: it crosses a spawn."""
@@ -34,15 +36,38 @@ SETTLE_STEPS = 1
 """Untimed steps at the start of a turn: memory given back at the end of the last turn comes back, caches fill again."""
 
 
+def stay(rank: int) -> None:
+    """Leaves a rank's process where it was started."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the ranks live: `address` of the benchmark's own process and name of the network `interface`, both as the ranks see them;
+    `enter(rank)` is called in each rank's process before all else, and must be importable."""
+
+    address: str = "127.0.0.1"
+    interface: str = "lo"
+    enter: Callable[[int], None] = stay
+
+
 class ProcessGroup:
     """`size` processes, one a rank, each running the step that `build(**arguments)` makes, with `threads` compute threads.
 
     Raises RuntimeError with the rank's traceback when a rank fails, and kills the others.
     """
 
-    def __init__(self, build: Build, arguments: dict[str, Any], *, size: int = 2, threads: int = 1, warm_up: int = 3) -> None:
+    def __init__(
+        self,
+        build: Build,
+        arguments: dict[str, Any],
+        *,
+        size: int = 2,
+        threads: int = 1,
+        warm_up: int = 3,
+        site: Site = Site(),
+    ) -> None:
         self._store = torch.distributed.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
+            site.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
         )
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by the children when they load torch
         context = multiprocessing.get_context("spawn")
@@ -50,8 +75,10 @@ class ProcessGroup:
         self._processes: list[Any] = []
         for rank in range(size):
             here, there = context.Pipe()
-            environment = rank_environment(rank, size, self._store.port)
-            process = context.Process(target=_serve, args=(there, environment, threads, build, arguments, warm_up), daemon=True)
+            environment = rank_environment(rank, size, self._store.port, site)
+            process = context.Process(
+                target=_serve, args=(there, site.enter, environment, threads, build, arguments, warm_up), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -63,19 +90,23 @@ class ProcessGroup:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def turn(self, steps: int) -> list[float]:
-        """Runs SETTLE_STEPS untimed and then `steps` timed steps on every rank at once; returns the milliseconds of each timed
-        step, as the mean over the ranks.
+    def turn(self, steps: int, *arguments: Any) -> list[float]:
+        """Runs SETTLE_STEPS untimed and then `steps` timed steps on every rank at once, each called with `arguments`; returns the
+        milliseconds of each timed step, as the mean over the ranks.
 
         For ranks that exchange, the ranks' times agree. For ranks that do not, the mean is the strict choice: the greater of two
         would count every hiccup of either rank and make the limit look slower than it is.
         """
-        per_rank = self._ask(("turn", steps))
+        per_rank = self.turns([steps] * len(self._pipes), *arguments)
         return [sum(times) / len(times) for times in zip(*per_rank, strict=True)]
+
+    def turns(self, steps: Sequence[int], *arguments: Any) -> list[list[float]]:
+        """The same with as many timed steps as `steps` says for each rank; returns each rank's milliseconds by step."""
+        return self._ask([("turn", (count, arguments)) for count in steps])
 
     def call(self, function: Callable[[], Any]) -> list[Any]:
         """Runs an importable `function()` in every process; returns the results by rank."""
-        return self._ask(("call", function))
+        return self._ask([("call", function)] * len(self._pipes))
 
     def cpu_seconds(self) -> float:
         """CPU time that the processes have used so far, all their threads, user and system."""
@@ -95,9 +126,9 @@ class ProcessGroup:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, message: tuple[str, Any]) -> list[Any]:
+    def _ask(self, messages: Sequence[tuple[str, Any]]) -> list[Any]:
         self._signal(signal.SIGCONT)
-        for pipe in self._pipes:
+        for pipe, message in zip(self._pipes, messages, strict=True):
             pipe.send(message)
         answers = self._receive()
         self._signal(signal.SIGSTOP)
@@ -129,22 +160,28 @@ class ProcessGroup:
         return value
 
 
-def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, size: int, port: int, site: Site) -> dict[str, str]:
     """What a launcher sets for a rank of one host. TORCHELASTIC_USE_AGENT_STORE says that the store's server is not rank 0's."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": site.address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": site.interface,
     }
 
 
 def _serve(
-    pipe: Connection, environment: dict[str, str], threads: int, build: Build, arguments: dict[str, Any], warm_up: int
+    pipe: Connection,
+    enter: Callable[[int], None],
+    environment: dict[str, str],
+    threads: int,
+    build: Build,
+    arguments: dict[str, Any],
+    warm_up: int,
 ) -> None:
     """The life of one rank: build, warm up, then turns until it is killed."""
     _die_with_parent()
@@ -153,13 +190,14 @@ def _serve(
     sys.stdout = sys.stderr
     torch.set_num_threads(threads)
     try:
+        enter(int(environment["RANK"]))
         step = build(**arguments)
         for _ in range(warm_up):
             step()
         pipe.send((True, None))
         while True:
             command, argument = pipe.recv()
-            pipe.send((True, _timed(step, argument) if command == "turn" else argument()))
+            pipe.send((True, _timed(step, *argument) if command == "turn" else argument()))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
@@ -172,14 +210,14 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _timed(step: Step, steps: int) -> list[float]:
+def _timed(step: Step, steps: int, arguments: tuple[Any, ...]) -> list[float]:
     for _ in range(SETTLE_STEPS):
-        step()
+        step(*arguments)
     gc.collect()
     gc.disable()  # a collection in the middle of one contender's turn would be luck
     marks = [time.perf_counter()]
     for _ in range(steps):
-        step()
+        step(*arguments)
         marks.append(time.perf_counter())
     gc.enable()
     trim_memory()

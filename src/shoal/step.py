@@ -295,7 +295,8 @@ class StepRunner:
         update = partial(self._algorithm.update, result.step, factor)
         if holds is Holds.NOTHING:
             self._require_finite(result)
-        elif self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
+            return  # the schedule counts updates
+        if self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
             good = torch.isfinite(result._norm) & torch.isfinite(result._totals[0]) & (result._totals[1] > 0)
             update((~good).float(), untouched)
             self._unread = result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
 
 import pytest
 
@@ -84,3 +86,27 @@ def test_the_record_has_every_sample_and_prints(
     printed = capsys.readouterr().out
     assert "limit (limit)" in printed
     assert "own used 50.0% of a core" in printed
+
+
+@pytest.mark.fast
+def test_contenders_may_take_turns_of_their_own_length() -> None:
+    diary: list[tuple[str, int]] = []
+    contenders = {name: Fake(name, [[1.0]], diary) for name in "AB"}
+    measure(contenders, rounds=1, steps={"A": 3, "B": 50})
+    assert diary == [("A", 3), ("B", 50)]
+
+
+@pytest.mark.fast
+def test_the_mean_counts_what_comes_seldom() -> None:
+    samples = Samples({"limit": [[1.0, 1.0, 1.0]], "seldom": [[1.0, 1.0, 10.0]]}, {"limit": 0.0, "seldom": 0.0})
+    assert summarise(samples, "limit")["seldom"].median_ms == 1.0
+    assert summarise(samples, "limit", statistics.fmean)["seldom"].median_ms == 4.0
+    assert result_of(samples, "limit", {"limit": "", "seldom": ""}, statistics.fmean)["contenders"]["seldom"]["share"] == 0.25
+
+
+@pytest.mark.fast
+def test_a_choice_of_names() -> None:
+    parse = harness.several(["2", "4"])
+    assert parse("4,2") == ["4", "2"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'3' is not one of 2, 4"):
+        parse("2,3")

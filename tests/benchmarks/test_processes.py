@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from benchmarks.processes import ProcessGroup
+from benchmarks.processes import ProcessGroup, Site, rank_environment
 
 
 def sleeper(rank_1_extra: float) -> Callable[[], None]:
@@ -19,6 +19,16 @@ def sleeper(rank_1_extra: float) -> Callable[[], None]:
     dist.barrier()
     seconds = 0.02 + rank_1_extra * dist.get_rank()
     return lambda: time.sleep(seconds)
+
+
+def napper() -> Callable[[float], None]:
+    """Sleeps as long as its turn says, if it was entered."""
+    assert os.environ["ENTERED"] == os.environ["RANK"]
+    return time.sleep
+
+
+def enter(rank: int) -> None:
+    os.environ["ENTERED"] = str(rank)
 
 
 def failing() -> Callable[[], None]:
@@ -49,6 +59,20 @@ def test_turns_are_means_over_the_ranks_and_waiting_ranks_are_stopped() -> None:
         assert stopped(group.pids)
         pids = group.pids
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_ranks_enter_their_site_and_each_takes_its_own_number_of_steps() -> None:
+    with ProcessGroup(napper, {}, warm_up=0, site=Site(enter=enter)) as group:
+        one, three = group.turns([1, 3], 0.03)
+    assert (len(one), len(three)) == (1, 3)
+    assert all(time >= 30 for time in one + three)
+
+
+@pytest.mark.fast
+def test_the_environment_is_that_of_the_site() -> None:
+    environment = rank_environment(1, 2, 4000, Site("10.0.0.9", "eth7"))
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"], environment["RANK"]) == ("10.0.0.9", "4000", "1")
+    assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
