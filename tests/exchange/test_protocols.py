@@ -72,6 +72,21 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all():
         assert simulate(3, run, name) == [False, False, False], name
 
 
+def test_a_gradient_that_is_not_finite_does_not_stay_in_the_residuals():
+    def run(group: Group) -> list[bool]:
+        own, summed = torch.zeros(3000), torch.zeros(3000)
+        seen = []
+        for round_ in range(2):
+            flat = draws(group.rank, 3000, round_)
+            if group.rank == 1 and round_ == 0:
+                flat[2500] = float("nan")
+            scatter_gather(flat, group, codec("u8"), "test", own, summed)
+            seen.append(bool(torch.isfinite(flat).all()))
+        return seen
+
+    assert simulate(2, run) == [[False, True]] * 2
+
+
 def test_bytes_on_the_wire_are_the_formula():
     """u8: 1/4 of the ring's bytes, and 8 a row of 1024."""
     numel, size = 8 * 1024, 4

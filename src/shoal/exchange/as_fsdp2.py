@@ -24,6 +24,7 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm
 from shoal.exchange.compressed import Compressed
 from shoal.exchange.gradients_only import gradient_algorithm, refusal
+from shoal.exchange.scatter_gather import sum_of_cut
 from shoal.plan import Option
 
 
@@ -85,13 +86,5 @@ class EncodedReduceScatter(ReduceScatter):
 
 def reduce_scatter(out: Tensor, flat: Tensor, group: Group, codec: Codec, purpose: str) -> None:
     """Fills `out` with this rank's cut of the sum of `flat` (size * out.numel()) over `group`, each addend rounded by `codec`, in fp32."""
-    size = codec.encoded_bytes(out.numel())
-    sent = flat.new_empty(group.size * size, dtype=torch.uint8)
-    for cut, data in zip(flat.view(group.size, -1), sent.view(group.size, -1), strict=True):
-        codec.encode(cut, data)
-    received = torch.empty_like(sent)
-    group.all_to_all(received, sent, purpose=purpose)
-    total = torch.zeros_like(out, dtype=torch.float32)
-    for data in received.view(group.size, -1):
-        codec.decode_add(data, total)
-    out.copy_(total)
+    cuts = [slice(rank * out.numel(), (rank + 1) * out.numel()) for rank in range(group.size)]
+    out.copy_(sum_of_cut(flat, cuts, group, codec, purpose))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.comm.codecs import Codec
+from shoal.comm.codecs import Codec, ErrorFeedback
 from shoal.exchange.algorithm import State, by_parameter
 
 ROW = 1024
@@ -58,17 +58,27 @@ def scatter_gather(
     if group.size == 1:
         return
     cuts = cuts_of(flat.numel(), group.size)
-    if own is not None:
-        flat.add_(own)
+    total = sum_of_cut(flat, cuts, group, codec, purpose, own)
+    sizes = [codec.encoded_bytes(cut.stop - cut.start) for cut in cuts]
+    largest, mine = max(sizes), cuts[group.rank]
+    gathered = flat.new_zeros(largest * group.size, dtype=torch.uint8)
+    slot = gathered[group.rank * largest : (group.rank + 1) * largest]
+    _remembering(codec, summed, mine).encode(total, slot[: sizes[group.rank]])
+    group.all_gather(gathered, slot, purpose=purpose)
+    with group.ledger.span("comm", "decode", gathered.nbytes, "decode"):
+        for cut, data, size in zip(cuts, gathered.split(largest), sizes, strict=True):
+            codec.decode(data[:size], flat[cut])
+
+
+def sum_of_cut(
+    flat: Tensor, cuts: Sequence[slice], group: Group, codec: Codec, purpose: str, own: Tensor | None = None
+) -> Tensor:
+    """This rank's one of `cuts` (one a rank) of the sum of `flat` over `group`, fp32, each addend rounded by `codec`. `own`: see above."""
     sizes = [codec.encoded_bytes(cut.stop - cut.start) for cut in cuts]
     sent = flat.new_empty(sum(sizes), dtype=torch.uint8)
     with group.ledger.span("comm", "encode", flat.nbytes, "encode"):
         for cut, data in zip(cuts, sent.split(sizes), strict=True):
-            codec.encode(flat[cut], data)
-            if own is not None:
-                codec.decode(data, own[cut])
-    if own is not None:
-        torch.sub(flat, own, out=own)
+            _remembering(codec, own, cut).encode(flat[cut], data)
     mine, size = cuts[group.rank], sizes[group.rank]
     received = sent.new_empty(size * group.size)
     group.all_to_all(received, sent, [size] * group.size, sizes, purpose=purpose)
@@ -76,16 +86,8 @@ def scatter_gather(
     with group.ledger.span("comm", "decode", received.nbytes, "decode"):
         for data in received.split(size) if size else ():
             codec.decode_add(data, total)
-    if summed is not None:
-        total.add_(summed[mine])
-    gathered = sent.new_zeros(max(sizes) * group.size)
-    largest = max(sizes)
-    slot = gathered[group.rank * largest : (group.rank + 1) * largest]
-    codec.encode(total, slot[:size])
-    if summed is not None:
-        codec.decode(slot[:size], summed[mine])
-        torch.sub(total, summed[mine], out=summed[mine])
-    group.all_gather(gathered, slot.clone(), purpose=purpose)
-    with group.ledger.span("comm", "decode", gathered.nbytes, "decode"):
-        for cut, data, size in zip(cuts, gathered.split(largest), sizes, strict=True):
-            codec.decode(data[:size], flat[cut])
+    return total
+
+
+def _remembering(codec: Codec, residual: Tensor | None, cut: slice) -> Codec:
+    return codec if residual is None else ErrorFeedback.over(codec, residual[cut])

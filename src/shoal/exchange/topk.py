@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk
-from shoal.comm.codecs import codec
+from shoal.comm.codecs import ErrorFeedback, codec
 from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
 from shoal.plan import Option
 
@@ -31,11 +31,8 @@ class TopK(Algorithm):
         group, flat, residual = self.replica.group, chunk.gradient, self._residual[self._place[chunk.index]]
         if group.size == 1:
             return
-        flat.add_(residual)
         sent = flat.new_empty(self._codec.encoded_bytes(flat.numel()), dtype=torch.uint8)
-        self._codec.encode(flat, sent)
-        self._codec.decode(sent, residual)
-        torch.sub(flat, residual, out=residual)
+        ErrorFeedback.over(self._codec, residual).encode(flat, sent)
         gathered = sent.new_empty(sent.numel() * group.size)
         group.all_gather(gathered, sent, purpose=f"gradients {chunk.index}")
         flat.zero_()

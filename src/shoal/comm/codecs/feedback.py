@@ -25,6 +25,13 @@ class ErrorFeedback:
         self.codec = codec
         self.residual = torch.zeros(numel, device=device)
 
+    @classmethod
+    def over(cls, codec: Codec, residual: Tensor) -> ErrorFeedback:
+        """One whose residual is kept elsewhere: `residual` (fp32, flat) is updated in place."""
+        feedback = cls(codec, 0)
+        feedback.residual = residual
+        return feedback
+
     @property
     def row(self) -> int | None:
         return self.codec.row
