@@ -20,7 +20,7 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import adopt, make_chunks
+from shoal.chunks import ChunkMaker, adopt, move
 from shoal.chunks.allocate import Private, Shared
 from shoal.comm import Group, Lane, World
 from shoal.comm.functional import copy_to, reduce_from
@@ -30,6 +30,7 @@ from shoal.data.loader import Collate, Order, stack_samples
 from shoal.errors import CheckpointError, UserError
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
+from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.lr import Schedule
@@ -113,11 +114,15 @@ class Engine:
             compile_blocks(self.module, self.plan.compile)
         cast_at_the_border(self.module, self.precision)
 
-        exchange = algorithm(self.plan.exchange)
+        exchange = self._exchange = algorithm(self.plan.exchange)
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        self.chunks = make_chunks(self.module, member, self.precision, exchange.chunk_bytes, "dp", private, gradients)
+        self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients)
+        measured = worth_measuring(exchange, self._maker.gradient_bytes, group.size)
+        self.link = group.link(self.device) if measured else None
+        self.chunk_bytes = chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
+        self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self._agree()
@@ -133,7 +138,7 @@ class Engine:
             )
         self._lane = Lane(self.device, self.ledger)
         exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among))
-        self._exchange = exchange
+        self._order_is_open = measured and len(trainable) > 1
         self._runner = StepRunner(
             self.module,
             loss,
@@ -195,7 +200,32 @@ class Engine:
         self.ledger.step = batch.step
         result = self._runner.run(batch)
         self.step_index += 1
+        if self._order_is_open:
+            self._order_chunks()
         return result
+
+    def _order_chunks(self) -> None:
+        """Once, after the first step: cuts the chunks in the order in which gradients came, if they leave enough earlier so. Nothing that
+        is computed changes."""
+        self._order_is_open = False
+        first = self._group.rank == 0
+        cut = self._group.broadcast_object(self._maker.better(self.chunk_bytes, self._runner.arrivals) if first else None)
+        if cut is None:
+            return
+        self._runner.settle()
+        self._exchange.settle()
+        self._exchange.close()
+        kept = {name: {key: each.clone() for key, each in part.tensors.items()} for name, part in self._exchange.state().items()}
+        new = self._maker.make(cut)
+        move(self.parameters, self.optimizer.parameters, self.chunks, new)
+        self.chunks, trainable = new, [chunk for chunk in new if chunk.trainable]
+        self.optimizer.follow(trainable)
+        self._exchange.attach(replace(self._exchange.replica, chunks=trainable))
+        for name, part in self._exchange.state().items():
+            for key, each in part.tensors.items():
+                each.copy_(kept[name][key])
+        self._exchange.restored()
+        self._runner.follow()
 
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""

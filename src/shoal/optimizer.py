@@ -56,16 +56,13 @@ class ChunkOptimizer:
         options: list[dict[str, Any]],
         member: Mapping[str, int],
     ) -> None:
-        self._chunks = chunks
         self.parameters: dict[str, nn.Parameter] = {}
         self.rows: Mapping[str, Tensor | None] = {}
-        self._grads: dict[str, Tensor] = {}
         for chunk in chunks:
-            assert chunk.grad is not None
             for slot in chunk.slots:
                 seen = module_parameters[slot.name]
-                own = seen if chunk.master is chunk.data else nn.Parameter(slot.view(chunk.master))
-                self.parameters[slot.name], self._grads[slot.name] = own, slot.view(chunk.grad)
+                self.parameters[slot.name] = seen if chunk.master is chunk.data else nn.Parameter(slot.view(chunk.master))
+        self._watch(chunks)
         self.parameters = {name: self.parameters[name] for name in module_parameters if name in self.parameters}
         groups = [
             {"params": [parameter for name, parameter in self.parameters.items() if member[name] == index], **extra}
@@ -77,6 +74,16 @@ class ChunkOptimizer:
             self.torch = FlatOptimizer(factory, groups, chunks, self.parameters)
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
+
+    def _watch(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._grads = {slot.name: slot.view(chunk.gradient) for chunk in chunks for slot in chunk.slots}
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """Goes on with other chunks of the same parameters, to which `chunks.move` has moved them."""
+        self._watch(chunks)
+        if isinstance(self.torch, FlatOptimizer):
+            self.torch.follow(chunks)
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Updates with gradients times `factor` (0-dim), then publishes the masters.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.batchnorm import RunningStatistics
 from shoal.buffers import OtherBuffers
+from shoal.chunks import sum_of_squares
 from shoal.comm import Group
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
@@ -134,7 +135,8 @@ class StepRunner:
     ) -> None:
         self._module, self._loss = module, loss
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
-        self._algorithm, self._reducer = algorithm, Reducer(parameters, algorithm)
+        self._parameters, self._algorithm = parameters, algorithm
+        self._reducer = Reducer(parameters, algorithm)
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._clip, self._device, self._keyed = microbatch, whole, clip, device, keyed
         self._partners = algorithm.partners
@@ -145,6 +147,16 @@ class StepRunner:
         )
         self._agreed = False
         self._unread: StepResult | None = None
+
+    def follow(self) -> None:
+        """Goes on with the chunks that the algorithm has now."""
+        self._reducer.detach()
+        self._reducer = Reducer(self._parameters, self._algorithm)
+
+    @property
+    def arrivals(self) -> list[str]:
+        """The parameters in the order in which the last step's backward completed their gradients on this rank."""
+        return self._reducer.arrivals
 
     def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int]:
         """This rank's microbatches of a global batch, and how many those of its partners have that come after it."""
@@ -241,7 +253,7 @@ class StepRunner:
         """
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
-        squares = torch.stack(self._reducer.norms).double().square().sum()
+        squares = torch.stack(self._reducer.squares).sum()
         if self._partners.size == 1 or holds is Holds.ALONE:
             return totals, squares, [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
@@ -282,8 +294,8 @@ class StepRunner:
         if holds is Holds.SUM:
             norm = squares.sqrt() * to_mean
         else:
-            norms = [torch.linalg.vector_norm(chunk.gradient) for chunk in self._algorithm.replica.chunks]
-            norm = torch.linalg.vector_norm(torch.stack(norms).double()) * to_mean
+            pieces = [piece for chunk in self._algorithm.replica.chunks for piece in chunk.norm_pieces()]
+            norm = sum_of_squares(pieces, self._device).sqrt() * to_mean
         if self._clip is None:
             return norm, to_mean
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import doctor
+from shoal.comm import Link
 from shoal.jobs.read import load_job
 
 pytestmark = pytest.mark.fast
@@ -108,14 +109,18 @@ def test_the_doctor_names_what_is_missing_and_what_to_do(monkeypatch, capsys):
     (compiler,) = doctor._compiler()
     assert (compiler.state, compiler.fix) == ("WARN", "install gcc or clang, or set CC")
     monkeypatch.setattr(doctor, "launch", lambda *arguments, **options: 4)
-    (ranks,) = doctor._collective()
-    assert ranks.state == "FAIL"
+    ranks, links = doctor._two_ranks()
+    assert (ranks.state, links) == ("FAIL", [])
     monkeypatch.setattr(doctor.torch, "__version__", "2.9.1+cu128")
     assert [check.state for check in doctor._versions()][:2] == ["OK", "FAIL"]
-    doctor.show([compiler, ranks], as_json=True)
+    doctor.show([compiler, ranks], [], as_json=True)
     assert [check["state"] for check in json.loads(capsys.readouterr().out)["checks"]] == ["WARN", "FAIL"]
-    doctor.show([compiler], as_json=False)
-    assert "-> install gcc" in capsys.readouterr().out
+    link = Link("loopback", 2, "sockets", ((1024, 5e-5), (2**20, 1e-3)))
+    doctor.show([compiler], [link], as_json=False)
+    shown = capsys.readouterr().out
+    assert "-> install gcc" in shown
+    rows = {line[:8]: line.split()[-1] for line in shown.splitlines() if "iB/s" in line}
+    assert rows == {"1.00 KiB": "█", "1.00 MiB": "█" * 12}, "the slowest has the shortest bar, the fastest the longest"
 
 
 def test_the_demo_and_the_examples_are_jobs():

@@ -1,18 +1,24 @@
-"""Collectives over TCP: right for every dtype, in ring order bit by bit, and no byte more than the formula."""
+"""Collectives over TCP: right for every dtype, in rank order bit by bit, no byte more than the formula, an error where a rank has gone."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import Group, sockets
+from shoal.comm import Group, sockets, tcp
 from shoal.comm.sockets import Sockets
 from shoal.comm.transport import sent_bytes
-from tests.comm.operations import differing, draw, every_operation, expected, in_order, ops_of
+from shoal.errors import LaunchError
+from tests.comm.operations import differing, every_operation, expected
 from tests.pool import disposable_ranks, run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
@@ -22,53 +28,68 @@ def connect(world) -> Sockets:
     return Sockets(dist.PrefixStore("sockets", world.store), world.rank, world.size, True, timedelta(seconds=20))
 
 
-def on_sockets(world, dtype: torch.dtype, numel: int, piece_bytes: int) -> dict[str, torch.Tensor]:
-    before, sockets.PIECE_BYTES = sockets.PIECE_BYTES, piece_bytes
+def on_sockets(world, dtype: torch.dtype, numel: int, piece_bytes: int, compiled: bool) -> dict[str, torch.Tensor]:
+    before, kernels = sockets.PIECE_BYTES, tcp.library
+    sockets.PIECE_BYTES = piece_bytes
+    if not compiled:
+        tcp.library = lambda: None
     try:
         return every_operation(Group.of(connect(world)), dtype, numel)
     finally:
-        sockets.PIECE_BYTES = before
-
-
-def in_ring_order(rank: int, size: int, dtype: torch.dtype, numel: int) -> dict[str, torch.Tensor]:
-    """As in rank order, but for what rings reduce: the cut of rank c is ((x[c+1] + x[c+2]) + ...) + x[c]."""
-    want = expected(rank, size, dtype, numel)
-    whole = [draw(other, size * numel, dtype).view(size, -1) for other in range(size)]
-    for op in ops_of(dtype):
-        want[f"reduce_scatter {op}"] = in_order([whole[(rank + k) % size][rank] for k in range(1, size + 1)], op)
-    mine = [draw(other, numel, dtype) for other in range(size)]
-    cut = -(-numel // size)
-    turns = [[mine[(c + k) % size][c * cut : (c + 1) * cut] for k in range(1, size + 1)] for c in range(size)]
-    want["all_reduce product"] = torch.cat([in_order(turn, "product") for turn in turns])
-    return want
+        sockets.PIECE_BYTES, tcp.library = before, kernels
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_operation_equals_the_reference(size, dtype):
-    """Pieces of 64 bytes, so that a cut has several, the last one short. gloo's sums alone are compared with a tolerance."""
-    results = run_ranks(on_sockets, size, dtype, 101, 64)
-    tolerance = {torch.bfloat16: 3e-2, torch.float16: 3e-3, torch.float32: 1e-6}.get(dtype, 1e-12)
-    for rank, got in enumerate(results):
-        want = in_ring_order(rank, size, dtype, 101)
-        for name in {"all_reduce sum", "all_reduce avg"} & want.keys():
-            torch.testing.assert_close(got[name], want.pop(name), rtol=tolerance, atol=2 * tolerance)
-            got.pop(name)
-        assert differing(got, want) == []
+    """In rank order, bit by bit. Pieces of 64 bytes, so that a cut has several, the last one short."""
+    for rank, got in enumerate(run_ranks(on_sockets, size, dtype, 101, 64, True)):
+        assert differing(got, expected(rank, size, dtype, 101)) == []
 
 
-def sums(world, numel: int) -> list[torch.Tensor]:
-    transport = connect(world)
-    flats = [draw(world.rank, numel, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    for flat in flats:
+@pytest.mark.parametrize("numel", [1, 2, 200_001])
+def test_few_and_many_elements(numel):
+    """Fewer elements than ranks leave some cuts empty; many do not fit into what the kernel buffers."""
+    for rank, got in enumerate(run_ranks(on_sockets, 4, torch.float32, numel, 1 << 20, True)):
+        assert differing(got, expected(rank, 4, torch.float32, numel)) == []
+
+
+@pytest.mark.parametrize("numel", [101, 200_001])
+def test_without_a_compiler_it_is_the_same(numel):
+    for rank, got in enumerate(run_ranks(on_sockets, 3, torch.float32, numel, 1 << 20, False)):
+        assert differing(got, expected(rank, 3, torch.float32, numel)) == []
+
+
+def to_many_at_once(world) -> bool:
+    """With fewer links a call than there are other ranks."""
+    before, tcp.AT_ONCE = tcp.AT_ONCE, 2
+    try:
+        mine, all_of_them = torch.full((50_000,), float(world.rank)), torch.empty(50_000 * world.size)
+        connect(world).all_gather(all_of_them, mine)
+    finally:
+        tcp.AT_ONCE = before
+    return all_of_them.view(world.size, -1).eq(torch.arange(world.size)[:, None]).all().item()
+
+
+def test_more_ranks_than_links_of_a_call():
+    assert run_ranks(to_many_at_once, 8) == [True] * 8
+
+
+def two_ways(world) -> float:
+    """A message on its way in another thread while collectives go on."""
+    transport, other = connect(world), 1 - world.rank
+    comes = torch.empty(3_000_000)
+    thread = threading.Thread(target=transport.exchange, args=(comes, other, torch.full_like(comes, 7.0), other))
+    thread.start()
+    flat = torch.ones(1000)
+    for _ in range(20):
         transport.all_reduce(flat, "avg")
-    return flats
+    thread.join()
+    return float(comes.sum()) + float(flat.sum())
 
 
-def test_sums_have_the_same_bits_on_every_rank():
-    first, *others = run_ranks(sums, 3, 10_001)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+def test_messages_do_not_disturb_collectives():
+    assert run_ranks(two_ways, 2) == [21_000_000.0 + 1000.0] * 2
 
 
 def worst(world) -> list[float]:
@@ -89,9 +110,9 @@ class Counting(Sockets):
 
     sent = 0
 
-    def _isend(self, flat: torch.Tensor, dst: int):
-        self.sent += flat.numel() * flat.element_size()
-        return super()._isend(flat, dst)
+    def _swap(self, out, into) -> None:
+        self.sent += sum(tensor.nbytes for tensor in out.values())
+        super()._swap(out, into)
 
 
 def bytes_sent(world) -> dict[str, tuple[int, int]]:
@@ -116,7 +137,7 @@ def bytes_sent(world) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_rings_send_the_bytes_of_the_formula(size):
+def test_collectives_send_the_bytes_of_the_formula(size):
     for counted in run_ranks(bytes_sent, size):
         assert {operation: sent for operation, (sent, _) in counted.items()} == {
             operation: formula for operation, (_, formula) in counted.items()
@@ -138,13 +159,74 @@ def receive_from_the_silent(world) -> tuple[str, float]:
 def test_a_late_rank_ends_in_an_error_after_the_timeout():
     with disposable_ranks(receive_from_the_silent, 2) as ranks:
         message, seconds = ranks[0].result()
-    assert "imed out" in message and 0.9 < seconds < 5
+    assert "rank 1 of the group for 1 s" in message and 0.9 < seconds < 5
 
 
-def test_the_address_towards_a_store_on_loopback_is_none():
+def test_the_address_of_a_host_that_is_alone():
+    """Of a store on the loopback network nothing is learned; what is taken instead must be one of this host's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert sockets._address_towards(dist.PrefixStore("a", dist.PrefixStore("b", store))) is None
-    assert sockets._address_towards(dist.HashStore()) is None
+    for each in (dist.PrefixStore("a", dist.PrefixStore("b", store)), dist.HashStore()):
+        address = tcp.address_towards(each)
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
+            pass
+
+
+def killed_in_the_middle(world, directory: str) -> str:
+    transport = Sockets(dist.PrefixStore("killed", world.store), world.rank, world.size, True, timedelta(seconds=20))
+    group = Group.of(transport)
+    (Path(directory) / str(world.rank)).touch()
+    flat = torch.ones(100_000)
+    try:
+        while True:
+            group.all_reduce(flat, "avg")
+    except LaunchError as error:
+        return str(error)
+
+
+def test_a_killed_rank_ends_the_operation_of_all_others_at_once(tmp_path):
+    with disposable_ranks(killed_in_the_middle, 4, str(tmp_path)) as ranks:
+        while len(list(tmp_path.iterdir())) < 4:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        started = time.monotonic()
+        os.kill(ranks[2].pid, signal.SIGKILL)
+        messages = [rank.result() for rank in ranks if rank is not ranks[2]]
+    assert time.monotonic() - started < 5
+    assert any("rank 2 of the group has closed its connection" in message for message in messages)
+    assert all("of the group has closed its connection" in message for message in messages)
+
+
+def meet_a_stranger(world) -> float:
+    """Rank 0 finds somebody at its door who does not know the secret before rank 1 comes."""
+    store = dist.PrefixStore("stranger", world.store)
+    if world.rank == 1:
+        host, port = store.get("address/0").decode().split()
+        with socket.create_connection((host, int(port))) as stranger, socket.create_connection((host, int(port))) as mute:
+            stranger.sendall(b"x" * 16 + bytes([0, 0, 0, 1, 0, 0, 0, 0]))
+            mute.shutdown(socket.SHUT_WR)
+            time.sleep(0.1)
+    transport = Sockets(store, world.rank, world.size, True, timedelta(seconds=20))
+    flat = torch.ones(10)
+    transport.all_reduce(flat, "sum")
+    return float(flat.sum())
+
+
+def test_strangers_are_not_let_in():
+    assert run_ranks(meet_a_stranger, 2) == [20.0] * 2
+
+
+def come_too_late(world) -> str:
+    if world.rank == 1:
+        return ""
+    try:
+        Sockets(dist.PrefixStore("late", world.store), world.rank, world.size, True, timedelta(seconds=1))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_who_does_not_connect_is_named():
+    assert run_ranks(come_too_late, 2)[0] == "rank 1 did not connect within 1 s"
 
 
 def use_after_close(world) -> str:

@@ -55,7 +55,7 @@ def test_chunks_go_out_in_order_whatever_arrives_first():
         lane.wait()
         assert watching.given == [(0, [1.0]), (1, [2.0]), (2, [3.0])]
     reducer.finish()
-    assert [norm.item() for norm in reducer.norms] == [1, 2, 3]
+    assert [squares.item() for squares in reducer.squares] == [1, 4, 9]
     lane.close()
 
 

@@ -1,7 +1,8 @@
 """Flat storage that parameters are permanent views of: the unit of memory, of communication and of movement."""
 
-from shoal.chunks.adopt import adopt, make_chunks
+from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
-from shoal.chunks.chunk import Chunk, Slot
+from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
+from shoal.chunks.make import ChunkMaker
 
-__all__ = ["Chunk", "ChunkKey", "Slot", "adopt", "assign", "make_chunks"]
+__all__ = ["Chunk", "ChunkKey", "ChunkMaker", "Slot", "adopt", "assign", "move", "sum_of_squares"]

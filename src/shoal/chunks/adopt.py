@@ -1,4 +1,4 @@
-"""Moving a built module onto its storage: parameters become views of chunks, buffers become real."""
+"""Moving a built module onto its storage, and on to another: parameters become views of chunks, buffers become real."""
 
 from __future__ import annotations
 
@@ -10,56 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.chunks.allocate import Allocator
-from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk
 from shoal.precision import Precision
-
-
-def make_chunks(
-    module: nn.Module,
-    member: Mapping[str, int],
-    precision: Precision,
-    chunk_bytes: int,
-    group: str,
-    allocate: Allocator,
-    gradients: Allocator,
-) -> list[Chunk]:
-    """Chunks for the parameters of `module`, last registered first, since their gradients are ready first.
-
-    `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its
-    gradient is complete. `gradients` allocates the flat gradients, `allocate` the rest.
-    """
-    owners = {
-        f"{prefix}.{name}".lstrip("."): owner
-        for prefix, owner in module.named_modules()
-        for name, _ in owner.named_parameters(recurse=False)
-    }
-    order = []
-    for name, parameter in reversed(list(module.named_parameters())):
-        dtype = precision.parameter_dtype(parameter.dtype, owners[name])
-        rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
-        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
-        order.append((name, parameter.shape, key))
-    cut = assign(order, chunk_bytes, precision.grad.itemsize)
-    return [
-        Chunk(
-            index,
-            slots,
-            key.dtype,
-            _master(key.dtype, precision),
-            precision.grad,
-            key.trainable,
-            allocate,
-            gradients,
-            bool(key.sparse),
-        )
-        for index, (key, slots) in enumerate(cut)
-    ]
-
-
-def _master(dtype: torch.dtype, precision: Precision) -> torch.dtype:
-    return precision.master if dtype.is_floating_point else dtype
 
 
 def adopt(
@@ -86,6 +38,25 @@ def adopt(
             chunk.publish()
         _adopt_other_tensors(module, value, precision, device)
     return by_name
+
+
+@torch.no_grad()
+def move(
+    parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter], old: Sequence[Chunk], new: Sequence[Chunk]
+) -> None:
+    """Moves the values of `old` chunks into `new` ones of the same parameters, cut otherwise.
+
+    The parameter objects stay: those of the module, and those over the masters that the optimizer updates.
+    """
+    before = {slot.name: slot.view(chunk.master) for chunk in old for slot in chunk.slots}
+    for chunk in new:
+        for slot in chunk.slots:
+            slot.view(chunk.master).copy_(before[slot.name])
+        chunk.publish()
+        for slot in chunk.slots:
+            parameters[slot.name].data = slot.view(chunk.data)
+            if slot.name in masters:
+                masters[slot.name].data = slot.view(chunk.master)
 
 
 def _on_device(value: Callable[[str, Tensor], Tensor], name: str, device: torch.device, tensor: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.chunks.chunk import Slot, aligned
+
+Described = tuple[str, torch.Size, "ChunkKey"]
+Cut = list[tuple["ChunkKey", tuple[Slot, ...]]]
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,9 @@ class ChunkKey:
     sparse: str | None = None
 
 
-def assign(
-    parameters: Iterable[tuple[str, torch.Size, ChunkKey]], chunk_bytes: int, grad_itemsize: int
-) -> list[tuple[ChunkKey, tuple[Slot, ...]]]:
-    """Cuts `parameters` (name, shape, key) into chunks of at most `chunk_bytes` of gradient, a larger parameter alone in its own.
+def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int) -> Cut:
+    """Cuts `parameters` (name, shape, key) into chunks of about `chunk_bytes` of gradient: one that is more than half full is closed before
+    it would grow beyond, an emptier one takes the next parameter whole. So no bias travels alone between two large weights.
 
     Parameters come in the order in which their gradients are expected to be ready and stay in it; chunks are ordered by their
     last parameter, since that is when they are full. Slots are aligned for the narrowest type that the chunk holds.
@@ -42,7 +44,7 @@ def assign(
         itemsize = min(key.dtype.itemsize, grad_itemsize)
         slots = open_chunks.get(key)
         offset = aligned(slots[-1].offset + slots[-1].numel, itemsize) if slots else 0
-        if slots and offset + shape.numel() > limit:
+        if slots and offset + shape.numel() > limit and 2 * offset > limit:
             close(key)
             offset = 0
         open_chunks.setdefault(key, []).append(Slot(name, shape, offset))
@@ -50,3 +52,20 @@ def assign(
     for key in list(open_chunks):
         close(key)
     return [(key, slots) for _, key, slots in sorted(done, key=lambda entry: entry[0])]
+
+
+def departure(cut: Cut, order: Sequence[str]) -> float:
+    """When an element of the trainable gradients can leave, on average, if parameters come in `order`: 0 at the beginning of backward, 1 at
+    its end, time counted in elements that have come. Chunks leave in the order of `cut`, each when it and all before it are full."""
+    sizes = {slot.name: slot.numel for key, slots in cut if key.trainable for slot in slots}
+    whole = max(1, sum(sizes.values()))
+    came, at = 0, {}
+    for name in order:
+        came += sizes.get(name, 0)
+        at[name] = came
+    leaves, total = 0, 0
+    for key, slots in cut:
+        if key.trainable:
+            leaves = max(leaves, *(at.get(slot.name, whole) for slot in slots))
+            total += leaves * sum(slot.numel for slot in slots)
+    return total / whole**2

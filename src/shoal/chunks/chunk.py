@@ -11,12 +11,16 @@ Padding is zero in all three, so norms and reductions run over the flat storage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.chunks.allocate import ALIGNMENT, Allocator
+
+NORM_PIECE = 1 << 18
+"""Elements that are summed in the gradient's own precision before the sum goes on in fp64; 1 MiB of fp32, which a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,13 @@ class Chunk:
         parts = [self.data] if self.master is self.data else [self.data, self.master]
         return sum(part.nbytes for part in parts + ([self.grad] if self.grad is not None else []))
 
+    def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
+        """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
+        norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones."""
+        flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
+        pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
+        return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
+
     def clear_padding(self, flat: Tensor) -> None:
         """Makes the gaps between slots zero again in `flat`, laid out as this chunk, after something lossy has gone over all of it."""
         for slot, following in zip(self.slots, self.slots[1:], strict=False):
@@ -92,3 +103,10 @@ def aligned(numel: int, itemsize: int) -> int:
     """`numel` rounded up so that the next slot starts on ALIGNMENT bytes."""
     per_line = max(1, ALIGNMENT // itemsize)
     return -(-numel // per_line) * per_line
+
+
+def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements (0-dim, fp64); 0 of none."""
+    if not pieces:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(list(pieces))).double().square().sum()

@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal import native
+from shoal.cli.link_table import link_table
+from shoal.comm import Link
 from shoal.errors import ShoalError
 from shoal.launch import launch
 from shoal.precision import PRECISIONS
@@ -43,18 +45,21 @@ class Check:
     fix: str = ""
 
 
-def examine() -> list[Check]:
-    """All checks, in the order in which a run would meet what they look at; about ten seconds."""
+def examine() -> tuple[list[Check], list[Link]]:
+    """All checks, in the order in which a run would meet what they look at, and what links between ranks were measured to do; about ten
+    seconds."""
     looks: list[Callable[[], list[Check]]] = [
-        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler, _collective, _peaks,
+        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler, _peaks,
     ]  # fmt: skip
-    return [check for look in looks for check in look()]
+    checks = [check for look in looks for check in look()]
+    check, links = _two_ranks()
+    return [*checks, check], links
 
 
-def show(checks: list[Check], as_json: bool) -> None:
-    """Prints the checks as a table, or as one JSON object."""
+def show(checks: list[Check], links: list[Link], as_json: bool) -> None:
+    """Prints the checks and the links as tables, or as one JSON object."""
     if as_json:
-        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=1))
+        print(json.dumps({"checks": [asdict(check) for check in checks], "links": [asdict(link) for link in links]}, indent=1))
         return
     colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -62,7 +67,10 @@ def show(checks: list[Check], as_json: bool) -> None:
         table.add_row(
             f"[{colours[check.state]}]{check.state}", check.name, check.found + (f"\n-> {check.fix}" if check.fix else "")
         )
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    if links:
+        console.print("", link_table(links), sep="\n")
 
 
 def _versions() -> list[Check]:
@@ -158,8 +166,8 @@ def _compiler() -> list[Check]:
     return [Check("C compiler", "OK", f"{compiler}; native kernels are ready")]
 
 
-def _collective() -> list[Check]:
-    """Two ranks start, meet and sum a mebibyte, as a run would; on CPU where they would not have a GPU each."""
+def _two_ranks() -> tuple[Check, list[Link]]:
+    """Two ranks start, meet, sum and measure, as a run would; on CPU where they would not have a GPU each."""
     env = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as scratch:
         result = Path(scratch) / "result.json"
@@ -167,13 +175,13 @@ def _collective() -> list[Check]:
         try:
             code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, env=env, run_dir=Path(scratch))
         except ShoalError as error:
-            return [Check("two ranks", "FAIL", str(error), "see the message")]
+            return Check("two ranks", "FAIL", str(error), "see the message"), []
         seconds = time.perf_counter() - began
         if code or not result.exists():
-            return [Check("two ranks", "FAIL", f"ended with exit code {code}, see above", "see the first error above")]
-        measured = json.loads(result.read_text())
-    found = f"started in {units.duration(seconds)}; all-reduce of 1 MiB over {measured['backend']} in {units.duration(measured['seconds'])}"
-    return [Check("two ranks", "OK", found)]
+            return Check("two ranks", "FAIL", f"ended with exit code {code}, see above", "see the first error above"), []
+        links = [Link(**{**row, "rows": tuple(map(tuple, row["rows"]))}) for row in json.loads(result.read_text())]
+    found = "; ".join(str(link) for link in links)
+    return Check("two ranks", "OK", f"started, met and measured in {units.duration(seconds)}; {found}"), links
 
 
 def _peaks() -> list[Check]:

@@ -1,34 +1,37 @@
-"""What each of the doctor's two ranks runs: python -m shoal.cli.two_ranks RESULT. Rank 0 writes the time of an all-reduce there."""
+"""What each of the doctor's two ranks runs: python -m shoal.cli.two_ranks RESULT. Rank 0 writes what their links were measured to do there."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from shoal.comm import Group, World
+from shoal.comm.sockets import Sockets
 from shoal.launch import join
 
-ROUNDS = 5
+TIMEOUT = timedelta(seconds=60)
 
 
 def main(result: Path) -> None:
-    """Sums a mebibyte of ones; AssertionError where the sum is wrong."""
-    world = join(timeout=60.0)
-    ones = torch.ones(2**18, device=world.device)
-    seconds = []
-    for _ in range(ROUNDS):
-        ones.fill_(1.0)
-        world.everyone.barrier()
-        began = time.perf_counter()
-        total = float(world.everyone.all_reduce(ones)[0])
-        seconds.append(time.perf_counter() - began)
-        assert total == world.size, f"{world.size} ones sum to {total}"
+    """Sums a mebibyte of ones, AssertionError where the sum is wrong; then measures the group as a run has it, and TCP."""
+    world = join(timeout=TIMEOUT.total_seconds())
+    total = world.everyone.all_reduce(torch.ones(2**18, device=world.device))
+    assert bool((total == world.size).all()), f"{world.size} ones sum to {total.unique().tolist()}"
+    links = [world.everyone.link(world.device), _sockets(world).link(torch.device("cpu"))]
     if world.rank == 0:
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        result.write_text(json.dumps({"seconds": min(seconds), "backend": backend}))
+        result.write_text(json.dumps([asdict(link) for link in links]))
+
+
+def _sockets(world: World) -> Group:
+    assert world.store is not None
+    transport = Sockets(dist.PrefixStore("doctor", world.store), world.rank, world.size, loopback=True, timeout=TIMEOUT)
+    return Group.of(transport, "loopback")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.ledger import Ledger
+from shoal.comm.links import Link, measure
 from shoal.comm.reductions import check_reduction
-from shoal.comm.shm import Shared
 from shoal.comm.transport import Transport, sent_bytes
 from shoal.errors import LaunchError
 
@@ -47,6 +47,7 @@ class Group:
         self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store
         self._calls = 0
+        self._links: dict[str, Link] = {}
 
     @classmethod
     def of(cls, transport: Transport, name: str = "group", ledger: Ledger | None = None) -> Group:
@@ -145,8 +146,13 @@ class Group:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D CPU tensor that this group's reductions and gathers take without copies, where the transport has such memory (all
         ranks call it alike); else None."""
-        transport = self.transports["cpu"]
-        return transport.allocate(numel, dtype) if isinstance(transport, Shared) else None
+        return self.transports["cpu"].allocate(numel, dtype)
+
+    def link(self, device: torch.device) -> Link:
+        """How fast all-reduces of tensors on `device` are; measured at the first call, which all ranks make alike."""
+        if device.type not in self._links:
+            self._links[device.type] = measure(self, device)
+        return self._links[device.type]
 
     def barrier(self) -> None:
         """Returns when every rank has come."""

@@ -54,7 +54,7 @@ def _connect_cpu(store: dist.Store, rank: int, hosts: list[str], timeout: timede
     names = list(dict.fromkeys(hosts))
     if len(names) == 1:
         return _connect_inside(store, rank, len(hosts), timeout)
-    flat = Sockets(dist.PrefixStore("gloo", store), rank, len(hosts), loopback=False, timeout=timeout)
+    flat = Sockets(dist.PrefixStore("tcp", store), rank, len(hosts), loopback=False, timeout=timeout)
     members = [[other for other, host in enumerate(hosts) if host == name] for name in names]
     if len(names) == len(hosts):
         return flat
@@ -71,4 +71,4 @@ def _connect_cpu(store: dist.Store, rank: int, hosts: list[str], timeout: timede
 
 def _connect_inside(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Transport:
     shared = Shared.open(store, rank, size, timeout)
-    return shared or Sockets(dist.PrefixStore("gloo", store), rank, size, loopback=True, timeout=timeout)
+    return shared or Sockets(dist.PrefixStore("tcp", store), rank, size, loopback=True, timeout=timeout)

@@ -52,6 +52,8 @@ def simulate(size: int, fn: Callable[..., Result], *args: Any, timeout: float = 
 class Simulated:
     """One rank's transport in a room of threads; see `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..."""
 
+    carrier = "threads"
+
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self.rank, self.size = room, rank, room.size
 
@@ -107,6 +109,9 @@ class Simulated:
 
     def barrier(self) -> None:
         self._meet("barrier", None)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         pass
@@ -177,6 +182,13 @@ class Throttled:
     def barrier(self) -> None:
         self._pass(0)
         self._transport.barrier()
+
+    @property
+    def carrier(self) -> str:
+        return self._transport.carrier
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._transport.allocate(numel, dtype)
 
     def close(self) -> None:
         self._transport.close()

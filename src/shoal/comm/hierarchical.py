@@ -30,6 +30,8 @@ class Hierarchical:
     None elsewhere; then only all-reduces go this way, through the first rank of each host.
     """
 
+    carrier = "hosts, then across"
+
     def __init__(self, rank: int, hosts: list[list[int]], inside: Transport, across: Transport | None, flat: Transport) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts, self._inside, self._across, self._flat = hosts, inside, across, flat
@@ -103,6 +105,9 @@ class Hierarchical:
 
     def barrier(self) -> None:
         self._flat.barrier()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         for transport in (self._inside, self._across, self._flat):

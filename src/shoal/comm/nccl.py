@@ -22,6 +22,8 @@ _OPS = {
 class Nccl:
     """See `transport.Transport`. `pg` is a `ProcessGroupNCCL`; see `open`."""
 
+    carrier = "NCCL"
+
     def __init__(self, pg: Any) -> None:
         self._pg = pg
         self.rank, self.size = pg.rank(), pg.size()
@@ -84,6 +86,9 @@ class Nccl:
         device = torch.device("cuda", torch.cuda.current_device())
         self.all_reduce(torch.zeros(1, device=device), "sum")
         torch.cuda.current_stream(device).synchronize()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         self._pg.shutdown()

@@ -53,6 +53,8 @@ class Shared:
     other threads. A failure ends the transport: all later operations, of every rank, raise RuntimeError.
     """
 
+    carrier = "shared memory"
+
     def __init__(self, view: _View, rank: int, size: int, allocations: Allocations) -> None:
         self.rank, self.size = rank, size
         self._view: _View | None = view

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -56,6 +57,8 @@ class TorchGroup:
     How it reduces, and in which order, is the backend's business.
     """
 
+    carrier = "torch.distributed"
+
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
         self.rank, self.size = dist.get_rank(pg), dist.get_world_size(pg)
@@ -103,6 +106,9 @@ class TorchGroup:
 
     def barrier(self) -> None:
         dist.barrier(self._pg)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         pass

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,10 @@ class Transport(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def carrier(self) -> str:
+        """What a person calls it."""
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         """Replaces `flat` by the `op` over all ranks' tensors, the same bits on every rank."""
@@ -52,6 +57,9 @@ class Transport(Protocol):
 
     def barrier(self) -> None:
         """Returns when every rank has come."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D tensor that reductions and gathers take without copies, where there is such memory; all ranks call it alike."""
 
     def close(self) -> None:
         """Gives the connections back; no operation can follow."""

@@ -46,7 +46,7 @@ class World:
         self.store = dist.PrefixStore(f"generation{generation}", store) if store is not None else None
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
-        # At the latest when Python ends, before its modules go: gloo's threads abort the process when they outlive that.
+        # At the latest when Python ends, before its modules go: NCCL's threads abort the process when they outlive that.
         weakref.finalize(self, _close, self._groups)
 
     @classmethod

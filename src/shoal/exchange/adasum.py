@@ -25,7 +25,7 @@ class Adasum(Algorithm):
     """Combines the replicas' mean gradients. The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is
     usual."""
 
-    chunk_bytes: int = 25 * 2**20
+    chunk_bytes: int | None = 25 * 2**20
 
     def holds(self, step: int) -> Holds:
         return Holds.MEAN

@@ -1,7 +1,7 @@
 """What a data-parallel algorithm is: plain blocking code at a few places of the step, the same file for every transport.
 
     begin(step)                  before the forward
-    reduce(chunk, own_mean)      on the lane, chunk by chunk in order, while the last backward goes on
+    reduce(chunk, own_mean)      on the lane, chunk by chunk in order, while the last backward goes on, where a sum is held
     exchanged(step, to_mean)     after backward and ballot
     update(step, ...)            the local update
     end(step)                    after it
@@ -12,7 +12,7 @@ What the gradient chunks hold then, `holds(step)` says, and with it who clips an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Literal
 
@@ -60,16 +60,18 @@ class State:
     on_resize: Literal["split", "whole", "mean"]
 
 
+@dataclass(kw_only=True)
 class Algorithm:
     """How replicas agree. Parameters are the dataclass fields of each algorithm; `attach` makes its state.
 
-    `chunk_bytes` is the gradient size at which a chunk is closed: what the algorithm likes to send at once.
+    `chunk_bytes` is the gradient size at which a chunk is closed. None: what the measured links ask for, in the order in which gradients
+    come, since the cut changes nothing of what the algorithm computes. Where it does (blocks of a codec, entries chosen of a chunk) it is a number.
     """
 
-    chunk_bytes: int = 25 * 2**20
+    chunk_bytes: int | None = None
     reduces_in_place: ClassVar[bool] = False
     """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in memory that the group shares, where there is such."""
-    replica: Replica
+    replica: Replica = field(init=False, repr=False, compare=False)
 
     def attach(self, replica: Replica) -> None:
         """Called once by every replica, with equal weights, before the first step."""
@@ -92,7 +94,9 @@ class Algorithm:
         """Before the forward."""
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        """On the lane: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean), becomes what `holds` says."""
+        """On the lane, in steps that hold SUM or MEAN: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean),
+        becomes that of the group; unless an algorithm knows better by an exact all-reduce."""
+        self.partners.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         """After backward and ballot. Under SUM and OWN `to_mean` turns the group's sum into its mean, under ALONE the own sum."""

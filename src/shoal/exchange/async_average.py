@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.chunks import Chunk
 from shoal.comm import Lane
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica
@@ -28,7 +27,6 @@ class AsyncAverage(Algorithm):
     interval_ms: float = 500.0
     warmup: int = 0
     bound: int = 64
-    chunk_bytes: int = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -46,7 +44,6 @@ class AsyncAverage(Algorithm):
         self._started: int | None = None  # the step before which this round's snapshot was taken
         self._stopped = False
         self._next = 0.0
-        self._exact = True
 
     def holds(self, step: int) -> Holds:
         return Holds.SUM if step < self.warmup else Holds.ALONE
@@ -54,13 +51,8 @@ class AsyncAverage(Algorithm):
     def drifts(self, step: int) -> bool:
         return step > self.warmup
 
-    def reduce(self, chunk: Chunk, own_mean: torch.Tensor) -> None:
-        if self._exact:
-            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
-
     def begin(self, step: int) -> None:
-        self._exact = step < self.warmup
-        if self._exact or self._group.size == 1:
+        if step < self.warmup or self._group.size == 1:
             return
         if self._started is not None and (self._came.is_set() or step - self._started >= self.bound):
             self._take_in()

@@ -20,7 +20,7 @@ class Compressed(Algorithm):
 
     codec: Option = "u8"
     error_feedback: bool = False
-    chunk_bytes: int = 4 * 2**20
+    chunk_bytes: int | None = 4 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -35,7 +35,6 @@ class Decentralized(Algorithm):
 
     peers: str = "shift_one"
     every: int = 1
-    chunk_bytes: int = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shoal.chunks import Chunk
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
 
@@ -18,7 +19,6 @@ class Delayed(Algorithm):
     each step of delay."""
 
     delay: int = 1
-    chunk_bytes: int = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -29,6 +29,9 @@ class Delayed(Algorithm):
 
     def holds(self, step: int) -> Holds:
         return Holds.MEAN if step >= self.delay else Holds.NOTHING
+
+    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
+        """Nothing yet: gradients travel after backward, while the next steps compute."""
 
     @torch.no_grad()
     def exchanged(self, step: int, to_mean: Tensor) -> None:

@@ -37,7 +37,7 @@ class DiLoCo(Algorithm):
     overlap: int = 0
     keep: float = 0.0
     guard: float = 4.0
-    chunk_bytes: int = 16 * 2**20
+    chunk_bytes: int | None = 16 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -26,7 +26,10 @@ class Hierarchical(Algorithm):
 
     codec: Option = "fp32"
     ranks_per_host: int | None = None
-    chunk_bytes: int = 25 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes is None and not codec(self.codec).lossless:
+            self.chunk_bytes = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

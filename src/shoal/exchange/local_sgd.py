@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from shoal.chunks import Chunk
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica
 
@@ -21,7 +19,6 @@ class LocalSGD(Algorithm):
 
     every: int = 8
     start: int = 0
-    chunk_bytes: int = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -33,13 +30,6 @@ class LocalSGD(Algorithm):
 
     def drifts(self, step: int) -> bool:
         return step > self.start
-
-    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        if self.replica.group.size > 1 and self._exact:
-            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
-
-    def begin(self, step: int) -> None:
-        self._exact = step < self.start
 
     @torch.no_grad()
     def end(self, step: int) -> None:

@@ -25,7 +25,7 @@ class LowPrecisionDecentralized(Algorithm):
 
     codec: Option = "u8"
     every: int = 1
-    chunk_bytes: int = 25 * 2**20
+    chunk_bytes: int | None = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -11,8 +11,6 @@ from shoal.exchange.algorithm import Algorithm, Holds
 class NoExchange(Algorithm):
     """Leaves the gradients of this rank's own samples as they are, and sends nothing at all."""
 
-    chunk_bytes: int = 25 * 2**20
-
     def holds(self, step: int) -> Holds:
         return Holds.ALONE
 

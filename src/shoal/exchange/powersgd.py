@@ -25,7 +25,7 @@ class PowerSGD(Algorithm):
     rank: int = 4
     min_compression: float = 2.0
     start: int = 10
-    chunk_bytes: int = 25 * 2**20
+    chunk_bytes: int | None = 25 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
@@ -32,7 +31,7 @@ class QAdam(Algorithm):
     warmup: int = 100
     codec: Option = "u8"
     error_feedback: bool = True
-    chunk_bytes: int = 4 * 2**20
+    chunk_bytes: int | None = 4 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -51,17 +50,9 @@ class QAdam(Algorithm):
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
         # T of each parameter; 0 while its variance is not frozen.
         self._frozen = {slot.name: torch.zeros(1) for chunk in replica.chunks for slot in chunk.slots}
-        self._exact = True
 
     def holds(self, step: int) -> Holds:
         return Holds.SUM if step < self.warmup else Holds.OWN
-
-    def begin(self, step: int) -> None:
-        self._exact = step < self.warmup
-
-    def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        if self._exact:
-            self.replica.group.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
 
     def skips_on_device(self, step: int) -> bool:
         return step < self.warmup and super().skips_on_device(step)

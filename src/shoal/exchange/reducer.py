@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from shoal.chunks import sum_of_squares
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.rows import add_rows, clear, sum_rows
@@ -21,9 +22,10 @@ from shoal.exchange.rows import add_rows, clear, sum_rows
 class Reducer:
     """Watches each parameter's gradient; a chunk is handed over when all its parameters are in and it is at the front.
 
-    `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `norms`
-    are the 2-norms of this rank's cut of each, taken on the lane while the chunk is still in the cache: the ranks share that work. `rows[name]`
-    are the rows of a sparse chunk's gradient that are not zero, None for all.
+    `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `squares`
+    are the sums of squares of this rank's part of each, taken on the lane while the chunk is still in the cache: the ranks share that work.
+    `rows[name]` are the rows of a sparse chunk's gradient that are not zero, None for all. `arrivals` are the parameters in the order in
+    which the last backward completed them.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm) -> None:
@@ -31,15 +33,24 @@ class Reducer:
         self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}
-        self.norms: list[Tensor] = []
-        self._armed = self._sums = False
+        self.squares: list[Tensor] = []
+        self.arrivals: list[str] = []
+        self._armed = self._reduces = self._sums = False
         self._missing: list[set[str]] = []
         self._front = 0
         self._own_mean = torch.ones(())
+        self._hooks = []
         for place, chunk in enumerate(self._chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                parameters[slot.name].register_post_accumulate_grad_hook(self._hook(place, slot.name, slot.view(chunk.gradient)))
+                hook = self._hook(place, slot.name, slot.view(chunk.gradient))
+                self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
+        self._pieces = [chunk.norm_pieces(self._group.rank, self._group.size) for chunk in self._chunks]
+
+    def detach(self) -> None:
+        """Watches no more: another reducer takes over."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin(self, step: int) -> None:
         """A new step: nothing has been touched, whatever the chunks hold is of the step before."""
@@ -49,8 +60,10 @@ class Reducer:
         self.rows = {chunk.slots[0].name: torch.empty(0, dtype=torch.int64) for chunk in self._chunks if chunk.sparse}
         self.touched = dict.fromkeys(self.touched, False)
         self._missing = [{slot.name for slot in chunk.slots} for chunk in self._chunks]
-        self.norms = [torch.zeros((), device=chunk.gradient.device) for chunk in self._chunks]
-        self._sums = self._algorithm.holds(step) is Holds.SUM
+        self.squares = [sum_of_squares([], chunk.gradient.device) for chunk in self._chunks]
+        self.arrivals = []
+        holds = self._algorithm.holds(step)
+        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN)
         self._front = 0
 
     @contextmanager
@@ -89,6 +102,7 @@ class Reducer:
                 self.touched[name] = True
             parameter.grad = None
             if self._armed:
+                self.arrivals.append(name)
                 if name not in self._missing[place]:
                     raise UserError(
                         f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
@@ -113,8 +127,7 @@ class Reducer:
             self.rows[slot.name] = sum_rows(
                 slot.view(chunk.gradient), self.rows[slot.name], self._group, f"gradients {chunk.index}"
             )
-        else:
+        elif self._reduces:
             self._algorithm.reduce(chunk, self._own_mean)
         if self._sums:
-            start, stop = (chunk.size * rank // self._group.size for rank in (self._group.rank, self._group.rank + 1))
-            self.norms[place] = torch.linalg.vector_norm(chunk.gradient[start:stop])
+            self.squares[place] = sum_of_squares(self._pieces[place], chunk.gradient.device)

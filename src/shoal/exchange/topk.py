@@ -18,7 +18,7 @@ class TopK(Algorithm):
     """Each rank sends the `ratio` of its entries that are largest in magnitude to all others; error feedback keeps the rest."""
 
     ratio: float = 0.01
-    chunk_bytes: int = 16 * 2**20
+    chunk_bytes: int | None = 16 * 2**20
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

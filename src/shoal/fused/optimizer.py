@@ -37,19 +37,29 @@ class FlatOptimizer(torch.optim.Optimizer):
         parameters: Mapping[str, nn.Parameter],
         block: int | None = None,
     ) -> None:
-        self._named = dict(parameters)
-        self._grads = {slot.name: slot.view(chunk.grad) for chunk in chunks for slot in chunk.slots if chunk.grad is not None}
-        self._places = {name: grad.data_ptr() for name, grad in self._grads.items()}
+        self._named, self._block = dict(parameters), block
         self._per_element = _per_element_keys(factory, groups)  # the chunks add what appears later
-        blocks = [block or (BLOCK if chunk.master.is_cpu else max(1, chunk.size)) for chunk in chunks]
-        self._chunks = [FlatChunk(chunk, size, self._per_element) for chunk, size in zip(chunks, blocks, strict=True)]
-        group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
-        self._group_of_chunk = [group_of[id(self._named[chunk.slots[0].name])] for chunk in chunks]
-        self._some_left_out = False
+        self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
+        self._lay_out(chunks)
         self._inner = factory([{**group, "params": self._flats(index)} for index, group in enumerate(groups)])
         described = zip(groups, self._inner.param_groups, strict=True)
         super().__init__([{**inner, "params": list(group["params"])} for group, inner in described], self._inner.defaults)
         self._adopt()
+
+    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+        self._grads = {slot.name: slot.view(chunk.gradient) for chunk in chunks for slot in chunk.slots}
+        self._places = {name: grad.data_ptr() for name, grad in self._grads.items()}
+        blocks = [self._block or (BLOCK if chunk.master.is_cpu else max(1, chunk.size)) for chunk in chunks]
+        self._chunks = [FlatChunk(chunk, size, self._per_element) for chunk, size in zip(chunks, blocks, strict=True)]
+        self._group_of_chunk = [self._group_of[id(self._named[chunk.slots[0].name])] for chunk in chunks]
+        self._some_left_out = False
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """Goes on with other chunks of the same parameters, which are views of their masters by now; the state moves too."""
+        saved = self.state_dict()
+        self._lay_out(chunks)
+        self._inner.state.clear()
+        self.load_state_dict(saved)
 
     def _flats(self, group: int) -> list[nn.Parameter]:
         mine = (chunk for chunk, index in zip(self._chunks, self._group_of_chunk, strict=True) if index == group)

@@ -51,7 +51,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     settled = settle(job, origins or {}, world)
     engine = make_engine(settled.job, settled.model, settled.total, world)
     checkpoint, warnings = resume.find(settled.job, settled.origins, world.everyone)
-    _make_directory(settled, world)
+    _make_directory(settled, world, engine)
     user_state = engine.load(checkpoint) if checkpoint else {}
     run = _Run(settled, engine, user_state.get("seconds", 0.0))
     for warning in warnings:
@@ -59,7 +59,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     return run.to_its_end()
 
 
-def _make_directory(settled: Settled, world: World) -> None:
+def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
     """Rank 0 makes the run directory, writes resolved.toml there and shows the values; the others wait for it."""
     problem = None
     run_dir = Path(settled.job.run.dir)
@@ -69,7 +69,11 @@ def _make_directory(settled: Settled, world: World) -> None:
             write_resolved(settled.job, settled.origins, run_dir)
         except OSError as error:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
-        Console(file=sys.stdout, highlight=False).print(origin_table(settled.job, settled.origins))
+        console = Console(file=sys.stdout, highlight=False)
+        console.print(origin_table(settled.job, settled.origins))
+        if engine.link is not None:
+            mebibytes = engine.chunk_bytes / 2**20
+            console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})")
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem

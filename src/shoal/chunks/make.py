@@ -1,0 +1,84 @@
+"""From a module's parameters to its chunks: in the order that is expected of their gradients, or in one that was recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shoal.chunks.allocate import Allocator
+from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure
+from shoal.chunks.chunk import Chunk
+from shoal.precision import Precision
+
+PAYS = 0.05
+"""Of the backward's time, by how much earlier gradients must leave on average for chunks to be cut anew."""
+
+
+class ChunkMaker:
+    """Makes the chunks of `module`, which has been built and not yet adopted.
+
+    `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
+    complete. `gradients` allocates the flat gradients, `allocate` the rest.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        member: Mapping[str, int],
+        precision: Precision,
+        group: str,
+        allocate: Allocator,
+        gradients: Allocator,
+    ) -> None:
+        self._precision, self._allocate, self._gradients = precision, allocate, gradients
+        self._parameters = _described(module, member, precision, group)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all trainable parameters."""
+        return sum(shape.numel() for _, shape, key in self._parameters if key.trainable) * self._precision.grad.itemsize
+
+    def cut(self, chunk_bytes: int, order: Sequence[str] = ()) -> Cut:
+        """Chunks of about `chunk_bytes` of gradient. Parameters in `order`, the others, or all, as expected: last registered first."""
+        place = {name: index for index, name in enumerate(order)}
+        ordered = sorted(self._parameters, key=lambda described: place.get(described[0], len(place)))
+        return assign(ordered, chunk_bytes, self._precision.grad.itemsize)
+
+    def make(self, cut: Cut) -> list[Chunk]:
+        """Zeroed storage for `cut`; all ranks make it alike."""
+        return [
+            Chunk(
+                index,
+                slots,
+                key.dtype,
+                self._precision.master if key.dtype.is_floating_point else key.dtype,
+                self._precision.grad,
+                key.trainable,
+                self._allocate,
+                self._gradients,
+                bool(key.sparse),
+            )
+            for index, (key, slots) in enumerate(cut)
+        ]
+
+    def better(self, chunk_bytes: int, order: Sequence[str]) -> Cut | None:
+        """The cut for a recorded `order`, if gradients leave enough earlier than by the expected one."""
+        now, then = self.cut(chunk_bytes), self.cut(chunk_bytes, order)
+        return then if departure(then, order) < departure(now, order) - PAYS else None
+
+
+def _described(module: nn.Module, member: Mapping[str, int], precision: Precision, group: str) -> list[Described]:
+    owners = {
+        f"{prefix}.{name}".lstrip("."): owner
+        for prefix, owner in module.named_modules()
+        for name, _ in owner.named_parameters(recurse=False)
+    }
+    described = []
+    for name, parameter in reversed(list(module.named_parameters())):
+        dtype = precision.parameter_dtype(parameter.dtype, owners[name])
+        rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
+        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
+        described.append((name, torch.Size(parameter.shape), key))
+    return described

@@ -1,0 +1,36 @@
+"""The measured links as a table with its picture: time and rate of all-reduces by size, a column for each carrier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from shoal.comm import Link
+from shoal.report import units
+
+BAR = 12
+"""Characters of the highest rate."""
+
+
+def link_table(links: Sequence[Link]) -> Table:
+    """A row a size; bars are rates on a logarithmic scale, the same for all carriers, so that both ends of it show."""
+    rates = [nbytes / seconds for link in links for nbytes, seconds in link.rows if seconds > 0]
+    least, most = (min(rates), max(rates)) if rates else (1.0, 1.0)
+    table = Table(title="all-reduce: time and rate, bars logarithmic", title_justify="left", box=None, pad_edge=False)
+    table.add_column("tensor", justify="right")
+    for link in links:
+        table.add_column(f"{link.ranks} ranks, {link.carrier}", no_wrap=True)
+    for nbytes in sorted({nbytes for link in links for nbytes, _ in link.rows}):
+        cells = (_cell(nbytes, dict(link.rows).get(nbytes), least, most) for link in links)
+        table.add_row(units.size(nbytes), *cells)
+    return table
+
+
+def _cell(nbytes: int, seconds: float | None, least: float, most: float) -> str:
+    if not seconds:
+        return "-"
+    rate = nbytes / seconds
+    share = math.log(rate / least) / math.log(most / least) if most > least else 1.0
+    return f"{units.duration(seconds):>9} {units.size(rate):>9}/s {'█' * (1 + round(share * (BAR - 1)))}"

@@ -1,0 +1,226 @@
+"""TCP connections between the ranks of a group, and the one thing that is done with them: bytes to some and from some, at once.
+
+The calling thread does it all by `poll`. A library with a thread of its own (gloo) hands every message over twice, and where a rank has one core
+its thread spins on a lock that the preempted caller holds until the next tick of the scheduler: 4 ms for a message of a kilobyte, one core a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.native import library
+
+AT_ONCE = 32
+"""Ranks to which, and ranks from which, one call of the kernel moves bytes: it takes 64 connections."""
+
+SLICE_MS = 500
+"""Milliseconds between looks at signals and at the clock."""
+
+CHANNELS = ("collective", "message")
+"""Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
+
+_HELLO = struct.Struct("!16sII")
+_DONE, _MOVED, _IDLE, _FAILED = range(4)
+
+
+class Link(ctypes.Structure):
+    """What is left to do on one connection; the fields of `shoal_tcp_link` in native/tcp.c."""
+
+    _fields_ = [
+        ("out", ctypes.c_void_p),
+        ("out_left", ctypes.c_int64),
+        ("into", ctypes.c_void_p),
+        ("into_left", ctypes.c_int64),
+        ("socket", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+    ]
+
+
+class Mesh:
+    """The connections of `rank` with the other `size` - 1 ranks that share `store`; all of them make it at once.
+
+    `address`: of this host, as the others reach it. Only who has read the group's secret from the store is let in. After a failure, or `close`,
+    all connections are shut, so that the others, who would wait, fail at once.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> None:
+        self.rank, self.size = rank, size
+        self._timeout = timeout.total_seconds()
+        self._peers: dict[tuple[int, str], socket.socket] = {}
+        self._locks = {(peer, way): threading.Lock() for peer in range(size) for way in ("out", "into")}
+        self._ended = ""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=2 * size) as server:
+            if rank == 0:
+                store.set("secret", secrets.token_hex(16))
+            store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}")
+            secret = bytes.fromhex(store.get("secret").decode())
+            for peer in range(rank):
+                host, port = store.get(f"address/{peer}").decode().split()
+                for number, channel in enumerate(CHANNELS):
+                    connection = socket.create_connection((host, int(port)), self._timeout)
+                    connection.sendall(_HELLO.pack(secret, rank, number))
+                    self._peers[peer, channel] = connection
+            self._welcome(server, secret)
+        for connection in self._peers.values():
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setblocking(False)
+
+    def _welcome(self, server: socket.socket, secret: bytes) -> None:
+        """Waits for the connections of the ranks after this one; strangers are hung up on."""
+        server.settimeout(self._timeout)
+        while len(self._peers) < (self.size - 1) * len(CHANNELS):
+            try:
+                connection, _ = server.accept()
+                connection.settimeout(self._timeout)
+                said, peer, channel = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+            except struct.error:
+                connection.close()
+                continue
+            except TimeoutError as error:
+                missing = [peer for peer in range(self.size) if peer != self.rank and (peer, CHANNELS[0]) not in self._peers]
+                raise RuntimeError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
+            if secrets.compare_digest(said, secret) and self.rank < peer < self.size and channel < len(CHANNELS):
+                self._peers[peer, CHANNELS[channel]] = connection
+            else:
+                connection.close()
+
+    def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str = CHANNELS[0]) -> None:
+        """Sends `out[peer]` to each peer and fills `into[peer]` from it, all at the same time. Contiguous CPU tensors.
+
+        Returns when `into` is full and `out` may be written again. RuntimeError that names the peer which has gone or is late.
+        """
+        held = [self._locks[peer, "out"] for peer in out] + [self._locks[peer, "into"] for peer in into]
+        with contextlib.ExitStack() as stack:
+            if channel != CHANNELS[0]:  # collectives come one at a time, messages from any thread
+                for lock in held:
+                    stack.enter_context(lock)
+            # To those after this rank and from those before it, nearest first: what one sends at a time, the other takes then.
+            targets = sorted(out, key=lambda peer: (peer - self.rank) % self.size)
+            sources = sorted(into, key=lambda peer: (self.rank - peer) % self.size)
+            for start in range(0, max(len(targets), len(sources)), AT_ONCE):
+                some = slice(start, start + AT_ONCE)
+                self._swap({peer: out[peer] for peer in targets[some]}, {peer: into[peer] for peer in sources[some]}, channel)
+
+    def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str) -> None:
+        if self._ended:
+            raise RuntimeError(self._ended)
+        peers = list({**out, **into})
+        connections = [self._peers[peer, channel] for peer in peers]
+        links = (Link * len(peers))()
+        for link, peer, connection in zip(links, peers, connections, strict=True):
+            link.socket = connection.fileno()
+            if peer in out:
+                link.out, link.out_left = out[peer].data_ptr(), out[peer].nbytes
+            if peer in into:
+                link.into, link.into_left = into[peer].data_ptr(), into[peer].nbytes
+        kernels = library()
+        moved_at = time.monotonic()
+        while (said := kernels.shoal_tcp_swap(links, len(links), SLICE_MS) if kernels else swap_here(links)) != _DONE:
+            if said == _MOVED:
+                moved_at = time.monotonic()
+            late = time.monotonic() - moved_at > self._timeout
+            if said == _FAILED or late or self._ended:
+                why = self._ended or _why(links, peers, self._timeout)
+                self.close(why)
+                raise RuntimeError(why)
+
+    def close(self, why: str = "the group has been closed") -> None:
+        """Shuts all connections; operations raise RuntimeError with `why` from now on."""
+        self._ended = self._ended or why
+        connections, self._peers = self._peers, {}
+        for connection in connections.values():  # an operation in another thread still holds its own, and learns of it
+            with contextlib.suppress(OSError):  # the other side may have gone first
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def swap_here(links: ctypes.Array[Link]) -> int:
+    """What `shoal_tcp_swap` does, where there is no compiler."""
+    poll, moved = select.poll(), False
+    for link in links:
+        events = (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
+        if events:
+            poll.register(link.socket, events)
+    by_socket = {link.socket: link for link in links}
+    waiting = {link.socket for link in links if link.out_left or link.into_left}
+    while waiting:
+        ready = poll.poll(SLICE_MS)
+        if not ready:
+            return _MOVED if moved else _IDLE
+        for number, _ in ready:
+            link = by_socket[number]
+            try:
+                moved |= _push_and_pull(link)
+            except OSError as error:
+                link.error = error.errno or -1
+                return _FAILED
+            events = (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
+            if events:
+                poll.modify(number, events)
+            else:
+                poll.unregister(number)
+                waiting.discard(number)
+    return _DONE
+
+
+def _push_and_pull(link: Link) -> bool:
+    """Moves what goes now; whether anything did. OSError where the connection is gone."""
+    with socket.socket(fileno=os.dup(link.socket)) as connection:
+        sent = received = 0
+        if link.out_left:
+            with contextlib.suppress(BlockingIOError):
+                sent = connection.send(_bytes_at(link.out, link.out_left))
+                link.out, link.out_left = link.out + sent, link.out_left - sent
+        if link.into_left:
+            with contextlib.suppress(BlockingIOError):
+                received = connection.recv_into(_bytes_at(link.into, link.into_left))
+                if received == 0:
+                    raise ConnectionResetError
+                link.into, link.into_left = link.into + received, link.into_left - received
+        return bool(sent or received)
+
+
+def _bytes_at(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
+def _why(links: ctypes.Array[Link], peers: list[int], timeout: float) -> str:
+    for link, peer in zip(links, peers, strict=True):
+        if link.error:
+            cause = "" if link.error < 0 else f": {os.strerror(link.error)}"
+            return f"rank {peer} of the group has closed its connection{cause}"
+    late = [str(peer) for link, peer in zip(links, peers, strict=True) if link.out_left or link.into_left]
+    return f"nothing came from or went to rank {', '.join(late)} of the group for {timeout:.0f} s"
+
+
+def address_towards(store: dist.Store) -> str:
+    """This host's address on the network through which it reaches the host of a TCP store; else that of the host's name, or loopback."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        family, kind, protocol, _, server = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(server)  # sends nothing: asks for the route
+            address: str = probe.getsockname()[0]
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    with contextlib.suppress(OSError):
+        named = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        with socket.create_server((named, 0), family=socket.AF_INET6 if ":" in named else socket.AF_INET):
+            return named
+    return "127.0.0.1"

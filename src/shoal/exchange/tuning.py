@@ -1,0 +1,34 @@
+"""How large a chunk is to be: from what the links were measured to do. It changes when gradients travel, never what is computed.
+
+All G bytes of gradients in chunks of c take G/c times the latency a of a message, and after the last gradient has come one chunk is still to
+be sent, c/b at bandwidth b: a G/c + c/b is least at c = sqrt(a b G).
+"""
+
+from __future__ import annotations
+
+import math
+
+from shoal.comm import Link
+from shoal.exchange.algorithm import Algorithm
+
+USUAL = 25 * 2**20
+"""Bytes where nothing was measured: torch DDP's."""
+
+SMALLEST, LARGEST = 2**20, 2**26
+OVERHEAD = 100e-6
+"""Seconds that a chunk costs beside its message: hooks, the lane's turn, the optimizer's calls."""
+
+
+def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bool:
+    """Whether there is anything to choose."""
+    return ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
+
+
+def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) -> int:
+    """What the algorithm, or its user, says, else a power of two near the optimum for `link`."""
+    if algorithm.chunk_bytes is not None:
+        return algorithm.chunk_bytes
+    if link is None:
+        return USUAL
+    best = math.sqrt((link.latency + OVERHEAD) * link.bandwidth * gradient_bytes)
+    return 2 ** round(math.log2(min(max(best, SMALLEST), LARGEST)))
