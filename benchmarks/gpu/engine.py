@@ -11,27 +11,23 @@ runs the same road without a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.records import check, hardware, synchronise, write
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
 from shoal.compiling import compile_blocks
 from shoal.models import GPT, PRESETS, GPTConfig, causal_lm, flops_per_token
 from shoal.random import keyed_dropout_mask
 
-RESULTS = Path(__file__).parent.parent / "results"
 SMALL = GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
 
@@ -66,14 +62,14 @@ def check_mask(device: str) -> dict[str, Any]:
     """The same elements are kept on both devices."""
     keys = torch.arange(5) * 0x9E3779B97F4A7C1
     ours, reference = keyed_dropout_mask(keys.to(device), 1001, 0.3).cpu(), keyed_dropout_mask(keys, 1001, 0.3)
-    return {"check": "keyed dropout: elements that differ from the CPU", "seen": int((ours != reference).sum()), "allowed": 0}
+    return check("keyed dropout: elements that differ from the CPU", int((ours != reference).sum()), 0)
 
 
 def check_parity(device: str, precision: str, allowed: float) -> dict[str, Any]:
     """Twenty steps with dropout, accumulation, clipping, an uneven batch."""
     ours, reference = losses(small_engine(device, precision), 20), losses(small_engine("cpu", precision), 20)
     worst = max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
-    return {"check": f"{precision}: largest relative difference of 20 losses from the CPU", "seen": worst, "allowed": allowed}
+    return check(f"{precision}: largest relative difference of 20 losses from the CPU", worst, allowed)
 
 
 def check_not_finite(device: str) -> dict[str, Any]:
@@ -91,11 +87,7 @@ def check_not_finite(device: str) -> dict[str, Any]:
     except TrainingError:
         raised = True
     moved = sum(not torch.equal(weights[name], value) for name, value in engine.optimizer.parameters.items())
-    return {
-        "check": "a loss that is not finite: weights moved (or not raised)",
-        "seen": moved + (not raised) * 1000,
-        "allowed": 0,
-    }
+    return check("a loss that is not finite: weights moved (or not raised)", moved + (not raised) * 1000, 0)
 
 
 def check_resume(device: str) -> dict[str, Any]:
@@ -108,7 +100,7 @@ def check_resume(device: str) -> dict[str, Any]:
         second = small_engine("cpu", "fp64")
         second.load(directory)
         worst = max(abs(a - b) / abs(b) for a, b in zip(losses(second, 10), rest, strict=True))
-    return {"check": "continued on the CPU: largest relative difference of 10 losses", "seen": worst, "allowed": 1e-9}
+    return check("continued on the CPU: largest relative difference of 10 losses", worst, 1e-9)
 
 
 def engine_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Callable[[], Any]:
@@ -150,11 +142,6 @@ def plain_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Ca
     return step
 
 
-def synchronise(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
 def measure(contenders: dict[str, Callable[[], Any]], device: str, rounds: int, steps: int) -> dict[str, list[float]]:
     """Milliseconds a step, one figure a round, contenders in turn."""
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -188,12 +175,6 @@ def main() -> None:
         check_not_finite(device),
         check_resume(device),
     ]
-    for check in checks:
-        print(
-            f"{'ok  ' if check['seen'] <= check['allowed'] else 'FAIL'} {check['check']}: {check['seen']:.3g} (allowed {check['allowed']:.3g})",
-            flush=True,
-        )
-
     config = PRESETS[arguments.preset]
     kinds = [False] if arguments.no_compile else [False, True]
     contenders = {
@@ -216,29 +197,14 @@ def main() -> None:
             "ratio_to_plain": statistics.median(a / b for a, b in zip(times, against, strict=True)),
         }
         table.append(row)
-    hardware = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU ({platform.machine()})"
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    record = {
-        "hardware": hardware,
-        "torch": torch.__version__,
-        "commit": commit,
-        "arguments": vars(arguments),
-        "checks": checks,
-        "samples": samples,
-        "table": table,
-    }
-    if device.startswith("cuda"):
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "gpu_engine.json").write_text(json.dumps(record, indent=1) + "\n")
     print(
-        f"\n{hardware}, {arguments.preset}, bf16, {arguments.batch} x {config.sequence} tokens, {arguments.rounds} rounds of {arguments.steps} steps"
+        f"\n{hardware(device)}, {arguments.preset}, bf16, {arguments.batch} x {config.sequence} tokens, {arguments.rounds} rounds of {arguments.steps} steps"
     )
     for row in table:
         print(
             f"{row['contender']:24s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) {row['tokens_per_second']:11.0f} tokens/s {row['tflops']:7.1f} TFLOP/s  x{row['ratio_to_plain']:.3f}"
         )
-    if any(check["seen"] > check["allowed"] for check in checks):
-        raise SystemExit(1)
+    write("gpu_engine", device, vars(arguments), checks, samples=samples, table=table)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import lr
     from shoal.data import open_text
-    from shoal.engine import Engine, Evaluation
+    from shoal.engine import Engine
     from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
+    from shoal.evaluation import Evaluation
     from shoal.exchange import as_ddp_hook, as_fsdp2
     from shoal.optimizer import decay_matrices_only
     from shoal.plan import Plan
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CheckpointError": "shoal.errors",
     "Engine": "shoal.engine",
-    "Evaluation": "shoal.engine",
+    "Evaluation": "shoal.evaluation",
     "LaunchError": "shoal.errors",
     "Plan": "shoal.plan",
     "ShoalError": "shoal.errors",

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal import checkpoint
-from shoal.batchnorm import has_batch_statistics, synchronise
+from shoal.batchnorm import synchronise
 from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
@@ -23,11 +22,11 @@ from shoal.checkpoint.pieces import Piece
 from shoal.chunks import ChunkMaker, adopt, move
 from shoal.chunks.allocate import Private, Shared
 from shoal.comm import Group, Lane, World
-from shoal.comm.functional import copy_to, reduce_from
 from shoal.compiling import blocks, compile_blocks
 from shoal.data import Batch, Cursor, IterableSource, map_batches
-from shoal.data.loader import Collate, Order, stack_samples
+from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
+from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
@@ -36,22 +35,14 @@ from shoal.launch import join
 from shoal.lr import Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_model
+from shoal.objective import Objective
 from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan
 from shoal.precision import cast_at_the_border
 from shoal.precision import precision as precision_named
-from shoal.random import Randomness, keyed_functional
-from shoal.step import Loss, StepResult, StepRunner, call_loss, microbatches, share
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss over `tokens` counts of the whole dataset (or its first batches), the same on every rank."""
-
-    loss: float
-    tokens: int
-    seconds: float
+from shoal.random import Randomness
+from shoal.step import Loss, StepResult, StepRunner, choose_microbatch
 
 
 class Engine:
@@ -100,7 +91,7 @@ class Engine:
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
-        self._microbatch = _choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
+        self._microbatch = choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._randomness = Randomness(seed, self.device)
@@ -229,27 +220,9 @@ class Engine:
 
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
-        started = time.perf_counter()
-        with self._as_one(), torch.no_grad():
-            total, count = self._loss_over(dataset, max_batches)
-        if count == 0:
-            raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
-        return Evaluation(total / count, round(count), time.perf_counter() - started)
-
-    def _loss_over(self, dataset: Any, max_batches: int | None) -> tuple[float, float]:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
-        pieces = microbatches(range(samples), self._microbatch)
-        mine = share(len(pieces), self._group.rank, self._group.size)
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        stack = self._collate or stack_samples
-        self.module.eval()
-        for ids in (pieces[i] for i in mine):
-            batch = {key: value.to(self.device) for key, value in stack([dataset[i] for i in ids]).items()}
-            sums = call_loss(self._loss, self.module, batch)
-            totals += torch.stack([sums.total.double(), sums.count.double()])
-        self.module.train()
-        total, count = self._group.all_reduce(totals, purpose="evaluation").tolist()
-        return total, count
+        with self._as_one():
+            return evaluate(self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -260,24 +233,10 @@ class Engine:
         """Inside, replicas that have drifted apart are their mean."""
         return mean_of_replicas(self.module, self.chunks, self._group) if self._drifted() else nullcontext()
 
-    def objective(self, batch: Batch) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
         Hessian pass through its collectives and equal one process. All ranks must call it alike."""
-
-        def mean(parameters: Mapping[str, Tensor]) -> Tensor:
-            local = {name: copy_to(value, self._group) for name, value in parameters.items()}
-            total = count = torch.zeros((), device=self.device)
-            mine = self._runner.cut(batch.ids)[0]
-            # A rank without a microbatch runs one with weight 0: its collectives are the others'.
-            for ids in mine or [batch.ids[:1]]:
-                self._randomness.begin(batch.step, ids)
-                with keyed_functional(self._randomness) if self._keyed else nullcontext():
-                    sums = call_loss(self._loss, _Functional(self.module, local), self._runner.load(batch, ids))  # type: ignore[arg-type]
-                weight = float(bool(mine))
-                total, count = total + weight * sums.total, count + weight * sums.count
-            return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
-
-        return mean
+        return Objective(self.module, self._loss, self._runner, batch, self._randomness if self._keyed else None, self._group)
 
     def save(self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None) -> None:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
@@ -393,36 +352,3 @@ class Engine:
 
 def _copied(piece: Piece) -> Piece:
     return replace(piece, tensor=piece.tensor.clone())
-
-
-class _Functional:
-    """The module as a function of `parameters`, called like the module."""
-
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        self._module, self._parameters = module, dict(parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(self._module, self._parameters, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
-    if global_batch < 1:
-        raise UserError(f"global_batch = {global_batch}: a step needs at least one sample")
-    if given is not None and not 1 <= given <= global_batch:
-        raise UserError(f"microbatch = {given}: give 1 to global_batch ({global_batch}) samples")
-    whole = -(-global_batch // ranks)
-    if sync_bn:
-        if given not in (None, whole):
-            raise UserError(
-                f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch"
-            )
-        return whole
-    if given is None and has_batch_statistics(module):
-        raise UserError(
-            "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
-            "for statistics over the global batch"
-        )
-    return given or whole

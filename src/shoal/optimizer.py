@@ -107,6 +107,15 @@ class ChunkOptimizer:
         for chunk in self._chunks:
             chunk.publish()
 
+    def state_tensors(self) -> dict[tuple[str, str], Tensor]:
+        """The tensors of the state by (parameter, key)."""
+        return {
+            (name, key): value
+            for name, parameter in self.parameters.items()
+            for key, value in self.torch.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        }
+
     @property
     def skips_on_device(self) -> bool:
         """Whether `apply` honours `skip` without a wait of the host."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.batchnorm import RunningStatistics
+from shoal.batchnorm import RunningStatistics, has_batch_statistics
 from shoal.buffers import OtherBuffers
 from shoal.chunks import sum_of_squares
 from shoal.comm import Group
@@ -42,6 +42,27 @@ def share(number: int, rank: int, size: int) -> range:
     each, more = divmod(number, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
+
+
+def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
+    """Samples a forward: as `given`, else a rank's whole share. UserError where that would change what the model computes."""
+    if global_batch < 1:
+        raise UserError(f"global_batch = {global_batch}: a step needs at least one sample")
+    if given is not None and not 1 <= given <= global_batch:
+        raise UserError(f"microbatch = {given}: give 1 to global_batch ({global_batch}) samples")
+    whole = -(-global_batch // ranks)
+    if sync_bn:
+        if given not in (None, whole):
+            raise UserError(
+                f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch"
+            )
+        return whole
+    if given is None and has_batch_statistics(module):
+        raise UserError(
+            "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
+            "for statistics over the global batch"
+        )
+    return given or whole
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def pieces(
                 raise UserError(
                     f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
                 )
-    states = means if means is not None else _optimizer_tensors(optimizer)
+    states = means if means is not None else optimizer.state_tensors()
     named = [*_state(module, chunks), *((f"optim.{name}.{key}", _canonical(value)) for (name, key), value in states.items())]
     return [piece for name, tensor in named for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
 
@@ -53,7 +53,7 @@ def pieces(
 def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int) -> list[Piece]:
     """What `rank` alone has of replicas that have drifted apart."""
     named = [*_state(module, chunks)]
-    named += [(f"optim.{name}.{key}", _canonical(value)) for (name, key), value in _optimizer_tensors(optimizer).items()]
+    named += [(f"optim.{name}.{key}", _canonical(value)) for (name, key), value in optimizer.state_tensors().items()]
     return [_whole(f"replica.{rank}.{name}", tensor) for name, tensor in named]
 
 
@@ -68,15 +68,6 @@ def _whole(name: str, tensor: Tensor) -> Piece:
 
 def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
     return [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
-
-
-def _optimizer_tensors(optimizer: ChunkOptimizer) -> dict[tuple[str, str], Tensor]:
-    return {
-        (name, key): value
-        for name, parameter in optimizer.parameters.items()
-        for key, value in optimizer.torch.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
 
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
@@ -138,15 +129,23 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
     before = 1 + max((int(name.split(".")[1]) for name in saved if name.startswith("exchange.")), default=-1)
     if any(f"exchange.0.{state}.{name}" not in saved for state, (tensors, _) in states.items() for name in tensors):
         return False
+    if before == size:
+        mine = (
+            (f"exchange.{rank}.{state}.{name}", tensor)
+            for state, (tensors, _) in states.items()
+            for name, tensor in tensors.items()
+        )
+        load(path, [_want(name, tensor) for name, tensor in mine])
+        return True
     for state, (tensors, on_resize) in states.items():
-        if before == size:
-            load(path, [_want(f"exchange.{rank}.{state}.{name}", tensor) for name, tensor in tensors.items()])
-            continue
         parts = {"split": size, "whole": 1, "mean": before}[on_resize]
-        for name, tensor in tensors.items():
-            each = [torch.empty_like(tensor) for _ in range(before)]
-            load(path, [_want(f"exchange.{r}.{state}.{name}", into) for r, into in enumerate(each)])
-            tensor.copy_(torch.stack(each).sum(0) / parts)
+        for replica in range(before):  # one after the other: all of them at once would be as many times the memory
+            theirs = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+            load(path, [_want(f"exchange.{replica}.{state}.{name}", into) for name, into in theirs.items()])
+            for name, tensor in tensors.items():
+                tensor.copy_(theirs[name] if replica == 0 else tensor + theirs[name])
+        for tensor in tensors.values():
+            tensor.copy_(tensor / parts)
     return True
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.comm.alone import Alone
 from shoal.comm.backend_work import Line
+from shoal.comm.flat import flat_of, write_back
 from shoal.comm.shm import Shared
 from shoal.errors import UserError
 
@@ -146,7 +147,7 @@ class SharedProcessGroup(_ProcessGroup):
             for tensor in tensors:
                 flat = _flat(tensor)
                 self._transport.broadcast(flat, opts.rootRank)
-                _write(tensor, flat)
+                write_back(tensor, flat)
 
         return self._collective(opts, tensors, run)
 
@@ -174,7 +175,7 @@ class SharedProcessGroup(_ProcessGroup):
             for out, tensor in zip(outs, tensors, strict=True):
                 into = _flat(out)
                 self._transport.all_gather(into, _flat(tensor))
-                _write(out, into)
+                write_back(out, into)
 
         return self._collective(opts, outs, run)
 
@@ -192,7 +193,7 @@ class SharedProcessGroup(_ProcessGroup):
         def run() -> None:
             into, root = _flat(outputs[0]), opts.rootRank
             self._transport.scatter(into, _joined(inputs[0]) if root == self.rank() else None, root)
-            _write(outputs[0], into)
+            write_back(outputs[0], into)
 
         return self._collective(opts, outputs, run)
 
@@ -218,7 +219,7 @@ class SharedProcessGroup(_ProcessGroup):
         def run() -> None:
             into = _flat(out)
             self._transport.all_to_all(into, _flat(tensor), receives, sends)
-            _write(out, into)
+            write_back(out, into)
 
         return self._collective(opts, [out], run)
 
@@ -235,7 +236,7 @@ class SharedProcessGroup(_ProcessGroup):
         def run() -> None:
             flat = _flat(tensors[0])
             self._transport.recv(flat, src, tag)
-            _write(tensors[0], flat)
+            write_back(tensors[0], flat)
 
         return self._message("recv", src, tensors, run)
 
@@ -264,7 +265,7 @@ class SharedProcessGroup(_ProcessGroup):
     def _reduce_all(self, tensor: Tensor, op: str) -> None:
         flat = _flat(tensor)
         self._transport.all_reduce(flat, op)
-        _write(tensor, flat)
+        write_back(tensor, flat)
 
     def _scatter_sum(self, out: Tensor, sizes: list[int], flat: Tensor, op: str) -> None:
         if len(set(sizes)) == 1:
@@ -274,7 +275,7 @@ class SharedProcessGroup(_ProcessGroup):
             whole = flat.clone()
             self._transport.all_reduce(whole, op)
             into = whole.split(sizes)[self.rank()]
-        _write(out, into)
+        write_back(out, into)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         flat = _flat(tensor)
@@ -305,16 +306,10 @@ def _op(opts: Any) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in a row: a view where they lie so, else a copy (see `_write`). Detached: leaves may be written."""
+    """The elements in a row: a view where they lie so, else a copy; see `flat.flat_of`."""
     if tensor.is_sparse or tensor.device.type != "cpu":
         raise TypeError(f'the backend "shm" is for dense CPU tensors, not for a {tensor.layout} one on {tensor.device}')
-    return tensor.detach().contiguous().view(-1)
-
-
-def _write(tensor: Tensor, flat: Tensor) -> None:
-    """Gives `tensor` the values of `flat`, unless they share their memory."""
-    if tensor.data_ptr() != flat.data_ptr():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    return flat_of(tensor)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -323,4 +318,4 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def _write_all(tensors: list[Tensor], flat: Tensor) -> None:
     for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        _write(tensor, part)
+        write_back(tensor, part)

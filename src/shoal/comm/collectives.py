@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.flat import flat_of, write_back
 from shoal.comm.ledger import Ledger
 from shoal.comm.links import Link, measure
 from shoal.comm.reductions import check_reduction
@@ -60,9 +61,9 @@ class Group:
         "avg" is the sum divided by the number of ranks; UserError for integers.
         """
         check_reduction(op, tensor.dtype)
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         self._run("all_reduce", purpose, flat, lambda transport: transport.all_reduce(flat, op))
-        return _written(tensor, flat)
+        return write_back(tensor, flat)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, purpose: str = "", op: str = "sum") -> Tensor:
         """Fills `out` with this rank's even cut of the `op` of `tensor` (size * out.numel()) over the ranks; returns it.
@@ -70,17 +71,17 @@ class Group:
         `tensor` may be overwritten.
         """
         check_reduction(op, tensor.dtype)
-        into, flat = _flat(out), _flat(tensor)
+        into, flat = flat_of(out), flat_of(tensor)
         self._fits("reduce_scatter", whole=flat, cut=into)
         self._run("reduce_scatter", purpose, flat, lambda transport: transport.reduce_scatter(into, flat, op))
-        return _written(out, into)
+        return write_back(out, into)
 
     def all_gather(self, out: Tensor, tensor: Tensor, purpose: str = "") -> Tensor:
         """Fills `out` (size * tensor.numel()) with every rank's `tensor` in rank order; returns it. `tensor` may be a part of `out`."""
-        into, flat = _flat(out), _flat(tensor)
+        into, flat = flat_of(out), flat_of(tensor)
         self._fits("all_gather", whole=into, cut=flat)
         self._run("all_gather", purpose, into, lambda transport: transport.all_gather(into, flat))
-        return _written(out, into)
+        return write_back(out, into)
 
     def all_to_all(
         self,
@@ -94,54 +95,54 @@ class Group:
 
         Splits are counts of elements, one a rank; None: even ones.
         """
-        into, flat = _flat(out), _flat(tensor)
+        into, flat = flat_of(out), flat_of(tensor)
         receives = self._splits("out_splits", into, out_splits)
         sends = self._splits("in_splits", flat, in_splits)
         wire = (flat.numel() - sends[self.rank]) * flat.element_size()
         self._run("all_to_all", purpose, flat, lambda transport: transport.all_to_all(into, flat, receives, sends), wire=wire)
-        return _written(out, into)
+        return write_back(out, into)
 
     def broadcast(self, tensor: Tensor, src: int = 0, purpose: str = "") -> Tensor:
         """Copies the `tensor` of rank `src` to all; returns it."""
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         self._run("broadcast", purpose, flat, lambda transport: transport.broadcast(flat, src), root=src)
-        return _written(tensor, flat)
+        return write_back(tensor, flat)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int = 0, purpose: str = "") -> Tensor:
         """Fills each rank's `out` with its even cut of `tensor` (size * out.numel(), on `src` only, else None); returns `out`."""
-        into = _flat(out)
-        flat = None if tensor is None or self.rank != src else _flat(tensor)
+        into = flat_of(out)
+        flat = None if tensor is None or self.rank != src else flat_of(tensor)
         if self.rank == src:
             self._fits("scatter", whole=flat, cut=into)
         self._run("scatter", purpose, into, lambda transport: transport.scatter(into, flat, src), root=src, times=self.size)
-        return _written(out, into)
+        return write_back(out, into)
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int = 0, purpose: str = "") -> Tensor | None:
         """Fills `out` (size * tensor.numel(), on `dst` only, else None) with every rank's `tensor` in rank order; returns `out`."""
-        flat = _flat(tensor)
-        into = None if out is None or self.rank != dst else _flat(out)
+        flat = flat_of(tensor)
+        into = None if out is None or self.rank != dst else flat_of(out)
         if self.rank == dst:
             self._fits("gather", whole=into, cut=flat)
         self._run("gather", purpose, flat, lambda transport: transport.gather(into, flat, dst), root=dst, times=self.size)
-        return out if out is None or into is None else _written(out, into)
+        return out if out is None or into is None else write_back(out, into)
 
     def send(self, tensor: Tensor, dst: int, purpose: str = "") -> None:
         """Hands `tensor` to rank `dst`, which calls `recv`."""
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=_bytes(flat))
 
     def recv(self, tensor: Tensor, src: int, purpose: str = "") -> Tensor:
         """Fills `tensor` with what rank `src` sends; returns it."""
-        flat = _flat(tensor)
+        flat = flat_of(tensor)
         self._run("recv", purpose, flat, lambda transport: transport.recv(flat, src), wire=0)
-        return _written(tensor, flat)
+        return write_back(tensor, flat)
 
     def exchange(self, out: Tensor, source: int, tensor: Tensor, target: int, purpose: str = "") -> Tensor:
         """Sends `tensor` to rank `target` and fills `out` from rank `source` at the same time; returns `out`."""
-        into, flat = _flat(out), _flat(tensor)
+        into, flat = flat_of(out), flat_of(tensor)
         wire = _bytes(flat) if target != self.rank else 0
         self._run("exchange", purpose, flat, lambda transport: transport.exchange(into, source, flat, target), wire=wire)
-        return _written(out, into)
+        return write_back(out, into)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D CPU tensor that this group's reductions and gathers take without copies, where the transport has such memory (all
@@ -252,18 +253,6 @@ class Group:
             if not here:
                 missing.append(self.ranks[rank])
         return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` in a row: a view where they lie so, else a copy (see `_written`). Detached: leaves may be written."""
-    return tensor.detach().contiguous().view(-1)
-
-
-def _written(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Returns `tensor` with the values of its `_flat` form."""
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
-    return tensor
 
 
 def _bytes(flat: Tensor) -> int:

@@ -30,22 +30,32 @@ def simulate(size: int, fn: Callable[..., Result], *args: Any, timeout: float = 
     first of them, and its exception is raised here.
     """
     room = Room(size, timeout)
+    return in_threads(size, lambda rank: fn(Group.of(Simulated(room, rank), name="simulated"), *args), room.leave)
+
+
+def in_threads(size: int, fn: Callable[[int], Result], leave: Callable[[int, BaseException | None], None]) -> list[Result]:
+    """Calls `fn(rank)` in `size` threads; returns their results in rank order, or raises what the first that failed raised.
+
+    `leave(rank, error)` is called as each ends, so that the others learn of it.
+    """
     results: dict[int, Result] = {}
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = fn(Group.of(Simulated(room, rank), name="simulated"), *args)
-            room.leave(rank, None)
+            results[rank] = fn(rank)
+            leave(rank, None)
         except BaseException as error:  # raised by the caller's thread, below
-            room.leave(rank, error)
+            errors.append(error)
+            leave(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if room.first_error is not None:
-        raise room.first_error
+    if errors:
+        raise errors[0]
     return [results[rank] for rank in range(size)]
 
 
@@ -62,6 +72,7 @@ class Simulated:
         tensors = self._meet(f"all_reduce {op}", flat)
         mine = _reduced([tensor[cuts[self.rank] : cuts[self.rank + 1]] for tensor in tensors], op)
         torch.cat(self._meet("reduced", mine), out=flat)
+        _finish_stream()
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
         mine = _reduced([tensor.view(self.size, -1)[self.rank] for tensor in self._meet(f"reduce_scatter {op}", flat)], op)
@@ -98,10 +109,13 @@ class Simulated:
         self._meet("read", None)
 
     def send(self, flat: Tensor, dst: int) -> None:
-        self._room.post(self.rank, dst, flat.clone())
+        letter = flat.clone()
+        _finish_stream()
+        self._room.post(self.rank, dst, letter)
 
     def recv(self, flat: Tensor, src: int) -> None:
         flat.copy_(self._room.fetch(src, self.rank))
+        _finish_stream()
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
         self.send(flat, target)
@@ -117,6 +131,7 @@ class Simulated:
         pass
 
     def _meet(self, what: str, mine: Any) -> list[Any]:
+        _finish_stream()
         return self._room.meet(self.rank, what, mine)
 
 
@@ -206,7 +221,6 @@ class Room:
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self._timeout = size, timeout
-        self.first_error: BaseException | None = None
         self._gone: dict[int, str] = {}
         self._changed = threading.Condition()
         self._brought: dict[int, tuple[str, Any]] = {}
@@ -242,7 +256,6 @@ class Room:
         """`rank` comes to no more meetings, because of `error` or because its function has returned."""
         with self._changed:
             self._gone[rank] = "has returned" if error is None else f"has failed: {type(error).__name__}: {error}"
-            self.first_error = self.first_error or error
             self._changed.notify_all()
 
     def _wait(self, what: str, missing: Callable[[], set[int]]) -> None:
@@ -251,6 +264,12 @@ class Room:
             raise RuntimeError(f"timed out after {self._timeout:.0f} s in {what!r}, waiting for ranks {sorted(missing())}")
         for rank in missing() & set(self._gone):
             raise RuntimeError(f"{what!r} cannot end: rank {rank} {self._gone[rank]}")
+
+
+def _finish_stream() -> None:
+    """What this thread has given its GPU is done before another thread, on a stream of its own, goes on with it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def _reduced(tensors: list[Tensor], op: str) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Group
-from shoal.comm.emulate import Room, Simulated
+from shoal.comm.emulate import Room, Simulated, in_threads
 from shoal.comm.transport import Transport
 from shoal.comm.world import World
 
@@ -24,38 +24,26 @@ Wrap = Callable[[Transport], Transport]
 
 
 def simulate_world(
-    size: int, fn: Callable[..., Result], *args: Any, timeout: float = 60.0, wrap: Wrap | None = None
+    size: int,
+    fn: Callable[..., Result],
+    *args: Any,
+    timeout: float = 60.0,
+    wrap: Wrap | None = None,
+    device: torch.device | str = "cpu",
 ) -> list[Result]:
     """Calls `fn(world, *args)` in `size` threads; returns their results in rank order.
 
     `timeout`: seconds that a rank waits for another one. `wrap` may put something around each group's transport, such as `Throttled`. The
-    exception of the first rank that failed is raised here.
+    exception of the first rank that failed is raised here. `device`: of all ranks, the CPU or one GPU that they share.
     """
     rooms = _Rooms(timeout)
-    results: dict[int, Result] = {}
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = fn(_SimulatedWorld(rooms, rank, size, wrap), *args)
-            rooms.leave(rank, None)
-        except BaseException as error:  # raised by the caller's thread, below
-            rooms.leave(rank, error)
-
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if rooms.first_error is not None:
-        raise rooms.first_error
-    return [results[rank] for rank in range(size)]
+    return in_threads(size, lambda rank: fn(_SimulatedWorld(rooms, rank, size, wrap, device), *args), rooms.leave)
 
 
 class _Rooms:
     """The room of each group, made by the first of its ranks that asks."""
 
     def __init__(self, timeout: float) -> None:
-        self.first_error: BaseException | None = None
         self._timeout, self._lock = timeout, threading.Lock()
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
         self._gone: dict[int, BaseException | None] = {}
@@ -72,15 +60,14 @@ class _Rooms:
     def leave(self, rank: int, error: BaseException | None) -> None:
         with self._lock:
             self._gone[rank] = error
-            self.first_error = self.first_error or error
             for (_, ranks), room in self._rooms.items():
                 if rank in ranks:
                     room.leave(ranks.index(rank), error)
 
 
 class _SimulatedWorld(World):
-    def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None) -> None:
-        super().__init__(rank, size, local_rank=rank, local_size=size, store=dist.HashStore(), device=torch.device("cpu"))
+    def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device | str) -> None:
+        super().__init__(rank, size, local_rank=rank, local_size=size, store=dist.HashStore(), device=device)
         self._rooms, self._wrap = rooms, wrap
 
     def group(self, name: str, ranks: list[int]) -> Group:
@@ -88,5 +75,5 @@ class _SimulatedWorld(World):
         if key not in self._groups:
             transport: Transport = Simulated(self._rooms.room(*key), ranks.index(self.rank))
             transport = self._wrap(transport) if self._wrap else transport
-            self._groups[key] = Group(name, ranks, self.ledger, {"cpu": transport})
+            self._groups[key] = Group(name, ranks, self.ledger, {"cpu": transport, "cuda": transport})
         return self._groups[key]

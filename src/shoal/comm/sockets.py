@@ -18,6 +18,9 @@ from shoal.comm.tcp import CHANNELS, Mesh, address_towards
 PIECE_BYTES = 1 << 20
 """Of a cut, what is reduced at once: the sum of one piece hides behind the transfer of the next, which the kernel buffers."""
 
+SHORT_BYTES = 1 << 16
+"""Up to here two ranks each reduce the whole of a tensor: another hop would cost more than the sum of the other half."""
+
 
 class Sockets:
     """See `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..., the same bits on every rank."""
@@ -32,7 +35,7 @@ class Sockets:
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         """Piece by piece of a cut: to whom it belongs, and reduced from there to all."""
-        if self.size == 2:
+        if self.size == 2 and flat.nbytes <= SHORT_BYTES:
             self._both_reduce(flat, op)
             return
         cuts = _cuts(flat, self.size)
@@ -43,15 +46,8 @@ class Sockets:
             self._swap(dict.fromkeys(self._others, parts[self.rank]), {peer: parts[peer] for peer in self._others})
 
     def _both_reduce(self, flat: Tensor, op: str) -> None:
-        """Two ranks send each other all they have: as many bytes as by cuts, in one hop, and no rank waits for the other's sums."""
-        other = 1 - self.rank
-        for piece in _pieces(flat):
-            mine = flat[piece]
-            theirs = torch.empty_like(mine)
-            self._swap({other: mine}, {other: theirs})
-            first, second = (mine, theirs) if self.rank == 0 else (theirs, mine)
-            COMBINE[op](first, second, out=mine)
-            finish(mine, op, self.size)
+        """Two ranks send each other all they have: as many bytes as by cuts and twice the sums, but one hop."""
+        flat.copy_(finish(self._reduce(flat, {1 - self.rank: flat}, op), op, self.size))
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
         cuts = _cuts(flat, self.size)

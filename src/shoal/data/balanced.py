@@ -7,7 +7,6 @@ its equal cuts over ranks cost about the same. Bagua's LoadBalancingDistributedS
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from ..errors import UserError
-from .cursor import permute
+from .cursor import GlobalBatches, permute
 from .keyed import derive_key, keyed_hash
 from .loader import MapDataset
 
@@ -34,7 +33,7 @@ def sample_costs(dataset: MapDataset, cost: Cost) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, eq=False)
-class BalancedCursor:
+class BalancedCursor(GlobalBatches):
     """The order of a dataset by `costs` (one finite number a sample), in global batches: the contract of `Cursor`.
 
     Every sample comes once an epoch, each epoch in a fresh order, a pure function of (costs, seed, epoch); the epoch's last batch is
@@ -47,6 +46,7 @@ class BalancedCursor:
     global_batch: int
     seed: int
     random_level: float = 0.0
+    samples: int = field(init=False, repr=False)
     _ranks: NDArray[np.float64] = field(init=False, repr=False)
     _sorted: dict[int, NDArray[np.int64]] = field(init=False, repr=False, default_factory=dict)
 
@@ -62,25 +62,12 @@ class BalancedCursor:
         if not 0 <= self.random_level <= 1:
             raise UserError(f"random_level is {self.random_level}: give a number from 0 (sorted by cost) to 1 (random)")
         object.__setattr__(self, "costs", costs)
+        object.__setattr__(self, "samples", len(costs))
         object.__setattr__(self, "_ranks", np.searchsorted(np.sort(costs), costs) / len(costs))
-
-    @property
-    def samples(self) -> int:
-        return len(self.costs)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples / self.global_batch)
-
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that `step` belongs to."""
-        return step // self.steps_per_epoch
 
     def ids(self, step: int) -> NDArray[np.int64]:
         """The sample ids of the global batch of `step`, in order."""
-        if step < 0:
-            raise UserError(f"step is {step}: steps count from 0")
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        epoch, step_in_epoch = self.place(step)
         full, rest = divmod(self.samples, self.global_batch)
         short_at = derive_key("balanced short batch", self.seed, epoch) % (full + 1)  # it is the dearest only now and then
         if step_in_epoch < full:

@@ -14,8 +14,29 @@ from .keyed import derive_key, keyed_hash
 ROUNDS = 4  # each changes both halves; four are the usual lower bound for a pseudo-random permutation (Luby, Rackoff 1988)
 
 
+class GlobalBatches:
+    """What orders of a dataset share: `samples` an epoch, `global_batch` of them a step, the epoch's last batch short."""
+
+    samples: int
+    global_batch: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(self.samples / self.global_batch)
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that `step` belongs to."""
+        return step // self.steps_per_epoch
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of `step`, and its number in it."""
+        if step < 0:
+            raise UserError(f"step is {step}: steps count from 0")
+        return divmod(step, self.steps_per_epoch)
+
+
 @dataclass(frozen=True)
-class Cursor:
+class Cursor(GlobalBatches):
     """The order of a map-style dataset of `samples` items, in global batches of `global_batch`.
 
     Every sample comes once an epoch, each epoch in a fresh order; the epoch's last batch is short when `global_batch` does
@@ -32,19 +53,9 @@ class Cursor:
         if self.global_batch < 1:
             raise UserError(f"global_batch is {self.global_batch}: give the number of samples in one step, at least 1")
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.samples / self.global_batch)
-
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that `step` belongs to."""
-        return step // self.steps_per_epoch
-
     def ids(self, step: int) -> NDArray[np.int64]:
         """The sample ids of the global batch of `step`, in order. Time and memory are O(global_batch)."""
-        if step < 0:
-            raise UserError(f"step is {step}: steps count from 0")
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        epoch, step_in_epoch = self.place(step)
         first = step_in_epoch * self.global_batch
         positions = np.arange(first, min(first + self.global_batch, self.samples), dtype=np.uint64)
         return permute(positions, self.samples, ("cursor", self.seed, epoch)).astype(np.int64)

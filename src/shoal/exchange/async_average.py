@@ -22,7 +22,8 @@ from shoal.exchange.algorithm import Algorithm, Holds, Replica
 
 @dataclass
 class AsyncAverage(Algorithm):
-    """Averages every `interval_ms` milliseconds (of each replica's own clock) after `warmup` exact steps."""
+    """Averages in rounds that begin `interval_ms` milliseconds after the end of the one before, after `warmup` exact steps: on a slow link
+    rounds are rarer, and there is always time without one."""
 
     interval_ms: float = 500.0
     warmup: int = 0
@@ -73,7 +74,7 @@ class AsyncAverage(Algorithm):
         self._lane.close()
 
     def _start(self, step: int, stop: bool) -> None:
-        self._started, self._next = step, time.monotonic() + self.interval_ms / 1000
+        self._started = step
         with torch.no_grad():
             torch._foreach_copy_(self._snapshots, [chunk.master for chunk in self.replica.chunks])
             self._stops.fill_(float(stop))
@@ -88,6 +89,7 @@ class AsyncAverage(Algorithm):
             for chunk, mean in zip(self.replica.chunks, self._means, strict=True):
                 self._group.all_reduce(mean, "avg", purpose=f"weights {chunk.index}")
         finally:
+            self._next = time.monotonic() + self.interval_ms / 1000
             self._came.set()
 
     @torch.no_grad()

@@ -35,12 +35,7 @@ def mean_of_replicas(module: nn.Module, chunks: Sequence[Chunk], group: Group) -
 
 def mean_of_optimizers(optimizer: ChunkOptimizer, group: Group) -> dict[tuple[str, str], Tensor]:
     """The mean over `group` of each floating tensor of the optimizer's state that every replica has, by (parameter, key)."""
-    own = {
-        (name, key): value
-        for name, parameter in optimizer.parameters.items()
-        for key, value in optimizer.torch.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    own = optimizer.state_tensors()
     everywhere = set.intersection(*(set(keys) for keys in group.all_gather_object(list(own))))
     return {at: _average(value.clone(), group) for at, value in own.items() if at in everywhere}
 

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import torch
 
-from shoal.engine import Evaluation
+from shoal.evaluation import Evaluation
 from shoal.report import flops, units
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (

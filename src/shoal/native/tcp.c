@@ -37,11 +37,22 @@ static int pull(shoal_tcp_link *link) {
     return outcome(link, moved, 1);
 }
 
+/* Bytes for which a receiver is woken: one thread switch for many packets, since the core has other work. */
+#define ENOUGH (256 * 1024)
+
+/* Asks to be woken when ENOUGH or all that is left has come. A socket that cannot do so wakes for every packet. */
+static void wait_for_enough(shoal_tcp_link *link, int *asked) {
+    int bytes = link->in_left < ENOUGH ? link->in_left : ENOUGH;
+    if (bytes == *asked) return;
+    *asked = bytes;
+    setsockopt(link->socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
+}
+
 /* Works on `links` (at most 64) for about `slice_ms`: DONE when nothing is left, MOVED or IDLE when the time is over or a signal came (call
  * again), FAILED when a link has an error. */
 int64_t shoal_tcp_swap(shoal_tcp_link *links, int64_t count, int64_t slice_ms) {
     struct pollfd waiting[64];
-    int moved = 0;
+    int asked[64] = {0}, moved = 0;
     for (;;) {
         int left = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -49,6 +60,7 @@ int64_t shoal_tcp_swap(shoal_tcp_link *links, int64_t count, int64_t slice_ms) {
             int sent = link->out_left ? push(link) : 0, came = link->in_left ? pull(link) : 0;
             if (sent < 0 || came < 0) return FAILED;
             moved |= sent | came;
+            if (link->in_left) wait_for_enough(link, asked + i);
             short events = (link->out_left ? POLLOUT : 0) | (link->in_left ? POLLIN : 0);
             if (events) waiting[left++] = (struct pollfd){link->socket, events, 0};
         }

@@ -7,6 +7,7 @@ On the CPU a C kernel does it (native/codecs.c), elsewhere, or without a compile
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ MAX_ROW = 65536
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(ABC):
     """What u8, u4 and sign share. `row`: elements a header serves, a multiple of 8 up to 65536.
 
     A format gives its name among the kernels, its sizes, and the torch form of a whole matrix of rows.
@@ -75,13 +76,13 @@ class Rows:
             else:
                 add(piece, self._decoded(encoded, piece.numel(), kernel), scale)
 
+    @abstractmethod
     def encode_rows(self, values: Tensor, out: Tensor) -> None:
         """Fills `out` (uint8 [rows, row bytes], strided) with the fp32 `values` [rows, n]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode_rows(self, data: Tensor, numel: int) -> Tensor:
         """The fp32 values [rows, numel] of `data` (uint8 [rows, row bytes], strided)."""
-        raise NotImplementedError
 
     def _row_bytes(self, numel: int) -> int:
         return self.header_bytes - numel // -self.elements_per_byte

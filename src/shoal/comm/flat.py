@@ -1,0 +1,17 @@
+"""Tensors of any shape and strides as the contiguous 1-D tensors that transports take, and back."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """The elements in a row: a view where they lie so, else a copy (see `write_back`). Detached: leaves may be written."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def write_back(tensor: Tensor, flat: Tensor) -> Tensor:
+    """Gives `tensor` the values of its flat form, unless they share their memory; returns it."""
+    if tensor.data_ptr() != flat.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor

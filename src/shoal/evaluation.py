@@ -1,0 +1,55 @@
+"""The loss over a dataset: every rank takes its share of the microbatches, and all get the same mean."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm import Group
+from shoal.data.loader import Collate, stack_samples
+from shoal.errors import UserError
+from shoal.step import Loss, call_loss, microbatches, share
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over `tokens` counts of the whole dataset (or its first batches), the same on every rank."""
+
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@torch.no_grad()
+def evaluate(
+    module: nn.Module,
+    loss: Loss,
+    dataset: Any,
+    samples: int,
+    microbatch: int,
+    collate: Collate | None,
+    group: Group,
+    device: torch.device,
+) -> Evaluation:
+    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it.
+
+    Raises UserError if nothing there counts.
+    """
+    started = time.perf_counter()
+    pieces = microbatches(range(samples), microbatch)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    stack = collate or stack_samples
+    module.eval()
+    for ids in (pieces[i] for i in share(len(pieces), group.rank, group.size)):
+        batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
+        sums = call_loss(loss, module, batch)
+        totals += torch.stack([sums.total.double(), sums.count.double()])
+    module.train()
+    total, count = group.all_reduce(totals, purpose="evaluation").tolist()
+    if count == 0:
+        raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
+    return Evaluation(total / count, round(count), time.perf_counter() - started)
