@@ -85,7 +85,7 @@ def segment() -> Step:
 
 
 def sockets() -> Step:
-    """Shoal's transport between hosts: gloo's connections, here on loopback, and rings of our own."""
+    """Shoal's transport between hosts, TCP connections of its own, here on loopback."""
     world = join()
     assert world.store is not None
     return _through(Group.of(Sockets(world.store, world.rank, world.size, loopback=True, timeout=TIMEOUT)), private)
@@ -107,7 +107,7 @@ def gloo() -> Step:
 
 CARRIERS: dict[str, Carrier] = {
     "gloo": Carrier(gloo, "torch.distributed on gloo, loopback"),
-    "ours on gloo": Carrier(sockets, "Shoal between hosts: gloo's connections, own rings"),
+    "our sockets": Carrier(sockets, "Shoal between hosts: TCP connections of its own"),
     "shm": Carrier(shm, "Shoal's shared memory, tensors in the ranks' own memory"),
     "in the segment": Carrier(
         segment, "the same, the large tensor in shared memory", ("all_reduce", "reduce_scatter", "all_gather")

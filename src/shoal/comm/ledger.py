@@ -56,21 +56,28 @@ class Ledger:
     def __init__(self) -> None:
         self.recording = False
         self.step = 0
-        self._traffic: dict[Flow, Traffic] = {}
+        self._booked: dict[Flow, list[int]] = {}  # by the whole purpose: calls, payload, wire
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
     def count(self, group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
         """Books one call: `payload` bytes of tensor data, of which this rank hands over `wire` bytes (see `transport.sent_bytes`)."""
-        flow = Flow(group, operation, _class_of(purpose))
         with self._lock:
-            self._traffic[flow] = self._traffic.get(flow, Traffic()) + Traffic(1, payload, wire)
+            sums = self._booked.setdefault(Flow(group, operation, purpose), [0, 0, 0])
+            sums[0] += 1
+            sums[1] += payload
+            sums[2] += wire
 
     @property
     def traffic(self) -> dict[Flow, Traffic]:
-        """All that was booked so far, a copy."""
+        """All that was booked so far, by class of purpose."""
         with self._lock:
-            return dict(self._traffic)
+            booked = {flow: Traffic(*sums) for flow, sums in self._booked.items()}
+        traffic: dict[Flow, Traffic] = {}
+        for (group, operation, purpose), more in booked.items():
+            flow = Flow(group, operation, _class_of(purpose))
+            traffic[flow] = traffic.get(flow, Traffic()) + more
+        return traffic
 
     def total(self, group: str | None = None, operation: str | None = None, purpose: str | None = None) -> Traffic:
         """The sum of what was booked under the given names; None means all."""
