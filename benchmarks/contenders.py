@@ -24,7 +24,7 @@ class Entry:
     precisions: tuple[str, ...] = ("fp32", "bf16")
 
 
-def shoal(case: Case, precision: str, exchange: str = "allreduce") -> Step:
+def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0) -> Step:
     """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer."""
     from shoal import Engine, Plan
 
@@ -33,7 +33,7 @@ def shoal(case: Case, precision: str, exchange: str = "allreduce") -> Step:
         build_model,
         sum_loss,
         partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
-        Plan(dp=ranks, exchange=exchange),
+        Plan(dp=ranks, exchange=exchange, zero=zero),
         global_batch=case.batch,
         microbatch=case.batch // ranks,
         precision=precision,
@@ -48,6 +48,7 @@ CONTENDERS: dict[str, Entry] = {
     ),
     "no-communication-by-hand": Entry(peers.none_by_hand, "a plain PyTorch loop, a check on the limit"),
     "shoal": Entry(shoal, "bf16: weights bf16, gradients and exchange fp32, fp32 masters"),
+    "shoal-zero1": Entry(partial(shoal, zero=1), "the same, optimizer state and masters cut among the ranks (plan.zero = 1)"),
     "ddp": Entry(peers.ddp, "torch DDP; bf16: autocast over fp32 weights, exchange fp32"),
     "ddp-pure-bf16": Entry(peers.ddp_pure, "torch DDP; weights, gradients, exchange, AdamW all bf16: LOWER PRECISION", ("bf16",)),
     "fsdp2": Entry(peers.fsdp2, "torch FSDP2; bf16: parameters bf16, reduce fp32"),

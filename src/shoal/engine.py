@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal import checkpoint
 from shoal.batchnorm import synchronise
@@ -19,8 +19,8 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import ChunkMaker, adopt, move
-from shoal.chunks.allocate import Private, Shared
+from shoal.chunks import Chunk, ChunkMaker, adopt, move
+from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks
 from shoal.data import Batch, Cursor, IterableSource, map_batches
@@ -29,6 +29,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
+from shoal.exchange.sharding import check_sharding
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -109,7 +110,10 @@ class Engine:
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients)
+        shards = Shards(group, self.device) if self.plan.zero and group.size > 1 else None
+        if self.plan.zero:
+            check_sharding(exchange, self.plan.exchange, self.plan.zero)
+        self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
         measured = worth_measuring(exchange, self._maker.gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
         self.chunk_bytes = chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
@@ -129,7 +133,7 @@ class Engine:
             )
         self._lane = Lane(self.device, self.ledger)
         exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among))
-        self._order_is_open = measured and len(trainable) > 1
+        self._order_is_open = measured and len(trainable) > 1 and shards is None
         self._runner = StepRunner(
             self.module,
             loss,
@@ -319,13 +323,16 @@ class Engine:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
         with self._as_one():
+            weights = {slot.name: slot.view(master) for chunk, master in self._masters() for slot in chunk.slots}
             if self._group.rank == 0:
-                weights = {slot.name: slot.view(chunk.master) for chunk in self.chunks for slot in chunk.slots}
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 export_model(self.module, weights, Path(directory))
             self._group.barrier()
         return Path(directory)
+
+    def _masters(self) -> list[tuple[Chunk, Tensor]]:
+        return [(chunk, chunk.whole_master()) for chunk in self.chunks]
 
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
@@ -346,8 +353,9 @@ class Engine:
             for buffer in self.module.buffers():
                 self._group.broadcast(buffer, purpose="buffers")
             for chunk in self.chunks:
-                self._group.broadcast(chunk.master, purpose="weights")
-                chunk.publish()
+                if chunk.owned is chunk:
+                    self._group.broadcast(chunk.master, purpose="weights")
+                chunk.publish()  # of what is cut, every stretch is its owner's
 
 
 def _copied(piece: Piece) -> Piece:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Chunk
+from shoal.chunks import Chunk, Slot
 from shoal.errors import UserError
 from shoal.fused import FlatOptimizer, refusal
 from shoal.fused.optimizer import OptimizerFactory
@@ -41,11 +41,12 @@ def group_options(
 
 
 class ChunkOptimizer:
-    """A torch optimizer over the masters of `chunks`.
+    """A torch optimizer over the masters of `chunks`, of what this rank owns of them.
 
     `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data. Its
     `.grad` is a view of the gradient chunk while it updates. `rows[name]` are those of a sparse gradient that are not zero (None: all), which
     SparseAdam gets as such; other optimizers do the same with the dense view. `fused` is switched on where the factory takes it and leaves it open.
+    `slots[name]` says which part of the parameter that is, where chunks are cut; `members` names each group's parameters, whoever owns them.
     """
 
     def __init__(
@@ -58,32 +59,39 @@ class ChunkOptimizer:
     ) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
         self.rows: Mapping[str, Tensor | None] = {}
+        self.slots: dict[str, Slot] = {}
         for chunk in chunks:
-            for slot in chunk.slots:
-                seen = module_parameters[slot.name]
-                self.parameters[slot.name] = seen if chunk.master is chunk.data else nn.Parameter(slot.view(chunk.master))
+            owned = chunk.owned
+            for slot in owned.slots:
+                is_seen = owned is chunk and chunk.master is chunk.data
+                self.slots[slot.name] = slot
+                self.parameters[slot.name] = module_parameters[slot.name] if is_seen else nn.Parameter(slot.view(owned.master))
         self._watch(chunks)
         self.parameters = {name: self.parameters[name] for name in module_parameters if name in self.parameters}
+        trained = {slot.name for chunk in chunks for slot in chunk.slots}
+        ordered = [name for name in module_parameters if name in trained]
+        members = [[name for name in ordered if member[name] == index] for index in range(len(options))]
         groups = [
-            {"params": [parameter for name, parameter in self.parameters.items() if member[name] == index], **extra}
-            for index, extra in enumerate(options)
+            {"params": [self.parameters[name] for name in names if name in self.parameters], **extra}
+            for names, extra in zip(members, options, strict=True)
+            if names
         ]
-        groups = [group for group in groups if group["params"]]
+        self.members = [names for names in members if names]
         self.torch = _make(factory, groups)
         if not _is_fused(self.torch) and refusal(factory, groups) is None:
-            self.torch = FlatOptimizer(factory, groups, chunks, self.parameters)
+            self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
 
     def _watch(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks = chunks
-        self._grads = {slot.name: slot.view(chunk.gradient) for chunk in chunks for slot in chunk.slots}
+        self._chunks, self._owned = chunks, [chunk.owned for chunk in chunks if chunk.owned.slots]
+        self._grads = {slot.name: slot.view(owned.gradient) for owned in self._owned for slot in owned.slots}
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Goes on with other chunks of the same parameters, to which `chunks.move` has moved them."""
         self._watch(chunks)
         if isinstance(self.torch, FlatOptimizer):
-            self.torch.follow(chunks)
+            self.torch.follow(self._owned)
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Updates with gradients times `factor` (0-dim), then publishes the masters.
@@ -95,7 +103,7 @@ class ChunkOptimizer:
             self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
             self.torch.found_inf = skip  # type: ignore[attr-defined]
         elif float(factor) != 1.0:
-            torch._foreach_mul_([chunk.grad for chunk in self._chunks if chunk.grad is not None], factor)
+            torch._foreach_mul_([owned.gradient for owned in self._owned], factor)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in untouched else self._grads[name]
             rows = self.rows.get(name)

@@ -51,7 +51,9 @@ class Plan:
         for field, only, what in _ONLY:
             value = getattr(self, field)
             if value not in only:
-                raise UserError(f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {only[0]!r}")
+                raise UserError(
+                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {', '.join(map(repr, only))}"
+                )
 
     @property
     def size(self) -> int:
@@ -79,7 +81,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tp", (1,), "tensor parallel"),
     ("ep", (1,), "expert parallel"),
     ("shard", (None,), "hybrid sharding"),
-    ("zero", (0,), "ZeRO sharding"),
+    ("zero", (0, 1), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
     ("recompute", ("none",), "activation recompute"),
     ("memory", (None,), "memory tiers"),

@@ -315,11 +315,22 @@ class StepRunner:
         if holds is Holds.SUM:
             norm = squares.sqrt() * to_mean
         else:
-            pieces = [piece for chunk in self._algorithm.replica.chunks for piece in chunk.norm_pieces()]
-            norm = sum_of_squares(pieces, self._device).sqrt() * to_mean
+            norm = self._squares_here().sqrt() * to_mean
         if self._clip is None:
             return norm, to_mean
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+
+    def _squares_here(self) -> Tensor:
+        """The sum of squares of all gradients that the chunks hold now; of chunks that are cut each owner adds its part."""
+        chunks = self._algorithm.replica.chunks
+        parts = [
+            [piece for chunk in chunks if (chunk.owned is chunk) == whole for piece in chunk.norm_pieces()]
+            for whole in (True, False)
+        ]
+        whole, cut = (sum_of_squares(pieces, self._device) for pieces in parts)
+        if any(chunk.owned is not chunk for chunk in chunks):
+            cut = self._partners.all_reduce(cut, purpose="norm")
+        return whole + cut
 
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all

@@ -42,9 +42,9 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 SGD = partial(torch.optim.SGD, lr=0.05)
 
 
-def engine(world: World, exchange: Any, optimizer: Any = ADAMW, **more: Any) -> Engine:
+def engine(world: World, exchange: Any, optimizer: Any = ADAMW, zero: int = 0, **more: Any) -> Engine:
     options: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "microbatch": 2, "dropout": "fused", "clip": 1.0, **more}
-    return Engine(student, regression, optimizer, Plan(dp=world.size, exchange=exchange), world=world, **options)
+    return Engine(student, regression, optimizer, Plan(dp=world.size, exchange=exchange, zero=zero), world=world, **options)
 
 
 def train(world: World, exchange: Any, steps: int = 20, optimizer: Any = ADAMW, **more: Any) -> Trace:

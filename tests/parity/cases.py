@@ -161,15 +161,32 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with."""
+    """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with: masters, and what the module sees."""
 
     losses: list[float]
     norms: list[float]
     aux: list[dict[str, float]]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    seen: dict[str, Tensor]
     buffers: dict[str, Tensor]
     evaluation: float
+
+
+def gathered(running: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank owns a part of them."""
+    if not running.plan.zero:
+        return {name: tensor.clone() for name, tensor in tensors.items()}
+    mine = [(running.optimizer.slots[name], tensor.clone()) for name, tensor in tensors.items()]
+    parts: dict[str, dict[int, tuple[Any, Tensor]]] = {}
+    for theirs in running.world.everyone.all_gather_object(mine):
+        for slot, tensor in theirs:
+            parts.setdefault(slot.name, {})[slot.start] = (slot.whole or slot.shape, tensor.reshape(-1))
+    whole = {
+        name: torch.cat([flat for _, (_, flat) in sorted(found.items())]).view(next(iter(found.values()))[0])
+        for name, found in parts.items()
+    }
+    return {name: whole[name] for name in running.parameters if name in whole}
 
 
 def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
@@ -178,10 +195,11 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
     for batch in running.batches(data, steps=steps):
         out = running.step(batch)
         if not losses:
-            gradients = {name: running.optimizer.grad(name).clone() for name in running.optimizer.parameters}
+            gradients = gathered(running, {name: running.optimizer.grad(name) for name in running.optimizer.parameters})
         losses.append(out.loss)
         norms.append(out.grad_norm)
         aux.append(out.aux)
-    weights = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
+    weights = gathered(running, {name: value.detach() for name, value in running.optimizer.parameters.items()})
     buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
-    return Trace(losses, norms, aux, gradients, weights, buffers, running.evaluate(data).loss)
+    seen = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+    return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)

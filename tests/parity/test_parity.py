@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from shoal import Plan
 from shoal.data import Cursor, stack_samples
 from shoal.lr import cosine
 from shoal.optimizer import decay_matrices_only
@@ -20,7 +21,8 @@ from tests.parity.covering import pairwise
 from tests.pool import run_ranks
 
 STEPS = 20
-COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3])
+COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3], ["replicated", "zero1"])
+PLANS = {"replicated": {}, "zero1": {"zero": 1}}
 # torch multiplies by groups of experts in at most fp32
 ROWS = [row for row in product(*COLUMNS) if not (row[0] == "mixtral" and row[2] == "fp64")]
 COVERING = set(pairwise(ROWS))
@@ -31,8 +33,8 @@ TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e
 WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 
 
-def run(world, case: str, precision: str, accumulation: int) -> Trace:
-    running = engine(case, precision, accumulation, world=world)
+def run(world, case: str, precision: str, accumulation: int, plan: str = "replicated") -> Trace:
+    running = engine(case, precision, accumulation, world=world, plan=Plan(dp=world.size, **PLANS[plan]))
     try:
         return train(running, CASES[case].data(), STEPS)
     finally:
@@ -48,16 +50,19 @@ def rows() -> list:
     return [pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in COVERING else [pytest.mark.matrix]) for row in ROWS]
 
 
-@pytest.mark.parametrize(("case", "size", "precision", "accumulation"), rows())
-def test_ranks_equal_one_process(case, size, precision, accumulation):
+@pytest.mark.parametrize(("case", "size", "precision", "accumulation", "plan"), rows())
+def test_ranks_equal_one_process(case, size, precision, accumulation, plan):
     reference = one_process(case, precision, accumulation)
-    traces = run_ranks(run, size, case, precision, accumulation)
+    traces = run_ranks(run, size, case, precision, accumulation, plan)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses, "a result is the same on every rank"
         assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items()), (
             "replicas are the same bits"
         )
+        assert all(torch.equal(trace.seen[name], value) for name, value in traces[0].seen.items())
         assert all(torch.equal(trace.buffers[name], value) for name, value in traces[0].buffers.items())
+    for name, value in traces[0].weights.items():
+        assert torch.equal(traces[0].seen[name], value.to(traces[0].seen[name].dtype)), "the module sees the masters"
     compare(traces[0], reference, *WIDER.get((case, precision), TOLERANCE[precision]))
 
 

@@ -55,6 +55,15 @@ def share(name: str, tensor: torch.Tensor, shape: tuple[int, ...], rank: int, si
     return [Piece(name, shape, box, whole[box.slices]) for box in boxes_of_range(shape, start, stop)]
 
 
+def parts_of_range(shape: tuple[int, ...], start: int, flat: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """`flat`, which holds the elements from `start` on of the flattened tensor of `shape`, as boxes with views of it."""
+    parts, at = [], 0
+    for box in boxes_of_range(shape, start, start + flat.numel()):
+        parts.append((box, flat[at : at + box.numel].view(box.sizes)))
+        at += box.numel
+    return parts
+
+
 def cut(piece: Piece, limit: int) -> list[Piece]:
     """The same elements as pieces of at most `limit` bytes; a piece that is small enough stays as it is."""
     if piece.tensor.nbytes <= limit:

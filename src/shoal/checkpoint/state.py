@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.pieces import Piece, Want, share
+from shoal.checkpoint.pieces import Piece, Want, parts_of_range, share
 from shoal.checkpoint.reader import load, tensor_shapes
-from shoal.chunks import Chunk
+from shoal.chunks import Chunk, Slot
 from shoal.errors import UserError
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Box
@@ -46,8 +46,31 @@ def pieces(
                     f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
                 )
     states = means if means is not None else optimizer.state_tensors()
-    named = [*_state(module, chunks), *((f"optim.{name}.{key}", _canonical(value)) for (name, key), value in states.items())]
-    return [piece for name, tensor in named for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
+    alike, own = _named(module, chunks, optimizer, states)
+    pieces = [piece for name, tensor in alike for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
+    for name, slot, tensor in own:
+        shape, flat = tuple(slot.whole or slot.shape), tensor.detach().reshape(-1)
+        pieces += [Piece(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, flat)]
+    return pieces
+
+
+def _named(
+    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
+) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Slot, Tensor]]]:
+    """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
+    alike = _state(module, [chunk for chunk in chunks if chunk.owned is chunk])
+    cut = {slot.name: chunk.owned for chunk in chunks if chunk.owned is not chunk for slot in chunk.owned.slots}
+    own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in set(cut.values()) for slot in owned.slots]
+    for (name, key), value in states.items():
+        slot, title = optimizer.slots[name], f"optim.{name}.{key}"
+        if name not in cut:
+            alike.append((title, _canonical(value)))
+        elif value.shape == slot.shape:
+            own.append((title, slot, _canonical(value)))
+        elif slot.start == 0:  # a count and the like, which every owner of a part has: the first one writes it
+            whole = Slot(name, value.shape, 0)
+            own.append((title, whole, _canonical(value)))
+    return alike, own
 
 
 def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int) -> list[Piece]:
@@ -85,13 +108,9 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
 
 def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:
     """Options and plain values of the optimizer, for JSON."""
-    names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
     groups = [
-        {
-            "members": [names[id(parameter)] for parameter in group["params"]],
-            "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)},
-        }
-        for group in optimizer.torch.param_groups
+        {"members": members, "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)}}
+        for members, group in zip(optimizer.members, optimizer.torch.param_groups, strict=True)
     ]
     plain = {
         name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
@@ -107,10 +126,17 @@ def restore(
 
     `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
     """
-    wants = [_want(own + name, tensor) for name, tensor in _state(module, chunks)]
+    wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if chunk.owned is chunk])]
+    for chunk in chunks:
+        if chunk.owned is not chunk:
+            for slot in chunk.owned.slots:
+                wants += _wants_of(f"model.{slot.name}", slot, slot.view(chunk.owned.master))
     states = _empty_states(path, optimizer, own) if optimizer is not None else {}
     for name, values in states.items():
-        wants += [_want(f"{own}optim.{name}.{key}", tensor) for key, tensor in values.items()]
+        assert optimizer is not None
+        for key, tensor in values.items():
+            slot, title = optimizer.slots[name], f"{own}optim.{name}.{key}"
+            wants += _wants_of(title, slot, tensor) if slot.whole is not None and tensor.dim() else [_want(title, tensor)]
     with torch.no_grad():
         extra = load(path, wants)
         for chunk in chunks:
@@ -153,6 +179,12 @@ def _want(name: str, into: Tensor) -> Want:
     return Want(name, tuple(into.shape), Box.whole(tuple(into.shape)), into)
 
 
+def _wants_of(name: str, slot: Slot, into: Tensor) -> list[Want]:
+    """The part of the global tensor `name` that lies in `slot`."""
+    shape = tuple(slot.whole or slot.shape)
+    return [Want(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, into.view(-1))]
+
+
 def _model(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
     return ((f"model.{slot.name}", slot.view(chunk.master)) for chunk in chunks for slot in chunk.slots)
 
@@ -176,9 +208,12 @@ def _empty_states(path: Path, optimizer: ChunkOptimizer, own: str) -> dict[str, 
         prefix = f"{own}optim.{name}."
         for key, shape in shapes.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                device = parameter.device if shape == tuple(parameter.shape) else torch.device("cpu")
-                dtype = parameter.dtype if shape == tuple(parameter.shape) else torch.float32
-                states.setdefault(name, {})[key[len(prefix) :]] = torch.zeros(shape, dtype=dtype, device=device)
+                slot = optimizer.slots[name]
+                if shape == tuple(slot.whole or slot.shape):
+                    empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
+                else:
+                    empty = torch.zeros(shape)
+                states.setdefault(name, {})[key[len(prefix) :]] = empty
     return states
 
 
@@ -188,8 +223,9 @@ def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]]
     names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
     current = optimizer.torch.state_dict()
     state: dict[int, dict[str, Any]] = {}
-    for group, packed in zip(optimizer.torch.param_groups, current["param_groups"], strict=True):
-        options = saved_options.get(names[id(group["params"][0])], {})
+    described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, strict=True)
+    for group, packed, members in described:
+        options = saved_options.get(members[0], {})
         packed.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.chunks.chunk import Chunk
+from shoal.chunks.chunk import Chunk, Slot
 from shoal.precision import Precision
 
 
@@ -22,13 +22,21 @@ def adopt(
     Returns the parameters by their first names, in the module's order. Every place of a tied parameter gets the same object.
     """
     slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.slots}
+    owned: dict[str, list[Slot]] = {name: [] for name in slots}
+    for chunk in chunks:
+        for part in chunk.owned.slots:
+            owned[part.name].append(part)
     adopted: dict[int, nn.Parameter] = {}
     by_name: dict[str, nn.Parameter] = {}
     with torch.no_grad():
         for name, built in list(module.named_parameters(remove_duplicate=False)):
             if id(built) not in adopted:
                 chunk, slot = slots[name]
-                slot.view(chunk.master).copy_(value(name, built))
+                first = value(name, built)
+                for part in owned[name]:
+                    part.view(chunk.owned.master).copy_(
+                        first if part.whole is None else first.flatten()[part.start :][: part.numel]
+                    )
                 parameter = nn.Parameter(slot.view(chunk.data), requires_grad=built.requires_grad)
                 parameter.__dict__.update(built.__dict__)
                 adopted[id(built)] = by_name[name] = parameter

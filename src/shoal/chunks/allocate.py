@@ -29,6 +29,18 @@ class Private:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
+class Shards:
+    """The ranks among which chunks are cut. Their weights lie in one memory for all of them where they have such, and are gathered elsewhere."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self.group, self._private = group, Private(device)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Zeroed storage, and whether it is the same on all ranks, which allocate alike."""
+        common = self.group.allocate_common(numel, dtype) if self._private.device.type == "cpu" else None
+        return (self._private(numel, dtype), False) if common is None else (common, True)
+
+
 class Shared:
     """Storage that the ranks of `group` see, where its transport has such memory; private storage elsewhere. All ranks allocate alike."""
 

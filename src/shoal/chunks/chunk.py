@@ -7,17 +7,25 @@
     master  what the optimizer updates: fp32 beside low-precision data, else data itself
 
 Padding is zero in all three, so norms and reductions run over the flat storage.
+
+A chunk may be cut evenly among ranks (ZeRO). Each then owns a stretch of it, `owned`, a chunk again whose first and last slot may be parts of
+parameters: only there it keeps a master, gets the sum of gradients and updates; `publish` brings the weights together. Of a chunk that is
+not cut a rank owns all: `owned` is the chunk itself.
+
+    |  owned by rank 0  |  owned by rank 1  |
+    | weight ......... |pad| bias .. | pad |
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shoal.chunks.allocate import ALIGNMENT, Allocator
+from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards
+from shoal.comm import Group
 
 NORM_PIECE = 1 << 18
 """Elements that are summed in the gradient's own precision before the sum goes on in fp64; 1 MiB of fp32, which a core's cache holds."""
@@ -25,11 +33,16 @@ NORM_PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies: `numel` elements of `shape` at `offset`, in elements."""
+    """Where one parameter lies: `numel` elements of `shape` at `offset`, in elements.
+
+    Where a cut goes through it, `whole` is its shape, and here lie the elements from `start` on of its flat form.
+    """
 
     name: str
     shape: torch.Size
     offset: int
+    start: int = 0
+    whole: torch.Size | None = None
 
     @property
     def numel(self) -> int:
@@ -38,6 +51,15 @@ class Slot:
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's tensor inside `flat`."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
+
+    def between(self, start: int, stop: int) -> Slot | None:
+        """What lies of it in the stretch [start, stop), whose beginning is the new 0; None if nothing does."""
+        first, last = max(start, self.offset), min(stop, self.offset + self.numel)
+        if first == self.offset and last == self.offset + self.numel:
+            return replace(self, offset=first - start)
+        if first >= last:
+            return None
+        return Slot(self.name, torch.Size([last - first]), first - start, first - self.offset, self.shape)
 
 
 class Chunk:
@@ -55,18 +77,48 @@ class Chunk:
         allocate: Allocator,
         allocate_gradient: Allocator | None = None,
         sparse: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
-        self.size = slots[-1].offset + slots[-1].numel
-        self.data = allocate(self.size, dtype)
-        self.master = self.data if not trainable or master_dtype == dtype else allocate(self.size, master_dtype)
+        self.size = slots[-1].offset + slots[-1].numel if slots else 0
+        self.group: Group | None = None
+        self.owned = self
+        if shards is not None:
+            self.group = shards.group
+            self.size = self.group.size * aligned(-(-self.size // self.group.size), min(dtype.itemsize, grad_dtype.itemsize))
+            self.data, self._is_common = shards.allocate(self.size, dtype)
+        else:
+            self.data = allocate(self.size, dtype)
+        same = not trainable or master_dtype == dtype
+        self._master = self.data if same else allocate(self.size, master_dtype) if shards is None else None
         self.grad = (allocate_gradient or allocate)(self.size, grad_dtype) if trainable else None
+        if shards is not None:
+            self.owned = self._stretch(None if same else allocate, master_dtype)
+
+    def _stretch(self, allocate: Allocator | None, master_dtype: torch.dtype) -> Chunk:
+        assert self.group is not None
+        each = self.size // self.group.size
+        own = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        parts = (slot.between(own.start, own.stop) for slot in self.slots)
+        stretch = Chunk.__new__(Chunk)
+        stretch.index, stretch.slots = self.index, tuple(part for part in parts if part is not None)
+        stretch.trainable, stretch.sparse, stretch.size = self.trainable, False, each
+        stretch.group, stretch.owned = None, stretch
+        stretch.data, stretch.grad = self.data[own], self.gradient[own]
+        stretch._master = stretch.data if allocate is None else allocate(each, master_dtype)
+        return stretch
+
+    @property
+    def master(self) -> Tensor:
+        """What the optimizer updates, of the whole chunk; if it is cut and the masters are wider than the data, only `owned` has one."""
+        assert self._master is not None, "the masters of a chunk that is cut are where it is owned"
+        return self._master
 
     @classmethod
     def of_gradient(cls, index: int, slots: tuple[Slot, ...], flat: Tensor) -> Chunk:
         """A chunk whose gradient is `flat`, storage of somebody else that is laid out as `slots`; it has neither data nor master."""
         chunk = cls(index, slots, flat.dtype, flat.dtype, flat.dtype, True, lambda numel, dtype: flat)
-        chunk.data = chunk.master = flat.new_empty(0)
+        chunk.data = chunk._master = flat.new_empty(0)
         return chunk
 
     @property
@@ -78,25 +130,47 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes of data, gradient and master together."""
-        parts = [self.data] if self.master is self.data else [self.data, self.master]
+        parts = [self.data] if self.owned.master.dtype == self.data.dtype else [self.data, self.owned.master]
         return sum(part.nbytes for part in parts + ([self.grad] if self.grad is not None else []))
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
-        norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones."""
+        norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones; of a chunk that is cut, all of
+        the owned stretch."""
+        if self.owned is not self:
+            return self.owned.norm_pieces()
         flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
         pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
         return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
 
+    @property
+    def gaps(self) -> list[slice]:
+        """Where no parameter lies: between slots, and before and after them where the chunk is cut."""
+        ends = [0, *(slot.offset + slot.numel for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.size]
+        return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     def clear_padding(self, flat: Tensor) -> None:
-        """Makes the gaps between slots zero again in `flat`, laid out as this chunk, after something lossy has gone over all of it."""
-        for slot, following in zip(self.slots, self.slots[1:], strict=False):
-            flat[slot.offset + slot.numel : following.offset].zero_()
+        """Makes the gaps zero again in `flat`, laid out as this chunk, after something lossy has gone over all of it."""
+        for gap in self.gaps:
+            flat[gap].zero_()
 
     def publish(self) -> None:
-        """Casts the updated master into what the module sees; nothing to do where they are one."""
-        if self.master is not self.data:
-            self.data.copy_(self.master)
+        """Casts the updated master into what the module sees; nothing to do where they are one. Of a chunk that is cut all ranks call it,
+        and get each other's stretches."""
+        if self.owned.master is not self.owned.data:
+            self.owned.data.copy_(self.owned.master)
+        if self.group is not None and self._is_common:
+            self.group.barrier()
+        elif self.group is not None:
+            self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
+
+    def whole_master(self) -> Tensor:
+        """The master of the whole chunk; of one that is cut gathered, if need be, from all ranks, which call it alike."""
+        if self._master is not None or self.group is None:
+            return self.master
+        whole = self.owned.master.new_empty(self.size)
+        return self.group.all_gather(whole, self.owned.master, purpose=f"masters {self.index}")
 
 
 def aligned(numel: int, itemsize: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shoal.chunks.allocate import Allocator
+from shoal.chunks.allocate import Allocator, Shards
 from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure
 from shoal.chunks.chunk import Chunk
 from shoal.precision import Precision
@@ -20,7 +20,7 @@ class ChunkMaker:
     """Makes the chunks of `module`, which has been built and not yet adopted.
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
-    complete. `gradients` allocates the flat gradients, `allocate` the rest.
+    complete. `gradients` allocates the flat gradients, `allocate` the rest. `shards`: those among whom chunks are cut; not those of rows.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class ChunkMaker:
         group: str,
         allocate: Allocator,
         gradients: Allocator,
+        shards: Shards | None = None,
     ) -> None:
-        self._precision, self._allocate, self._gradients = precision, allocate, gradients
+        self._precision, self._allocate, self._gradients, self._shards = precision, allocate, gradients, shards
         self._parameters = _described(module, member, precision, group)
 
     @property
@@ -59,6 +60,7 @@ class ChunkMaker:
                 self._allocate,
                 self._gradients,
                 bool(key.sparse),
+                self._shards if key.trainable and not key.sparse else None,
             )
             for index, (key, slots) in enumerate(cut)
         ]

@@ -53,5 +53,8 @@ class Alone:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def close(self) -> None:
         pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shoal.comm.transport import Transport, sent_bytes
 from shoal.errors import LaunchError
 
 _ROLL_CALL_SECONDS = 2.0
+_NO_SPAN = nullcontext()
 _MESSAGES = ("send", "recv", "exchange")
 """Operations to which not all ranks come: they are not numbered, and no roll is called when they fail."""
 
@@ -149,6 +150,11 @@ class Group:
         ranks call it alike); else None."""
         return self.transports["cpu"].allocate(numel, dtype)
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D CPU tensor that is one and the same memory on all ranks, where the transport has such; else None, on all of them.
+        Who writes where, and when others may read, the ranks settle by other means (a barrier)."""
+        return self.transports["cpu"].allocate_common(numel, dtype)
+
     def link(self, device: torch.device) -> Link:
         """How fast all-reduces of tensors on `device` are; measured at the first call, which all ranks make alike."""
         if device.type not in self._links:
@@ -204,7 +210,7 @@ class Group:
         self.ledger.count(self.name, operation, purpose, payload, wire)
         started = time.monotonic()
         try:
-            with self.ledger.span("comm", purpose or operation, payload, "transfer"):
+            with self.ledger.span("comm", purpose or operation, payload, "transfer") if self.ledger.recording else _NO_SPAN:
                 call(self.transports[flat.device.type])
         except RuntimeError as error:
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error

@@ -127,6 +127,9 @@ class Simulated:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def close(self) -> None:
         pass
 
@@ -204,6 +207,9 @@ class Throttled:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self._transport.allocate(numel, dtype)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._transport.allocate_common(numel, dtype)
 
     def close(self) -> None:
         self._transport.close()

@@ -109,6 +109,9 @@ class Hierarchical:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def close(self) -> None:
         for transport in (self._inside, self._across, self._flat):
             if transport is not None:

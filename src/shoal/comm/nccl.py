@@ -90,5 +90,8 @@ class Nccl:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def close(self) -> None:
         self._pg.shutdown()

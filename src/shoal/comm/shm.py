@@ -90,6 +90,10 @@ class Shared:
         """
         return self._allocations.allocate(numel, dtype)
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D tensor that is one and the same memory on all ranks; None, on every rank, where one of them cannot have it."""
+        return self._allocations.common(numel, dtype)
+
     def all_reduce(self, flat: Tensor, op: str) -> None:
         flat, dtype, code = _reduction(flat, op)
         bases, place = self._allocations.place(flat)

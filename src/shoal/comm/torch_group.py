@@ -110,5 +110,8 @@ class TorchGroup:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
     def close(self) -> None:
         pass

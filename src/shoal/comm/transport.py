@@ -61,6 +61,9 @@ class Transport(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D tensor that reductions and gathers take without copies, where there is such memory; all ranks call it alike."""
 
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A zeroed 1-D tensor that is the same memory on all ranks, where there is such memory; all ranks call it alike."""
+
     def close(self) -> None:
         """Gives the connections back; no operation can follow."""
 
@@ -73,13 +76,17 @@ def sent_bytes(operation: str, payload: int, size: int, rank: int = 0, root: int
     https://doi.org/10.1177/1094342005051521, for rings; a root hands each of the others its copy or cut.
     """
     others = size - 1
-    return {
-        "all_reduce": 2 * others * payload // size,
-        "reduce_scatter": others * payload // size,
-        "all_gather": others * payload // size,
-        "all_to_all": others * payload // size,
-        "broadcast": others * payload if rank == root else 0,
-        "scatter": others * payload // size if rank == root else 0,
-        "gather": 0 if rank == root else payload // size,
-        "barrier": 0,
-    }[operation]
+    match operation:
+        case "all_reduce":
+            return 2 * others * payload // size
+        case "reduce_scatter" | "all_gather" | "all_to_all":
+            return others * payload // size
+        case "broadcast":
+            return others * payload if rank == root else 0
+        case "scatter":
+            return others * payload // size if rank == root else 0
+        case "gather":
+            return 0 if rank == root else payload // size
+        case "barrier":
+            return 0
+    raise ValueError(f"{operation} is not in the table of sent bytes")

@@ -95,8 +95,13 @@ class Algorithm:
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         """On the lane, in steps that hold SUM or MEAN: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean),
-        becomes that of the group; unless an algorithm knows better by an exact all-reduce."""
-        self.partners.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index}")
+        becomes that of the group; unless an algorithm knows better by an exact all-reduce. Of a chunk that is cut only the owned stretch need
+        hold it: that is half the bytes."""
+        purpose = f"gradients {chunk.index}"
+        if chunk.owned is chunk:
+            self.partners.all_reduce(chunk.gradient, purpose=purpose)
+        else:
+            self.partners.reduce_scatter(chunk.owned.gradient, chunk.gradient, purpose=purpose)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         """After backward and ballot. Under SUM and OWN `to_mean` turns the group's sum into its mean, under ALONE the own sum."""

@@ -43,9 +43,7 @@ class FlatChunk:
         self.chunk, self._block, self._per_element = chunk, block, per_element
         self._offsets = [slot.offset for slot in chunk.slots]
         self._flat_state: dict[str, Tensor] = {}
-        ends = [slot.offset + slot.numel for slot in chunk.slots]
-        gaps = [(end, start) for end, start in zip(ends, self._offsets[1:], strict=False) if end < start]
-        self.padding = [chunk.master[end:start] for end, start in gaps]
+        self.padding = [chunk.master[gap] for gap in chunk.gaps]
         self.pieces = self._cut([])
 
     def _cut(self, borders: Collection[int]) -> list[Piece]:

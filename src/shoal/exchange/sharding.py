@@ -1,0 +1,19 @@
+"""Which algorithms go with chunks that are cut among the replicas (plan.zero)."""
+
+from __future__ import annotations
+
+from shoal.errors import UserError
+from shoal.exchange.algorithm import Algorithm
+from shoal.plan import Option, option_name
+
+
+def check_sharding(chosen: Algorithm, option: Option, stage: int) -> None:
+    """UserError with the reason where `chosen` needs on each replica what ZeRO leaves to one of them."""
+    kind = type(chosen)
+    reason = None
+    if kind.drifts is not Algorithm.drifts:
+        reason = "its replicas train apart, so each needs all of its own weights and optimizer state"
+    elif kind.update is not Algorithm.update:
+        reason = "it updates every parameter on every replica itself"
+    if reason is not None:
+        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.zero = {stage}: {reason}')
