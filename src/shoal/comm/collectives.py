@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from shoal.comm.transport import Transport, sent_bytes
 from shoal.errors import LaunchError
 
 _ROLL_CALL_SECONDS = 2.0
-_NO_SPAN = nullcontext()
 _MESSAGES = ("send", "recv", "exchange")
 """Operations to which not all ranks come: they are not numbered, and no roll is called when they fail."""
 
@@ -130,7 +129,7 @@ class Group:
     def send(self, tensor: Tensor, dst: int, purpose: str = "") -> None:
         """Hands `tensor` to rank `dst`, which calls `recv`."""
         flat = flat_of(tensor)
-        self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=_bytes(flat))
+        self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=flat.nbytes)
 
     def recv(self, tensor: Tensor, src: int, purpose: str = "") -> Tensor:
         """Fills `tensor` with what rank `src` sends; returns it."""
@@ -141,7 +140,7 @@ class Group:
     def exchange(self, out: Tensor, source: int, tensor: Tensor, target: int, purpose: str = "") -> Tensor:
         """Sends `tensor` to rank `target` and fills `out` from rank `source` at the same time; returns `out`."""
         into, flat = flat_of(out), flat_of(tensor)
-        wire = _bytes(flat) if target != self.rank else 0
+        wire = flat.nbytes if target != self.rank else 0
         self._run("exchange", purpose, flat, lambda transport: transport.exchange(into, source, flat, target), wire=wire)
         return write_back(out, into)
 
@@ -203,15 +202,19 @@ class Group:
 
         `wire`: bytes handed to others, where no table of `sent_bytes` has them.
         """
-        payload = times * _bytes(flat)
+        payload = times * flat.nbytes
         if wire is None:
             wire = sent_bytes(operation, payload, self.size, self.rank, root)
         self._calls += operation not in _MESSAGES
         self.ledger.count(self.name, operation, purpose, payload, wire)
         started = time.monotonic()
         try:
-            with self.ledger.span("comm", purpose or operation, payload, "transfer") if self.ledger.recording else _NO_SPAN:
-                call(self.transports[flat.device.type])
+            transport = self.transports["cuda" if flat.is_cuda else "cpu"]
+            if not self.ledger.recording:
+                call(transport)
+                return
+            with self.ledger.span("comm", purpose or operation, payload, "transfer"):
+                call(transport)
         except RuntimeError as error:
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
 
@@ -259,10 +262,6 @@ class Group:
             if not here:
                 missing.append(self.ranks[rank])
         return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
-
-
-def _bytes(flat: Tensor) -> int:
-    return flat.numel() * flat.element_size()
 
 
 def _pickled(value: Any) -> Tensor:

@@ -56,14 +56,16 @@ class Ledger:
     def __init__(self) -> None:
         self.recording = False
         self.step = 0
-        self._booked: dict[Flow, list[int]] = {}  # by the whole purpose: calls, payload, wire
+        self._booked: dict[tuple[str, str, str], list[int]] = {}  # calls, payload, wire by group, operation, whole purpose
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
     def count(self, group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
         """Books one call: `payload` bytes of tensor data, of which this rank hands over `wire` bytes (see `transport.sent_bytes`)."""
+        key = (group, operation, purpose)
         with self._lock:
-            sums = self._booked.setdefault(Flow(group, operation, purpose), [0, 0, 0])
+            if (sums := self._booked.get(key)) is None:
+                sums = self._booked[key] = [0, 0, 0]
             sums[0] += 1
             sums[1] += payload
             sums[2] += wire
@@ -72,7 +74,7 @@ class Ledger:
     def traffic(self) -> dict[Flow, Traffic]:
         """All that was booked so far, by class of purpose."""
         with self._lock:
-            booked = {flow: Traffic(*sums) for flow, sums in self._booked.items()}
+            booked = {key: Traffic(*sums) for key, sums in self._booked.items()}
         traffic: dict[Flow, Traffic] = {}
         for (group, operation, purpose), more in booked.items():
             flow = Flow(group, operation, _class_of(purpose))

@@ -80,7 +80,7 @@ class Shared:
         bytes_ = torch.frombuffer(segment.memory, dtype=torch.uint8)
         state = ctypes.create_string_buffer(kernels.shoal_shm_view_bytes())
         kernels.shoal_shm_open(state, bytes_.data_ptr(), rank, size, ctypes.cast(look, ctypes.c_void_p))
-        return cls(_View(state, bytes_, look, watch), rank, size, Allocations(store, rank, size))
+        return cls(_View(state, ctypes.addressof(state), bytes_, look, watch), rank, size, Allocations(store, rank, size))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D tensor in memory that all ranks see; None, on every rank, where one of them cannot have it (said as a warning).
@@ -99,7 +99,9 @@ class Shared:
         bases, place = self._allocations.place(flat)
         view = self._usable()
         self._check(
-            view, "all_reduce", self._c.shoal_shm_all_reduce(view.state, flat.data_ptr(), flat.nbytes, dtype, code, bases, place)
+            view,
+            "all_reduce",
+            self._c.shoal_shm_all_reduce(view.address, flat.data_ptr(), flat.nbytes, dtype, code, bases, place),
         )
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
@@ -113,7 +115,7 @@ class Shared:
         self._check(
             view,
             "reduce_scatter",
-            self._c.shoal_shm_reduce_scatter(view.state, out.data_ptr(), start, out.nbytes, dtype, code, bases, place),
+            self._c.shoal_shm_reduce_scatter(view.address, out.data_ptr(), start, out.nbytes, dtype, code, bases, place),
         )
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
@@ -127,7 +129,7 @@ class Shared:
         self._check(
             view,
             "all_gather",
-            self._c.shoal_shm_all_gather(view.state, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place),
+            self._c.shoal_shm_all_gather(view.address, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place),
         )
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
@@ -139,7 +141,7 @@ class Shared:
     def broadcast(self, flat: Tensor, src: int) -> None:
         assert flat.is_contiguous()
         view = self._usable()
-        self._check(view, "broadcast", self._c.shoal_shm_broadcast(view.state, flat.data_ptr(), flat.nbytes, src))
+        self._check(view, "broadcast", self._c.shoal_shm_broadcast(view.address, flat.data_ptr(), flat.nbytes, src))
 
     def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
         if self.rank != src:
@@ -172,13 +174,13 @@ class Shared:
 
     def barrier(self) -> None:
         view = self._usable()
-        self._check(view, "barrier", self._c.shoal_shm_barrier(view.state))
+        self._check(view, "barrier", self._c.shoal_shm_barrier(view.address))
 
     def close(self) -> None:
         """Lets go of the memory. Ranks that wait for this one raise; so do this one's operations in other threads."""
         if self._view is not None:
             self._view.watch.ended = "the group has been closed"
-            self._c.shoal_shm_stop(self._view.state, _LEFT)
+            self._c.shoal_shm_stop(self._view.address, _LEFT)
             self._view = None
 
     def _others(self) -> list[int]:
@@ -192,7 +194,7 @@ class Shared:
         view = self._usable()
         fields = [field for parcel in parcels for field in parcel]
         table = (ctypes.c_int64 * len(fields))(*fields)
-        result = self._c.shoal_shm_mail(view.state, table, len(parcels))
+        result = self._c.shoal_shm_mail(view.address, table, len(parcels))
         detail = ""
         if result < 0:
             number = next(
@@ -221,7 +223,7 @@ class Shared:
             what = detail or " (operation, dtype, size or root)"
             error, reason = RuntimeError(f"{operation} does not fit what the group's rank {-1 - result} called{what}"), _FAILED
         view.watch.ended = view.watch.ended or str(error)
-        self._c.shoal_shm_stop(view.state, reason)
+        self._c.shoal_shm_stop(view.address, reason)
         raise error
 
 
@@ -230,6 +232,7 @@ class _View:
     """What a running operation needs: it lives on in the operation's frame when the transport is closed meanwhile."""
 
     state: ctypes.Array[ctypes.c_char]
+    address: int
     memory: Tensor
     look: object
     watch: _Watch
