@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal import checkpoint
 from shoal.batchnorm import synchronise
@@ -19,7 +19,7 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import Chunk, ChunkMaker, adopt, move
+from shoal.chunks import ChunkMaker, adopt, move
 from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks
@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_sharding
+from shoal.exchange.sharding import check_sharding, check_weights_are_cut
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -110,7 +110,7 @@ class Engine:
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        shards = Shards(group, self.device) if self.plan.zero and group.size > 1 else None
+        shards = Shards(group, self.device, self.plan.zero < 2) if self.plan.zero and group.size > 1 else None
         if self.plan.zero:
             check_sharding(exchange, self.plan.exchange, self.plan.zero)
         self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
@@ -118,6 +118,8 @@ class Engine:
         self.link = group.link(self.device) if measured else None
         self.chunk_bytes = chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
         self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
+        if self.plan.zero == 3:
+            check_weights_are_cut(self.chunks)
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self._agree()
@@ -132,7 +134,8 @@ class Engine:
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
         self._lane = Lane(self.device, self.ledger)
-        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among))
+        lender = self._maker.lender(self.chunks, shared) if any(chunk.borrows for chunk in trainable) else None
+        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, lender))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self._runner = StepRunner(
             self.module,
@@ -275,7 +278,7 @@ class Engine:
             "replicas": self._group.size if self._drifted() else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
-            **state.optimizer_extra(self.optimizer),
+            **state.optimizer_extra(self.optimizer, self._group if self.plan.zero else None),
         }
 
     def load(self, directory: str | Path) -> dict[str, Any]:
@@ -285,8 +288,9 @@ class Engine:
             path = self._newest(path)
         self._exchange.settle()
         rank, size = self._group.rank, self._group.size
-        # Replicas that had drifted apart go on as they were if there are as many, else all from their mean.
-        own = f"replica.{rank}." if read_manifest(path).extra.get("replicas") == size else ""
+        # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
+        saved = read_manifest(path).extra
+        own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, self.module, self.chunks, self.optimizer, own)
         kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
         if not state.restore_exchange(path, kept, rank, size) and rank == 0:
@@ -323,16 +327,16 @@ class Engine:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
         with self._as_one():
-            weights = {slot.name: slot.view(master) for chunk, master in self._masters() for slot in chunk.slots}
+            weights = {}
+            for chunk in self.chunks:
+                if (master := chunk.whole_master()) is not None:
+                    weights.update({slot.name: slot.view(master) for slot in chunk.slots})
             if self._group.rank == 0:
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 export_model(self.module, weights, Path(directory))
             self._group.barrier()
         return Path(directory)
-
-    def _masters(self) -> list[tuple[Chunk, Tensor]]:
-        return [(chunk, chunk.whole_master()) for chunk in self.chunks]
 
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
@@ -355,7 +359,7 @@ class Engine:
             for chunk in self.chunks:
                 if chunk.owned is chunk:
                     self._group.broadcast(chunk.master, purpose="weights")
-                chunk.publish()  # of what is cut, every stretch is its owner's
+                    chunk.publish()  # what is cut is alike since `adopt`
 
 
 def _copied(piece: Piece) -> Piece:

@@ -44,11 +44,13 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
     module.eval()
-    for ids in (pieces[i] for i in share(len(pieces), group.rank, group.size)):
-        batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
-        sums = call_loss(loss, module, batch)
-        totals += torch.stack([sums.total.double(), sums.count.double()])
-    module.train()
+    try:
+        for ids in (pieces[i] for i in share(len(pieces), group.rank, group.size)):
+            batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
+            sums = call_loss(loss, module, batch)
+            totals += torch.stack([sums.total.double(), sums.count.double()])
+    finally:
+        module.train()
     total, count = group.all_reduce(totals, purpose="evaluation").tolist()
     if count == 0:
         raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")

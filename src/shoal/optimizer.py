@@ -77,8 +77,16 @@ class ChunkOptimizer:
             if names
         ]
         self.members = [names for names in members if names]
+        # With a stand-in for each group's parameters: every rank decides alike, also one that owns none of a group.
+        like = nn.Parameter(chunks[0].owned.master.new_zeros(()))
+        stand_ins = [{**group, "params": [like]} for group in groups]
         self.torch = _make(factory, groups)
-        if not _is_fused(self.torch) and refusal(factory, groups) is None:
+        against = None if _is_fused(self.torch) else refusal(factory, stand_ins)
+        if against is not None and any(chunk.owned is not chunk for chunk in chunks):
+            raise UserError(
+                f"plan.zero cuts parameters, which only an elementwise optimizer may update in parts: {against}, with plan.zero = 0"
+            )
+        if not _is_fused(self.torch) and against is None:
             self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
@@ -90,6 +98,7 @@ class ChunkOptimizer:
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Goes on with other chunks of the same parameters, to which `chunks.move` has moved them."""
         self._watch(chunks)
+        self.slots = {slot.name: slot for chunk in chunks for slot in chunk.owned.slots}
         if isinstance(self.torch, FlatOptimizer):
             self.torch.follow(self._owned)
 
@@ -103,7 +112,8 @@ class ChunkOptimizer:
             self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
             self.torch.found_inf = skip  # type: ignore[attr-defined]
         elif float(factor) != 1.0:
-            torch._foreach_mul_([owned.gradient for owned in self._owned], factor)
+            for owned in self._owned:
+                owned.gradient.mul_(factor)
         for name, parameter in self.parameters.items():
             parameter.grad = None if name in untouched else self._grads[name]
             rows = self.rows.get(name)

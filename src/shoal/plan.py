@@ -81,7 +81,7 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("tp", (1,), "tensor parallel"),
     ("ep", (1,), "expert parallel"),
     ("shard", (None,), "hybrid sharding"),
-    ("zero", (0, 1), "ZeRO sharding"),
+    ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
     ("recompute", ("none",), "activation recompute"),
     ("memory", (None,), "memory tiers"),

@@ -179,15 +179,16 @@ class StepRunner:
         """The parameters in the order in which the last step's backward completed their gradients on this rank."""
         return self._reducer.arrivals
 
-    def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int]:
-        """This rank's microbatches of a global batch, and how many those of its partners have that come after it."""
+    def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int, int]:
+        """This rank's microbatches of a global batch, how many those of its partners have that come after it, and the most that one has."""
         if self._whole:
             mine = share(len(ids), self._group.rank, self._group.size)
-            return [ids[mine.start : mine.stop]], 0
+            return [ids[mine.start : mine.stop]], 0, 1
         pieces = microbatches(ids, self._microbatch)
         mine = share(len(pieces), self._group.rank, self._group.size)
         last = share(len(pieces), self._group.ranks.index(self._partners.ranks[-1]), self._group.size)
-        return [pieces[i] for i in mine], last.stop - mine.stop
+        most = share(len(pieces), self._group.ranks.index(self._partners.ranks[0]), self._group.size)
+        return [pieces[i] for i in mine], last.stop - mine.stop, len(most)
 
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
         """The samples `ids` on the device; none of them as a batch of zero samples."""
@@ -202,8 +203,9 @@ class StepRunner:
         self._module.train()
         holds = self._algorithm.holds(batch.step)
         expected = 2.0 ** round(math.log2(max(1.0, self.per_sample * len(batch.ids))))
-        mine, after = self.cut(batch.ids)
+        mine, after, most = self.cut(batch.ids)
         self._algorithm.begin(batch.step)
+        self._reducer.begin(batch.step, most)
         totals = self._accumulate(batch, mine, expected)
         totals, squares, untouched = self._reduce(totals, len(mine), after, holds)
         norm, factor = self._clip_factor(batch.step, totals[1], squares, expected, holds)
@@ -223,7 +225,6 @@ class StepRunner:
 
     def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], expected: float) -> Tensor:
         """Backward of each microbatch; returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
-        self._reducer.begin(batch.step)
         self._statistics.begin()
         self._buffers.begin()
         totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
@@ -239,19 +240,19 @@ class StepRunner:
                     totals = self._add(totals, sums)
                     own_mean = expected / totals[1].clamp(min=1e-300)
                     with self._ledger.span("compute", "backward"):
-                        self._backward(sums, expected, own_mean if index == len(mine) - 1 else None)
+                        self._backward(sums, expected, own_mean, last=index == len(mine) - 1)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
                 error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(mine)} on this rank: {shapes}")
                 raise
         return totals
 
-    def _backward(self, sums: Sums, expected: float, own_mean: Tensor | None) -> None:
-        """`own_mean` turns this rank's sums into its means, known when the last microbatch's count is: then chunks may go."""
+    def _backward(self, sums: Sums, expected: float, own_mean: Tensor, last: bool) -> None:
+        """`own_mean` turns this rank's sums so far into their means; of the whole step in its `last` microbatch."""
         objective = sums.total / expected
         for value in sums.aux.values():
             objective = objective + value * (sums.count / expected)
-        with self._reducer.last_backward(own_mean) if own_mean is not None else nullcontext():
+        with self._reducer.backward(own_mean, last):
             objective.backward()
 
     def _add(self, totals: Tensor, sums: Sums) -> Tensor:
@@ -332,6 +333,12 @@ class StepRunner:
             cut = self._partners.all_reduce(cut, purpose="norm")
         return whole + cut
 
+    def _of_all_owners(self, names: list[str]) -> list[str]:
+        """Where chunks are cut, also the names that their other owners have found; in the order of the module."""
+        if any(chunk.owned is not chunk for chunk in self._algorithm.replica.chunks):
+            names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
+        return [name for name in self._parameters if name in set(names)]
+
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all
         vote alike."""
@@ -368,10 +375,13 @@ class StepRunner:
             else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
         )
         # In the order in which gradients come: the first is nearest to the cause.
-        broken = [name for name in reversed(self._optimizer.parameters) if not torch.isfinite(self._optimizer.grad(name)).all()]
-        weights = [name for name, value in self._optimizer.parameters.items() if not torch.isfinite(value).all()]
+        broken = self._of_all_owners(
+            [name for name, _ in self._optimizer.parameters.items() if not self._optimizer.grad(name).isfinite().all()]
+        )
+        weights = self._of_all_owners([name for name, value in self._optimizer.parameters.items() if not value.isfinite().all()])
+        broken.reverse()
         where = (
-            f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {len(self._optimizer.parameters)})"
+            f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {sum(map(len, self._optimizer.members))})"
             if broken
             else "gradients are finite"
         )

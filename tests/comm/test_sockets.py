@@ -220,9 +220,29 @@ def come_too_late(world) -> str:
         return ""
     try:
         Sockets(dist.PrefixStore("late", world.store), world.rank, world.size, True, timedelta(seconds=1))
-    except RuntimeError as error:
+    except LaunchError as error:
         return str(error)
     return "no error"
+
+
+def call_where_nobody_is(world) -> str:
+    store = dist.PrefixStore("nobody", world.store)
+    if world.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            port = closed.getsockname()[1]
+        store.set("secret", "00" * 16)
+        store.set("address/0", f"127.0.0.1 {port}")
+        return ""
+    try:
+        Sockets(store, world.rank, world.size, True, timedelta(seconds=5))
+    except LaunchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_who_cannot_be_reached_is_named_with_the_address():
+    said = run_ranks(call_where_nobody_is, 2)[1]
+    assert "rank 1 of the group cannot reach rank 0 at 127.0.0.1, port" in said and "refused" in said
 
 
 def test_who_does_not_connect_is_named():

@@ -44,7 +44,7 @@ def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict
 def test_chunks_go_out_in_order_whatever_arrives_first():
     reducer, watching, p, lane, _ = setting()
     reducer.begin(0)
-    with reducer.last_backward(ONE):
+    with reducer.backward(ONE, last=True):
         (p["c"] * 3).backward()
         lane.wait()
         assert watching.given == [], "chunk 2 is full, but chunk 0 is at the front"
@@ -64,7 +64,7 @@ def test_gradients_accumulate_over_backwards_and_start_anew_in_the_next_step():
     for step in range(2):
         reducer.begin(0)
         (p["a"] * 5 + p["b"] * 7).backward()
-        with reducer.last_backward(ONE):
+        with reducer.backward(ONE, last=True):
             (p["a"] * 10).backward()
         reducer.finish()
         assert watching.given[3 * step :] == [(0, [15.0]), (1, [7.0]), (2, [0.0])], (
@@ -81,7 +81,7 @@ def test_low_precision_gradients_accumulate_in_fp32():
     reducer, watching, p, lane, _ = setting(torch.bfloat16)
     reducer.begin(0)
     (p["a"] * 256).backward()
-    with reducer.last_backward(ONE):
+    with reducer.backward(ONE, last=True):
         (p["a"] * 1).backward()
     reducer.finish()
     assert watching.given[0] == (0, [257.0])
@@ -92,7 +92,7 @@ def test_an_error_of_the_algorithm_is_raised_at_the_end_of_the_step():
     reducer, watching, p, lane, _ = setting()
     watching.reduce = lambda chunk, own_mean: (_ for _ in ()).throw(OSError("the cable"))  # type: ignore[method-assign]
     reducer.begin(0)
-    with reducer.last_backward(ONE):
+    with reducer.backward(ONE, last=True):
         (p["a"] * 1).backward()
     with pytest.raises(OSError, match="the cable"):
         reducer.finish()

@@ -113,3 +113,25 @@ def test_each_replica_s_own_state_is_saved_beside_their_mean(tmp_path):
     for rank in range(2):
         assert f"replica.{rank}.model.0.weight" in names and f"replica.{rank}.optim.0.weight.exp_avg" in names
     assert "model.0.weight" in names and "optim.0.weight.exp_avg" in names
+
+
+def loaded(world, exchange: str, zero: int, directory: str) -> dict[str, torch.Tensor]:
+    running = engine(world, exchange, zero=zero)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        running.load(directory)
+    weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+    running.close()
+    return weights
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_replicas_that_may_not_differ_start_from_the_mean(zero, tmp_path):
+    """Saved in the middle of local steps, read by as many ranks under a plan that keeps replicas equal."""
+    run_ranks(through, 2, "local_sgd", str(tmp_path))
+    apart = run_ranks(loaded, 2, "local_sgd", 0, str(tmp_path))
+    first, second = run_ranks(loaded, 2, "allreduce", zero, str(tmp_path))
+    for name, value in first.items():
+        assert torch.equal(second[name], value)
+        torch.testing.assert_close(value, (apart[0][name] + apart[1][name]) / 2, rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(apart[0][name], apart[1][name]) for name in first)

@@ -30,7 +30,7 @@ SMALL = {"model": MODEL, "train": {"steps": 5}}
         ("train", {"steps": 1, "optimizer": ["sgd"]}, "train.optimizer in the job: expected a text or a table, not the list"),
         ("run", {"trackers": "wandb"}, "run.trackers in the job: expected a list of texts, not the text 'wandb'"),
         ("plan", {"tp": 2}, "plan.tp = 2 is not implemented yet (tensor parallel)"),
-        ("plan", {"zero": 2}, "plan.zero = 2 is not implemented yet (ZeRO sharding)"),
+        ("plan", {"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
         ("plan", {"dp": "2"}, "plan.dp in the job: expected a whole number"),
         ("train", {}, "nothing says when to stop"),
         ("train", {"steps": 0}, "train.steps = 0: give a number above 0"),

@@ -21,8 +21,8 @@ from tests.parity.covering import pairwise
 from tests.pool import run_ranks
 
 STEPS = 20
-COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3], ["replicated", "zero1"])
-PLANS = {"replicated": {}, "zero1": {"zero": 1}}
+COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3], ["replicated", "zero1", "zero2", "zero3"])
+PLANS = {"replicated": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}}
 # torch multiplies by groups of experts in at most fp32
 ROWS = [row for row in product(*COLUMNS) if not (row[0] == "mixtral" and row[2] == "fp64")]
 COVERING = set(pairwise(ROWS))

@@ -57,6 +57,8 @@ def share(name: str, tensor: torch.Tensor, shape: tuple[int, ...], rank: int, si
 
 def parts_of_range(shape: tuple[int, ...], start: int, flat: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """`flat`, which holds the elements from `start` on of the flattened tensor of `shape`, as boxes with views of it."""
+    if flat.numel() == 0:
+        return [(Box.whole(shape), flat.view(shape))]
     parts, at = [], 0
     for box in boxes_of_range(shape, start, start + flat.numel()):
         parts.append((box, flat[at : at + box.numel].view(box.sizes)))

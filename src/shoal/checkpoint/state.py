@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from shoal.checkpoint.pieces import Piece, Want, parts_of_range, share
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk, Slot
-from shoal.errors import UserError
+from shoal.comm import Group
+from shoal.errors import CheckpointError, UserError
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Box
 
@@ -59,8 +60,9 @@ def _named(
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Slot, Tensor]]]:
     """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
     alike = _state(module, [chunk for chunk in chunks if chunk.owned is chunk])
-    cut = {slot.name: chunk.owned for chunk in chunks if chunk.owned is not chunk for slot in chunk.owned.slots}
-    own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in set(cut.values()) for slot in owned.slots]
+    stretches = [chunk.owned for chunk in chunks if chunk.owned is not chunk]
+    cut = {slot.name for owned in stretches for slot in owned.slots}
+    own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in stretches for slot in owned.slots]
     for (name, key), value in states.items():
         slot, title = optimizer.slots[name], f"optim.{name}.{key}"
         if name not in cut:
@@ -106,8 +108,8 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
     return saved
 
 
-def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:
-    """Options and plain values of the optimizer, for JSON."""
+def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None) -> dict[str, Any]:
+    """Options and plain values of the optimizer, for JSON. `owners`: the ranks that have its parts, which all call it."""
     groups = [
         {"members": members, "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)}}
         for members, group in zip(optimizer.members, optimizer.torch.param_groups, strict=True)
@@ -116,7 +118,10 @@ def optimizer_extra(optimizer: ChunkOptimizer) -> dict[str, Any]:
         name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
         for name, parameter in optimizer.parameters.items()
     }
-    return {"groups": groups, "optim": {name: values for name, values in plain.items() if values}}
+    plain = {name: values for name, values in plain.items() if values}
+    for theirs in owners.all_gather_object(plain) if owners is not None else ():
+        plain.update(theirs)
+    return {"groups": groups, "optim": plain}
 
 
 def restore(
@@ -126,6 +131,7 @@ def restore(
 
     `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
     """
+    _check_shapes(path, chunks)
     wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if chunk.owned is chunk])]
     for chunk in chunks:
         if chunk.owned is not chunk:
@@ -144,6 +150,18 @@ def restore(
     if optimizer is not None:
         _put_back(optimizer, states, extra)
     return extra
+
+
+def _check_shapes(path: Path, chunks: Sequence[Chunk]) -> None:
+    """CheckpointError, on every rank alike, where a parameter is missing or of another shape, whoever owns it."""
+    saved = tensor_shapes(path)
+    for chunk in chunks:
+        for slot in chunk.slots:
+            there = saved.get(f"model.{slot.name}")
+            if there is None:
+                raise CheckpointError(f"{path} does not hold model.{slot.name}")
+            if there != tuple(slot.shape):
+                raise CheckpointError(f"{path}: model.{slot.name} has shape {there}, the model wants {tuple(slot.shape)}")
 
 
 def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], rank: int, size: int) -> bool:

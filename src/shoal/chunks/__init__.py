@@ -3,6 +3,7 @@
 from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
+from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker
 
-__all__ = ["Chunk", "ChunkKey", "ChunkMaker", "Slot", "adopt", "assign", "move", "sum_of_squares"]
+__all__ = ["Chunk", "ChunkKey", "ChunkMaker", "Lender", "Slot", "adopt", "assign", "move", "sum_of_squares"]

@@ -30,10 +30,13 @@ class Private:
 
 
 class Shards:
-    """The ranks among which chunks are cut. Their weights lie in one memory for all of them where they have such, and are gathered elsewhere."""
+    """The ranks among which chunks are cut. Their weights lie in one memory for all of them where they have such, and are gathered elsewhere.
 
-    def __init__(self, group: Group, device: torch.device) -> None:
-        self.group, self._private = group, Private(device)
+    `keep_gradients`: each keeps the whole gradient (ZeRO 1) rather than its stretch of it (ZeRO 2).
+    """
+
+    def __init__(self, group: Group, device: torch.device, keep_gradients: bool) -> None:
+        self.group, self.keep_gradients, self._private = group, keep_gradients, Private(device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Zeroed storage, and whether it is the same on all ranks, which allocate alike."""
@@ -50,3 +53,9 @@ class Shared:
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
         shared = self._group.allocate(numel, dtype) if self._private.device.type == "cpu" else None
         return self._private(numel, dtype) if shared is None else shared
+
+    def buffers(self, number: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """So many tensors that the ranks see; none where there is no such memory."""
+        if self._private.device.type != "cpu":
+            return []
+        return [flat for flat in (self._group.allocate(numel, dtype) for _ in range(number)) if flat is not None]

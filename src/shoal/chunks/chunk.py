@@ -19,6 +19,7 @@ not cut a rank owns all: `owned` is the chunk itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,6 +55,8 @@ class Slot:
 
     def between(self, start: int, stop: int) -> Slot | None:
         """What lies of it in the stretch [start, stop), whose beginning is the new 0; None if nothing does."""
+        if self.numel == 0:
+            return replace(self, offset=self.offset - start) if start <= self.offset < stop else None
         first, last = max(start, self.offset), min(stop, self.offset + self.numel)
         if first == self.offset and last == self.offset + self.numel:
             return replace(self, offset=first - start)
@@ -91,22 +94,46 @@ class Chunk:
             self.data = allocate(self.size, dtype)
         same = not trainable or master_dtype == dtype
         self._master = self.data if same else allocate(self.size, master_dtype) if shards is None else None
-        self.grad = (allocate_gradient or allocate)(self.size, grad_dtype) if trainable else None
+        self.grad_dtype, self.grad = grad_dtype, None
+        if trainable and (shards is None or shards.keep_gradients):
+            self.grad = (allocate_gradient or allocate)(self.size, grad_dtype)
         if shards is not None:
-            self.owned = self._stretch(None if same else allocate, master_dtype)
+            own = self._own
+            self.owned = self._stretch(allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own])
+            self.owned._master = self.owned.data if same else allocate(self.owned.size, master_dtype)
 
-    def _stretch(self, allocate: Allocator | None, master_dtype: torch.dtype) -> Chunk:
+    @property
+    def _own(self) -> slice:
+        """Where this rank's stretch of a chunk that is cut lies."""
         assert self.group is not None
         each = self.size // self.group.size
-        own = slice(self.group.rank * each, (self.group.rank + 1) * each)
+        return slice(self.group.rank * each, (self.group.rank + 1) * each)
+
+    def _stretch(self, grad: Tensor) -> Chunk:
+        """The owned stretch, with the gradient `grad`, without a master."""
+        own = self._own
         parts = (slot.between(own.start, own.stop) for slot in self.slots)
-        stretch = Chunk.__new__(Chunk)
-        stretch.index, stretch.slots = self.index, tuple(part for part in parts if part is not None)
-        stretch.trainable, stretch.sparse, stretch.size = self.trainable, False, each
-        stretch.group, stretch.owned = None, stretch
-        stretch.data, stretch.grad = self.data[own], self.gradient[own]
-        stretch._master = stretch.data if allocate is None else allocate(each, master_dtype)
+        stretch = copy(self)
+        stretch.slots, stretch.size = tuple(part for part in parts if part is not None), own.stop - own.start
+        stretch.group, stretch.owned, stretch._master = None, stretch, None
+        stretch.data, stretch.grad = self.data[own], grad
         return stretch
+
+    @property
+    def keeps_whole_data(self) -> bool:
+        """Whether this rank has memory of its own for the whole of what the module sees: not where it is cut and all ranks see one memory."""
+        return self.group is None or not self._is_common
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it keeps only its stretch of the gradient, and is lent a whole one while backward fills it."""
+        return self.trainable and self.grad is None
+
+    def with_gradient(self, flat: Tensor) -> Chunk:
+        """The same chunk with `flat`, of its size, for a gradient: what an algorithm reduces of a chunk that borrows."""
+        lent = copy(self)
+        lent.grad, lent.owned = flat, self._stretch(flat[self._own])
+        return lent
 
     @property
     def master(self) -> Tensor:
@@ -123,15 +150,20 @@ class Chunk:
 
     @property
     def gradient(self) -> Tensor:
-        """`grad` of a trainable chunk."""
-        assert self.grad is not None, "a frozen chunk has no gradient"
+        """`grad` of a trainable chunk that keeps it."""
+        assert self.grad is not None, "a frozen chunk has no gradient, and one that borrows has none of its own"
         return self.grad
+
+    def like_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros laid out as the whole gradient."""
+        return torch.zeros(self.size, dtype=dtype or self.grad_dtype, device=self.data.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of data, gradient and master together."""
         parts = [self.data] if self.owned.master.dtype == self.data.dtype else [self.data, self.owned.master]
-        return sum(part.nbytes for part in parts + ([self.grad] if self.grad is not None else []))
+        grad = self.grad if self.grad is not None else self.owned.grad
+        return sum(part.nbytes for part in parts + ([grad] if grad is not None else []))
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
@@ -145,7 +177,7 @@ class Chunk:
 
     @property
     def gaps(self) -> list[slice]:
-        """Where no parameter lies: between slots, and before and after them where the chunk is cut."""
+        """Where no parameter lies: between slots, and behind them where the chunk is cut."""
         ends = [0, *(slot.offset + slot.numel for slot in self.slots)]
         starts = [*(slot.offset for slot in self.slots), self.size]
         return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -165,12 +197,13 @@ class Chunk:
         elif self.group is not None:
             self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
 
-    def whole_master(self) -> Tensor:
-        """The master of the whole chunk; of one that is cut gathered, if need be, from all ranks, which call it alike."""
+    def whole_master(self) -> Tensor | None:
+        """The master of the whole chunk. Of one that is cut it is gathered, if need be, on the first rank, from all, which call it alike;
+        the others get None then."""
         if self._master is not None or self.group is None:
             return self.master
-        whole = self.owned.master.new_empty(self.size)
-        return self.group.all_gather(whole, self.owned.master, purpose=f"masters {self.index}")
+        whole = self.owned.master.new_empty(self.size) if self.group.rank == 0 else None
+        return self.group.gather(whole, self.owned.master, purpose=f"masters {self.index}")
 
 
 def aligned(numel: int, itemsize: int) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from shoal.chunks.allocate import Allocator, Shards
+from shoal.chunks.allocate import Allocator, Shards, Shared
 from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure
 from shoal.chunks.chunk import Chunk
+from shoal.chunks.lender import Lender
 from shoal.precision import Precision
 
 PAYS = 0.05
@@ -64,6 +65,12 @@ class ChunkMaker:
             )
             for index, (key, slots) in enumerate(cut)
         ]
+
+    def lender(self, chunks: Sequence[Chunk], shared: Shared) -> Lender:
+        """Of whole gradients for those of `chunks` that borrow them."""
+        borrowing = [chunk for chunk in chunks if chunk.borrows]
+        largest = max(chunk.size for chunk in borrowing)
+        return Lender(largest, self._precision.grad, borrowing[0].data.device, shared)
 
     def better(self, chunk_bytes: int, order: Sequence[str]) -> Cut | None:
         """The cut for a recorded `order`, if gradients leave enough earlier than by the expected one."""

@@ -74,7 +74,8 @@ class Hierarchical:
         self._across.all_gather(of_place, flat)
         everything = torch.empty_like(out)
         self._inside.all_gather(everything, of_place)
-        out.view(self.size, -1)[self._rows] = everything.view(self.size, -1)
+        rows = self.size, flat.numel()
+        out.view(rows)[self._rows] = everything.view(rows)
 
     def broadcast(self, flat: Tensor, src: int) -> None:
         if not self._even or self._across is None:

@@ -51,7 +51,7 @@ class Link:
 def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
     """Times all-reduces of `sizes` bytes; every rank of `group` calls it and gets the same answer. A group of one takes no time for any.
 
-    A fifth of a second at most, but for links so slow that one small message takes that long.
+    A few tenths of a second at most, but for links so slow that one small message takes that long.
     """
     rows = []
     for nbytes in sizes if group.size > 1 else ():

@@ -149,7 +149,7 @@ class Shared:
             return
         assert flat is not None, "the root brings the tensor to scatter"
         self._fits(out, flat)
-        cuts = flat.view(self.size, -1)
+        cuts = flat.view(self.size, out.numel())
         out.copy_(cuts[src])
         self._mail("scatter", *(_send(cuts[rank], rank, _SCATTER) for rank in self._others()))
 
@@ -159,7 +159,7 @@ class Shared:
             return
         assert out is not None, "the root brings the tensor to gather into"
         self._fits(flat, out)
-        cuts = out.view(self.size, -1)
+        cuts = out.view(self.size, flat.numel())
         cuts[dst].copy_(flat)
         self._mail("gather", *(_recv(cuts[rank], rank, _GATHER) for rank in self._others()))
 

@@ -47,7 +47,9 @@ class Allocations:
         self._count += 1
         store = dist.PrefixStore(f"allocation{self._count}", self._store)
         segment = open_segment(store, self._rank, self._size, max(_PAGE, numel * dtype.itemsize))
-        return None if segment is None else torch.frombuffer(segment.memory, dtype=dtype, count=numel)
+        if segment is None or numel == 0:
+            return None if segment is None else torch.zeros(0, dtype=dtype)
+        return torch.frombuffer(segment.memory, dtype=dtype, count=numel)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D tensor on every rank; None on every rank where one of them cannot have it. All ranks call it."""

@@ -66,7 +66,7 @@ class Sockets:
         return total
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
-        cuts = out.view(self.size, -1)
+        cuts = out.view(self.size, flat.numel())
         if cuts[self.rank].data_ptr() != flat.data_ptr():
             cuts[self.rank].copy_(flat)
         self._swap(dict.fromkeys(self._others, cuts[self.rank]), {peer: cuts[peer] for peer in self._others})
@@ -90,7 +90,7 @@ class Sockets:
             self._swap({}, {src: out})
             return
         assert flat is not None, "the root brings the tensor to scatter"
-        cuts = flat.view(self.size, -1)
+        cuts = flat.view(self.size, out.numel())
         out.copy_(cuts[src])
         self._swap({peer: cuts[peer] for peer in self._others}, {})
 
@@ -99,7 +99,7 @@ class Sockets:
             self._swap({dst: flat}, {})
             return
         assert out is not None, "the root brings the tensor to gather into"
-        cuts = out.view(self.size, -1)
+        cuts = out.view(self.size, flat.numel())
         cuts[dst].copy_(flat)
         self._swap({}, {peer: cuts[peer] for peer in self._others})
 

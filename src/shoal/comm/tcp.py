@@ -22,18 +22,20 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.errors import LaunchError
 from shoal.native import library
 
 AT_ONCE = 32
 """Ranks to which, and ranks from which, one call of the kernel moves bytes: it takes 64 connections."""
 
 SLICE_MS = 500
-"""Milliseconds between looks at signals and at the clock."""
+"""Milliseconds without a byte between looks at signals and at the clock."""
 
 CHANNELS = ("collective", "message")
 """Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
 
 _HELLO = struct.Struct("!16sII")
+_HELLO_SECONDS = 5.0
 _DONE, _MOVED, _IDLE, _FAILED = range(4)
 
 
@@ -54,7 +56,7 @@ class Mesh:
     """The connections of `rank` with the other `size` - 1 ranks that share `store`; all of them make it at once.
 
     `address`: of this host, as the others reach it. Only who has read the group's secret from the store is let in. After a failure, or `close`,
-    all connections are shut, so that the others, who would wait, fail at once.
+    all connections are shut, so that the others, who would wait, fail at once. LaunchError where they do not meet.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> None:
@@ -68,33 +70,55 @@ class Mesh:
             if rank == 0:
                 store.set("secret", secrets.token_hex(16))
             store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}")
-            secret = bytes.fromhex(store.get("secret").decode())
+            secret = bytes.fromhex(self._read(store, "secret", 0))
             for peer in range(rank):
-                host, port = store.get(f"address/{peer}").decode().split()
+                host, port = self._read(store, f"address/{peer}", peer).split()
                 for number, channel in enumerate(CHANNELS):
-                    connection = socket.create_connection((host, int(port)), self._timeout)
-                    connection.sendall(_HELLO.pack(secret, rank, number))
-                    self._peers[peer, channel] = connection
+                    self._peers[peer, channel] = self._call_on(peer, host, int(port), _HELLO.pack(secret, rank, number))
             self._welcome(server, secret)
         for connection in self._peers.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setblocking(False)
 
+    def _read(self, store: dist.Store, key: str, peer: int) -> str:
+        try:
+            store.wait([key], timedelta(seconds=self._timeout))
+        except dist.DistStoreError as error:
+            raise LaunchError(f"rank {peer} of the group did not come within {self._timeout:.0f} s") from error
+        return store.get(key).decode()
+
+    def _call_on(self, peer: int, host: str, port: int, hello: bytes) -> socket.socket:
+        try:
+            connection = socket.create_connection((host, port), self._timeout)
+            connection.sendall(hello)
+        except OSError as error:
+            raise LaunchError(
+                f"rank {self.rank} of the group cannot reach rank {peer} at {host}, port {port}: {error}. Ranks must reach each other on all ports "
+                "of the network through which they reach the store"
+            ) from error
+        return connection
+
     def _welcome(self, server: socket.socket, secret: bytes) -> None:
         """Waits for the connections of the ranks after this one; strangers are hung up on."""
-        server.settimeout(self._timeout)
+        deadline = time.monotonic() + self._timeout
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
+            server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 connection, _ = server.accept()
-                connection.settimeout(self._timeout)
+            except TimeoutError as error:
+                missing = [
+                    peer
+                    for peer in range(self.size)
+                    if peer > self.rank and not {(peer, each) for each in CHANNELS} <= self._peers.keys()
+                ]
+                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
+            try:
+                connection.settimeout(_HELLO_SECONDS)
                 said, peer, channel = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-            except struct.error:
+            except (struct.error, OSError):  # it has said too little, or nothing in time
                 connection.close()
                 continue
-            except TimeoutError as error:
-                missing = [peer for peer in range(self.size) if peer != self.rank and (peer, CHANNELS[0]) not in self._peers]
-                raise RuntimeError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
             if secrets.compare_digest(said, secret) and self.rank < peer < self.size and channel < len(CHANNELS):
                 self._peers[peer, CHANNELS[channel]] = connection
             else:
@@ -118,10 +142,10 @@ class Mesh:
                 self._swap({peer: out[peer] for peer in targets[some]}, {peer: into[peer] for peer in sources[some]}, channel)
 
     def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str) -> None:
-        if self._ended:
+        peers, open_ = list({**out, **into}), self._peers
+        if self._ended or not open_:
             raise RuntimeError(self._ended)
-        peers = list({**out, **into})
-        connections = [self._peers[peer, channel] for peer in peers]
+        connections = [open_[peer, channel] for peer in peers]
         links = (Link * len(peers))()
         for link, peer, connection in zip(links, peers, connections, strict=True):
             link.socket = connection.fileno()
@@ -129,6 +153,13 @@ class Mesh:
                 link.out, link.out_left = out[peer].data_ptr(), out[peer].nbytes
             if peer in into:
                 link.into, link.into_left = into[peer].data_ptr(), into[peer].nbytes
+        try:
+            self._move(links, peers)
+        except BaseException as error:  # also an interrupt: what was under way would be taken for what comes next
+            self.close(self._ended or str(error) or "an operation was interrupted")
+            raise
+
+    def _move(self, links: ctypes.Array[Link], peers: list[int]) -> None:
         kernels = library()
         moved_at = time.monotonic()
         while (said := kernels.shoal_tcp_swap(links, len(links), SLICE_MS) if kernels else swap_here(links)) != _DONE:
@@ -136,9 +167,7 @@ class Mesh:
                 moved_at = time.monotonic()
             late = time.monotonic() - moved_at > self._timeout
             if said == _FAILED or late or self._ended:
-                why = self._ended or _why(links, peers, self._timeout)
-                self.close(why)
-                raise RuntimeError(why)
+                raise RuntimeError(self._ended or _why(links, peers, self._timeout))
 
     def close(self, why: str = "the group has been closed") -> None:
         """Shuts all connections; operations raise RuntimeError with `why` from now on."""

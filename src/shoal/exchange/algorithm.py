@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from shoal.chunks import Chunk
+from shoal.chunks import Chunk, Lender
 from shoal.comm import Group, Lane
 from shoal.optimizer import ChunkOptimizer
 
@@ -38,7 +38,8 @@ class Replica:
     """What an algorithm works on: one replica's trainable chunks and its place among the others.
 
     `group` serves `reduce`, one operation after the other on the lane. `background(name)` is another group of the same ranks for work
-    that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them.
+    that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them. `lender`: of whole
+    gradients, where chunks borrow them.
     """
 
     chunks: Sequence[Chunk]
@@ -46,6 +47,7 @@ class Replica:
     lane: Lane
     optimizer: ChunkOptimizer
     among: Callable[[str, Sequence[int]], Group]
+    lender: Lender | None = None
 
     def background(self, name: str) -> Group:
         return self.among(name, range(self.group.size))
@@ -74,7 +76,8 @@ class Algorithm:
     replica: Replica = field(init=False, repr=False, compare=False)
 
     def attach(self, replica: Replica) -> None:
-        """Called once by every replica, with equal weights, before the first step."""
+        """Called by every replica, with equal weights, before the first step; and once more, after it and `close`, if the chunks are cut anew:
+        then with weights as they are, and the tensors of `state` are put back afterwards."""
         self.replica = replica
 
     @property

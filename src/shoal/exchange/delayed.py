@@ -25,7 +25,7 @@ class Delayed(Algorithm):
         if self.delay < 1:
             raise UserError(f"plan.exchange: delay = {self.delay}: give at least 1 step")
         self._group = replica.background("delayed")
-        self._waiting = [[torch.zeros_like(chunk.gradient) for chunk in replica.chunks] for _ in range(self.delay)]
+        self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
 
     def holds(self, step: int) -> Holds:
         return Holds.MEAN if step >= self.delay else Holds.NOTHING

@@ -31,7 +31,8 @@ class Islands(Algorithm):
 
     def __post_init__(self) -> None:
         self._inside, self._across = self.make(self.inside), self.make(self.across)
-        self.chunk_bytes = self._inside.chunk_bytes
+        fixed = (self.chunk_bytes, self._inside.chunk_bytes, self._across.chunk_bytes)
+        self.chunk_bytes = next((number for number in fixed if number is not None), None)
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -30,7 +30,7 @@ class PowerSGD(Algorithm):
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
         self._step = 0
-        self._residual = [torch.zeros_like(chunk.gradient) for chunk in replica.chunks]
+        self._residual = [chunk.like_gradient() for chunk in replica.chunks]
         self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
         self._q: dict[str, Tensor] = {}
         for chunk in replica.chunks:
@@ -38,8 +38,8 @@ class PowerSGD(Algorithm):
                 if self._thin(slot):
                     seed = int(mix(torch.tensor(len(self._q))))
                     draw = torch.Generator().manual_seed(seed % 2**63)
-                    q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.gradient.dtype)
-                    self._q[slot.name] = q.to(chunk.gradient.device)
+                    q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.grad_dtype)
+                    self._q[slot.name] = q.to(chunk.data.device)
 
     def begin(self, step: int) -> None:
         self._step = step

@@ -1,7 +1,10 @@
-"""Collects gradients into their chunks and hands full chunks to the algorithm during the last backward, strictly in order.
+"""Collects gradients into their chunks and hands full chunks to the algorithm during backward, strictly in order.
 
 Autograd's own gradient of a parameter is copied (the first time in a step) or added to its view of the chunk as soon as it is there, and
 let go: one pass over memory, with the cast to the chunk's dtype in it, and nothing to zero beforehand.
+
+All chunks go out once a step, in a round, during the last backward. Where chunks keep only their stretch of the gradient (ZeRO 2) every
+microbatch is a round of those chunks, whose sums are added up in the stretch; all ranks have as many rounds as the one with most microbatches.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.chunks import sum_of_squares
+from shoal.chunks import Chunk, Slot, sum_of_squares
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.rows import add_rows, clear, sum_rows
@@ -31,19 +34,23 @@ class Reducer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm) -> None:
         replica = algorithm.replica
         self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
+        self._lender = replica.lender
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}
         self.squares: list[Tensor] = []
         self.arrivals: list[str] = []
         self._armed = self._reduces = self._sums = False
-        self._missing: list[set[str]] = []
-        self._front = 0
         self._own_mean = torch.ones(())
+        self._round = self._rounds = self._turn = 0
+        self._order: list[int] = []  # the chunks of this round
+        self._front = 0  # in that order
+        self._missing: dict[int, set[str]] = {}
+        self._lent: dict[int, Tensor] = {}
         self._hooks = []
         for place, chunk in enumerate(self._chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                hook = self._hook(place, slot.name, slot.view(chunk.gradient))
+                hook = self._hook(place, slot, self._borrowed(place, slot) if chunk.borrows else self._kept(slot, chunk))
                 self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
         self._pieces = [chunk.norm_pieces(self._group.rank, self._group.size) for chunk in self._chunks]
 
@@ -52,73 +59,126 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, step: int) -> None:
-        """A new step: nothing has been touched, whatever the chunks hold is of the step before."""
+    def begin(self, step: int, microbatches: int = 1) -> None:
+        """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has."""
         for chunk in self._chunks:
             if chunk.sparse:
                 clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
         self.rows = {chunk.slots[0].name: torch.empty(0, dtype=torch.int64) for chunk in self._chunks if chunk.sparse}
         self.touched = dict.fromkeys(self.touched, False)
-        self._missing = [{slot.name for slot in chunk.slots} for chunk in self._chunks]
-        self.squares = [sum_of_squares([], chunk.gradient.device) for chunk in self._chunks]
-        self.arrivals = []
+        self.squares = [sum_of_squares([], chunk.data.device) for chunk in self._chunks]
         holds = self._algorithm.holds(step)
         self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN)
-        self._front = 0
+        self._round, self._rounds = 0, microbatches if self._lender is not None else 1
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        last = self._round == self._rounds - 1
+        self._order = [place for place, chunk in enumerate(self._chunks) if last or chunk.borrows]
+        self._missing = {place: {slot.name for slot in self._chunks[place].slots} for place in self._order}
+        self._front, self._lent, self.arrivals = 0, {}, []
 
     @contextmanager
-    def last_backward(self, own_mean: Tensor) -> Iterator[None]:
-        """Inside, a chunk that is complete is exchanged while backward goes on. `own_mean` turns this rank's sums into its means."""
-        self._armed, self._own_mean = True, own_mean
+    def backward(self, own_mean: Tensor, last: bool) -> Iterator[None]:
+        """Around each backward. In this rank's `last`, and in all where chunks borrow, one that is complete is exchanged while backward goes
+        on. `own_mean` turns this rank's sums so far into their means."""
+        self._armed, self._own_mean = last or self._lender is not None, own_mean
         try:
             yield
         finally:
             self._armed = False
+        if self._lender is not None:
+            self._end_round()
 
     def finish(self) -> None:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
-        for chunk, missing in zip(self._chunks, self._missing, strict=True):
-            missing.clear()
-            for slot in chunk.slots:
-                if not self.touched[slot.name] and not chunk.sparse:
-                    slot.view(chunk.gradient).zero_()
-        self._advance()
+        while self._round < self._rounds:
+            self._end_round()
         self._lane.wait()
 
-    def _hook(self, place: int, name: str, view: Tensor) -> Callable[[Tensor], None]:
+    @torch.no_grad()
+    def _end_round(self) -> None:
+        for place, missing in self._missing.items():
+            chunk = self._chunks[place]
+            for slot in chunk.slots:
+                if slot.name in missing and chunk.borrows:
+                    slot.view(self._flat(place)).zero_()
+                elif not self.touched[slot.name] and not chunk.sparse:
+                    slot.view(chunk.gradient).zero_()
+            missing.clear()
+        self._advance()
+        self._round += 1
+        if self._round < self._rounds:
+            self._begin_round()
+
+    def _hook(self, place: int, slot: Slot, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        name = slot.name
+
         @torch.no_grad()
         def arrived(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            if parameter.grad.is_sparse:
-                self.rows[name] = add_rows(view, parameter.grad, self.rows[name])
-                self.touched[name] = True
-            elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
-                self.rows[name], self.touched[name] = None, True
-                view.add_(parameter.grad)
-            elif self.touched[name]:
-                view.add_(parameter.grad)
-            else:
-                view.copy_(parameter.grad)
-                self.touched[name] = True
-            parameter.grad = None
-            if self._armed:
-                self.arrivals.append(name)
+            take(parameter.grad)
+            parameter.grad, self.touched[name] = None, True
+            if not self._armed:
+                return
+            self.arrivals.append(name)
+            if place in self._missing:
                 if name not in self._missing[place]:
                     raise UserError(
                         f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
                         "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                     )
                 self._missing[place].discard(name)
-                if place == self._front:
+                if self._front < len(self._order) and place == self._order[self._front]:
                     self._advance()
 
         return arrived
 
+    def _kept(self, slot: Slot, chunk: Chunk) -> Callable[[Tensor], None]:
+        """Takes a gradient into the chunk's own: what comes in a step adds up there."""
+        name, view = slot.name, slot.view(chunk.gradient)
+
+        def take(gradient: Tensor) -> None:
+            if gradient.is_sparse:
+                self.rows[name] = add_rows(view, gradient, self.rows[name])
+            elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
+                self.rows[name] = None
+                view.add_(gradient)
+            elif self.touched[name]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+
+        return take
+
+    def _borrowed(self, place: int, slot: Slot) -> Callable[[Tensor], None]:
+        """Takes a gradient into what the chunk is lent for this round."""
+
+        def take(gradient: Tensor) -> None:
+            slot.view(self._flat(place)).copy_(gradient)
+
+        return take
+
+    def _flat(self, place: int) -> Tensor:
+        """The whole gradient that the chunk at `place` has been lent for this round."""
+        if place not in self._lent:
+            assert self._lender is not None
+            flat = self._lender.borrow(self._turn + self._order.index(place) - self._front, self._chunks[place].size)
+            self._chunks[place].clear_padding(flat)
+            self._lent[place] = flat
+        return self._lent[place]
+
     def _advance(self) -> None:
-        while self._front < len(self._chunks) and not self._missing[self._front]:
-            place = self._front
+        while self._front < len(self._order) and not self._missing[self._order[self._front]]:
+            place = self._order[self._front]
             self._front += 1
-            self._lane.submit(partial(self._exchange, place), f"chunk {self._chunks[place].index}")
+            chunk = self._chunks[place]
+            if chunk.borrows:
+                work = partial(self._exchange_lent, place, self._turn, self._lent.pop(place), self._round)
+            else:
+                work = partial(self._exchange, place)
+            self._turn += 1
+            self._lane.submit(work, f"chunk {chunk.index}")
 
     def _exchange(self, place: int) -> None:
         chunk = self._chunks[place]
@@ -130,4 +190,18 @@ class Reducer:
         elif self._reduces:
             self._algorithm.reduce(chunk, self._own_mean)
         if self._sums:
-            self.squares[place] = sum_of_squares(self._pieces[place], chunk.gradient.device)
+            self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)
+
+    @torch.no_grad()
+    def _exchange_lent(self, place: int, turn: int, flat: Tensor, round_: int) -> None:
+        assert self._lender is not None
+        chunk = self._chunks[place]
+        lent = chunk.with_gradient(self._lender.to_reduce(turn, flat))
+        self._algorithm.reduce(lent, self._own_mean)
+        if round_ == 0:
+            chunk.owned.gradient.copy_(lent.owned.gradient)
+        else:
+            chunk.owned.gradient.add_(lent.owned.gradient)
+        self._lender.end(turn)
+        if round_ == self._rounds - 1:
+            self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)

@@ -35,6 +35,8 @@ def sum_rows(dense: Tensor, rows: Tensor | None, group: Group, purpose: str) -> 
     count = torch.tensor([dense.shape[0] + 1 if mine is None else mine.numel()], device=dense.device)
     counts = group.all_gather(count.new_empty(group.size), count, purpose=purpose).tolist()
     most, width = max(counts), dense[0].numel()
+    if most == 0:
+        return mine
     gathered = (group.size - 1) * most * (width * dense.element_size() + 8)
     reduced = 2 * (group.size - 1) * dense.nbytes // group.size
     if mine is None or most > dense.shape[0] or gathered >= reduced:

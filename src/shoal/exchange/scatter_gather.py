@@ -32,7 +32,7 @@ class Feedback:
 
     def __init__(self, chunks: Sequence[Chunk], group: Group) -> None:
         self._chunks, self._group = chunks, group
-        device = chunks[0].gradient.device
+        device = chunks[0].data.device
         self.own = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
         # As long as the chunk, zero outside this rank's cut: a change of the number of replicas then adds up.
         self.summed = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]

@@ -25,7 +25,7 @@ class TopK(Algorithm):
         chosen: Option = {"name": "topk", "ratio": self.ratio}
         self._codec = codec(chosen)
         self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
-        self._residual = [torch.zeros_like(chunk.gradient, dtype=torch.float32) for chunk in replica.chunks]
+        self._residual = [chunk.like_gradient(torch.float32) for chunk in replica.chunks]
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         group, flat, residual = self.replica.group, chunk.gradient, self._residual[self._place[chunk.index]]

@@ -10,6 +10,7 @@ import math
 
 from shoal.comm import Link
 from shoal.exchange.algorithm import Algorithm
+from shoal.exchange.none import NoExchange
 
 USUAL = 25 * 2**20
 """Bytes where nothing was measured: torch DDP's."""
@@ -21,7 +22,8 @@ OVERHEAD = 100e-6
 
 def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bool:
     """Whether there is anything to choose."""
-    return ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
+    sends = not isinstance(algorithm, NoExchange)
+    return sends and ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
 
 
 def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) -> int:

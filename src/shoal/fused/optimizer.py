@@ -149,6 +149,8 @@ def _per_element_keys(factory: OptimizerFactory, groups: Sequence[Mapping[str, A
     """The state that holds one value an element, from two updates of three elements: no shape tells it of a single element."""
     keys: set[str] = set()
     for group in groups:
+        if not group["params"]:  # another rank has them
+            continue
         like = group["params"][0]
         trial = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
         trial.grad = torch.zeros_like(trial)

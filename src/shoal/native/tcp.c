@@ -48,8 +48,8 @@ static void wait_for_enough(shoal_tcp_link *link, int *asked) {
     setsockopt(link->socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }
 
-/* Works on `links` (at most 64) for about `slice_ms`: DONE when nothing is left, MOVED or IDLE when the time is over or a signal came (call
- * again), FAILED when a link has an error. */
+/* Works on `links` (at most 64): DONE when nothing is left, MOVED or IDLE when nothing has moved for `slice_ms` or a signal came while it
+ * waited (call again), FAILED when a link has an error. */
 int64_t shoal_tcp_swap(shoal_tcp_link *links, int64_t count, int64_t slice_ms) {
     struct pollfd waiting[64];
     int asked[64] = {0}, moved = 0;
