@@ -85,7 +85,7 @@ class Chunk:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self.group: Group | None = None
-        self.owned = self
+        self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
             self.group = shards.group
             self.size = self.group.size * aligned(-(-self.size // self.group.size), min(dtype.itemsize, grad_dtype.itemsize))
@@ -99,8 +99,13 @@ class Chunk:
             self.grad = (allocate_gradient or allocate)(self.size, grad_dtype)
         if shards is not None:
             own = self._own
-            self.owned = self._stretch(allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own])
-            self.owned._master = self.owned.data if same else allocate(self.owned.size, master_dtype)
+            part = self._part = self._stretch(allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own])
+            part._master = part.data if same else allocate(part.size, master_dtype)
+
+    @property
+    def owned(self) -> Chunk:
+        """What this rank owns of it: all, or its stretch."""
+        return self if self._part is None else self._part
 
     @property
     def _own(self) -> slice:
@@ -115,7 +120,7 @@ class Chunk:
         parts = (slot.between(own.start, own.stop) for slot in self.slots)
         stretch = copy(self)
         stretch.slots, stretch.size = tuple(part for part in parts if part is not None), own.stop - own.start
-        stretch.group, stretch.owned, stretch._master = None, stretch, None
+        stretch.group, stretch._part, stretch._master = None, None, None
         stretch.data, stretch.grad = self.data[own], grad
         return stretch
 
@@ -132,7 +137,7 @@ class Chunk:
     def with_gradient(self, flat: Tensor) -> Chunk:
         """The same chunk with `flat`, of its size, for a gradient: what an algorithm reduces of a chunk that borrows."""
         lent = copy(self)
-        lent.grad, lent.owned = flat, self._stretch(flat[self._own])
+        lent.grad, lent._part = flat, self._stretch(flat[self._own])
         return lent
 
     @property
