@@ -153,11 +153,7 @@ def _arguments() -> argparse.Namespace:
         "--operations", type=harness.several(OPERATIONS), default=list(OPERATIONS), help=f"of {','.join(OPERATIONS)}"
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender in each case (5)")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of two small sizes: does everything run?")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds = 2
-    return arguments
+    return harness.parse(parser, "2 rounds of two small sizes", rounds=2)
 
 
 if __name__ == "__main__":

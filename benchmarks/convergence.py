@@ -158,13 +158,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (3)")
     parser.add_argument("--steps", type=int, default=Setting().steps, help="steps of a training (240)")
     parser.add_argument("--page", action="store_true", help="no training: write the page from the record")
-    parser.add_argument(
-        "--quick", action="store_true", help="one seed, 24 steps of a tiny model, written elsewhere: does everything run?"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.seeds = 1
-    return arguments
+    return harness.parse(parser, "one seed, 24 steps of a tiny model, written elsewhere", seeds=1)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}")
     parser.add_argument("--case", type=harness.several(list(CASES)), default=list(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--precision", type=harness.several(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 2 steps: does everything run?")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.steps = 2, 2
-    return arguments
+    return harness.parse(parser, "2 rounds of 2 steps", rounds=2, steps=2)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,15 @@ def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
     return at(0.25), at(0.5), at(0.75)
 
 
+def parse(parser: argparse.ArgumentParser, what: str, **instead: Any) -> argparse.Namespace:
+    """The arguments, with --quick: `what` it runs, as its help says, and the values that it puts in place of others."""
+    parser.add_argument("--quick", action="store_true", help=f"{what}: does everything run?")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(instead)
+    return arguments
+
+
 def print_table(result: Mapping[str, Any]) -> None:
     """Prints one set of a record (`result_of`): a row a contender, the limit marked, then the warnings."""
     title = f"{result['case']}, {result['precision']}, {result['rounds']} rounds of {result['steps']} steps"

@@ -165,13 +165,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS), help=f"of {','.join(LINKS)}")
     parser.add_argument("--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {','.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender behind each link (5)")
-    parser.add_argument(
-        "--quick", action="store_true", help="2 rounds of 2 steps (50 where exchanges are rare): does everything run?"
-    )
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds = 2
-    return arguments
+    return harness.parse(parser, "2 rounds of 2 steps (50 where exchanges are rare)", rounds=2)
 
 
 if __name__ == "__main__":

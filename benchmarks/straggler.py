@@ -122,10 +122,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks, the last of which is slow (2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the slow rank a turn (24)")
-    parser.add_argument("--quick", action="store_true", help="2 rounds of 8 steps: does everything run?")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rounds, arguments.steps = 2, 8
+    arguments = harness.parse(parser, "2 rounds of 8 steps", rounds=2, steps=8)
     result = run(arguments.ranks, arguments.rounds, arguments.steps)
     targets = judge(TARGETS, {name: row["share"] for name, row in result["contenders"].items()})
     record = harness.write_record("straggler", vars(arguments), {**result, "targets": targets})

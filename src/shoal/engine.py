@@ -134,7 +134,7 @@ class Engine:
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
         self._lane = Lane(self.device, self.ledger)
-        lender = self._maker.lender(self.chunks, shared) if any(chunk.borrows for chunk in trainable) else None
+        lender = self._maker.lender(trainable, shared)
         exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, lender))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self._runner = StepRunner(
@@ -357,7 +357,7 @@ class Engine:
             for buffer in self.module.buffers():
                 self._group.broadcast(buffer, purpose="buffers")
             for chunk in self.chunks:
-                if chunk.owned is chunk:
+                if not chunk.is_cut:
                     self._group.broadcast(chunk.master, purpose="weights")
                     chunk.publish()  # what is cut is alike since `adopt`
 

@@ -63,7 +63,7 @@ class ChunkOptimizer:
         for chunk in chunks:
             owned = chunk.owned
             for slot in owned.slots:
-                is_seen = owned is chunk and chunk.master is chunk.data
+                is_seen = not chunk.is_cut and chunk.master is chunk.data
                 self.slots[slot.name] = slot
                 self.parameters[slot.name] = module_parameters[slot.name] if is_seen else nn.Parameter(slot.view(owned.master))
         self._watch(chunks)
@@ -82,7 +82,7 @@ class ChunkOptimizer:
         stand_ins = [{**group, "params": [like]} for group in groups]
         self.torch = _make(factory, groups)
         against = None if _is_fused(self.torch) else refusal(factory, stand_ins)
-        if against is not None and any(chunk.owned is not chunk for chunk in chunks):
+        if against is not None and any(chunk.is_cut for chunk in chunks):
             raise UserError(
                 f"plan.zero cuts parameters, which only an elementwise optimizer may update in parts: {against}, with plan.zero = 0"
             )

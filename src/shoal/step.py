@@ -324,18 +324,15 @@ class StepRunner:
     def _squares_here(self) -> Tensor:
         """The sum of squares of all gradients that the chunks hold now; of chunks that are cut each owner adds its part."""
         chunks = self._algorithm.replica.chunks
-        parts = [
-            [piece for chunk in chunks if (chunk.owned is chunk) == whole for piece in chunk.norm_pieces()]
-            for whole in (True, False)
-        ]
+        parts = [[piece for chunk in chunks if chunk.is_cut != whole for piece in chunk.norm_pieces()] for whole in (True, False)]
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in parts)
-        if any(chunk.owned is not chunk for chunk in chunks):
+        if any(chunk.is_cut for chunk in chunks):
             cut = self._partners.all_reduce(cut, purpose="norm")
         return whole + cut
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
         """Where chunks are cut, also the names that their other owners have found; in the order of the module."""
-        if any(chunk.owned is not chunk for chunk in self._algorithm.replica.chunks):
+        if any(chunk.is_cut for chunk in self._algorithm.replica.chunks):
             names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
         return [name for name in self._parameters if name in set(names)]
 

@@ -12,8 +12,9 @@ from shoal import Engine, Plan
 from shoal.chunks import ChunkKey, assign
 from shoal.chunks.assign import departure
 from shoal.comm import Link
+from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.named import algorithm
-from shoal.exchange.tuning import LARGEST, SMALLEST, USUAL, chunk_bytes
+from shoal.exchange.tuning import LARGEST, SMALLEST, chunk_bytes
 from shoal.models.losses import regression
 from tests.pool import run_ranks
 
@@ -28,7 +29,7 @@ def test_a_chunk_is_the_root_of_latency_times_bandwidth_times_gradients():
     assert chunk_bytes(algorithm("allreduce"), 200_000_000, link) == 4 * 2**20
     assert chunk_bytes(algorithm("allreduce"), 2_000_000, link) == SMALLEST
     assert chunk_bytes(algorithm("allreduce"), 10**14, link) == LARGEST
-    assert chunk_bytes(algorithm("allreduce"), 200_000_000, None) == USUAL
+    assert chunk_bytes(algorithm("allreduce"), 200_000_000, None) == USUAL_CHUNK
 
 
 @pytest.mark.fast

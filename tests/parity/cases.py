@@ -181,7 +181,7 @@ def gathered(running: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     parts: dict[str, dict[int, tuple[Any, Tensor]]] = {}
     for theirs in running.world.everyone.all_gather_object(mine):
         for slot, tensor in theirs:
-            parts.setdefault(slot.name, {})[slot.start] = (slot.whole or slot.shape, tensor.reshape(-1))
+            parts.setdefault(slot.name, {})[slot.start] = (slot.full, tensor.reshape(-1))
     whole = {
         name: torch.cat([flat for _, (_, flat) in sorted(found.items())]).view(next(iter(found.values()))[0])
         for name, found in parts.items()

@@ -50,7 +50,7 @@ def pieces(
     alike, own = _named(module, chunks, optimizer, states)
     pieces = [piece for name, tensor in alike for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
     for name, slot, tensor in own:
-        shape, flat = tuple(slot.whole or slot.shape), tensor.detach().reshape(-1)
+        shape, flat = tuple(slot.full), tensor.detach().reshape(-1)
         pieces += [Piece(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, flat)]
     return pieces
 
@@ -59,8 +59,8 @@ def _named(
     module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Slot, Tensor]]]:
     """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
-    alike = _state(module, [chunk for chunk in chunks if chunk.owned is chunk])
-    stretches = [chunk.owned for chunk in chunks if chunk.owned is not chunk]
+    alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
+    stretches = [chunk.owned for chunk in chunks if chunk.is_cut]
     cut = {slot.name for owned in stretches for slot in owned.slots}
     own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in stretches for slot in owned.slots]
     for (name, key), value in states.items():
@@ -131,13 +131,14 @@ def restore(
 
     `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
     """
-    _check_shapes(path, chunks)
-    wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if chunk.owned is chunk])]
+    saved = tensor_shapes(path)
+    _check_shapes(path, saved, chunks)
+    wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if not chunk.is_cut])]
     for chunk in chunks:
-        if chunk.owned is not chunk:
+        if chunk.is_cut:
             for slot in chunk.owned.slots:
                 wants += _wants_of(f"model.{slot.name}", slot, slot.view(chunk.owned.master))
-    states = _empty_states(path, optimizer, own) if optimizer is not None else {}
+    states = _empty_states(saved, optimizer, own) if optimizer is not None else {}
     for name, values in states.items():
         assert optimizer is not None
         for key, tensor in values.items():
@@ -152,9 +153,8 @@ def restore(
     return extra
 
 
-def _check_shapes(path: Path, chunks: Sequence[Chunk]) -> None:
+def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk]) -> None:
     """CheckpointError, on every rank alike, where a parameter is missing or of another shape, whoever owns it."""
-    saved = tensor_shapes(path)
     for chunk in chunks:
         for slot in chunk.slots:
             there = saved.get(f"model.{slot.name}")
@@ -199,7 +199,7 @@ def _want(name: str, into: Tensor) -> Want:
 
 def _wants_of(name: str, slot: Slot, into: Tensor) -> list[Want]:
     """The part of the global tensor `name` that lies in `slot`."""
-    shape = tuple(slot.whole or slot.shape)
+    shape = tuple(slot.full)
     return [Want(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, into.view(-1))]
 
 
@@ -218,16 +218,15 @@ def _canonical(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
-def _empty_states(path: Path, optimizer: ChunkOptimizer, own: str) -> dict[str, dict[str, Tensor]]:
+def _empty_states(saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, own: str) -> dict[str, dict[str, Tensor]]:
     """Tensors to read the saved optimizer state into, by parameter and key."""
-    shapes = tensor_shapes(path)
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in optimizer.parameters.items():
         prefix = f"{own}optim.{name}."
-        for key, shape in shapes.items():
+        for key, shape in saved.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 slot = optimizer.slots[name]
-                if shape == tuple(slot.whole or slot.shape):
+                if shape == tuple(slot.full):
                     empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
                 else:
                     empty = torch.zeros(shape)

@@ -33,7 +33,7 @@ def adopt(
             if id(built) not in adopted:
                 chunk, slot = slots[name]
                 first = value(name, built)
-                if chunk.owned is not chunk and chunk.group is not None:  # a constructor may have drawn from elsewhere than torch
+                if chunk.group is not None:  # a constructor may have drawn from elsewhere than torch
                     first = chunk.group.broadcast(first.contiguous(), purpose="weights")
                 for part in owned[name]:
                     part.view(chunk.owned.master).copy_(

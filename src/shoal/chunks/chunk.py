@@ -49,6 +49,11 @@ class Slot:
     def numel(self) -> int:
         return self.shape.numel()
 
+    @property
+    def full(self) -> torch.Size:
+        """The parameter's whole shape, however much of it lies here."""
+        return self.shape if self.whole is None else self.whole
+
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's tensor inside `flat`."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
@@ -106,6 +111,11 @@ class Chunk:
     def owned(self) -> Chunk:
         """What this rank owns of it: all, or its stretch."""
         return self if self._part is None else self._part
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks own stretches of it."""
+        return self._part is not None
 
     @property
     def _own(self) -> slice:
@@ -174,7 +184,7 @@ class Chunk:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
         norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones; of a chunk that is cut, all of
         the owned stretch."""
-        if self.owned is not self:
+        if self.is_cut:
             return self.owned.norm_pieces()
         flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
         pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]

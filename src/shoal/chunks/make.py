@@ -66,9 +66,11 @@ class ChunkMaker:
             for index, (key, slots) in enumerate(cut)
         ]
 
-    def lender(self, chunks: Sequence[Chunk], shared: Shared) -> Lender:
-        """Of whole gradients for those of `chunks` that borrow them."""
+    def lender(self, chunks: Sequence[Chunk], shared: Shared) -> Lender | None:
+        """Of whole gradients for those of `chunks` that borrow them; None if none does."""
         borrowing = [chunk for chunk in chunks if chunk.borrows]
+        if not borrowing:
+            return None
         largest = max(chunk.size for chunk in borrowing)
         return Lender(largest, self._precision.grad, borrowing[0].data.device, shared)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from shoal.comm.transport import NoSharedMemory
 
-class Alone:
+
+class Alone(NoSharedMemory):
     """See `transport.Transport`. Sending to oneself is only possible as an `exchange`."""
 
     carrier = "nobody else"
@@ -49,12 +50,6 @@ class Alone:
 
     def barrier(self) -> None:
         pass
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         pass

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 from shoal.comm.reductions import COMBINE, finish
-from shoal.comm.transport import Transport, sent_bytes
+from shoal.comm.transport import NoSharedMemory, Transport, sent_bytes
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ def in_threads(size: int, fn: Callable[[int], Result], leave: Callable[[int, Bas
     return [results[rank] for rank in range(size)]
 
 
-class Simulated:
+class Simulated(NoSharedMemory):
     """One rank's transport in a room of threads; see `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..."""
 
     carrier = "threads"
@@ -123,12 +123,6 @@ class Simulated:
 
     def barrier(self) -> None:
         self._meet("barrier", None)
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         pass

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.reductions import finish
-from shoal.comm.transport import Transport
+from shoal.comm.transport import NoSharedMemory, Transport
 
 SMALL_BYTES = 64 * 1024
 """Up to here every rank sends the whole tensor across: two operations inside the host cost more than that saves."""
 
 
-class Hierarchical:
+class Hierarchical(NoSharedMemory):
     """See `transport.Transport`. Operations that gain nothing from the hosts go over `flat`, which joins all ranks directly.
 
     `hosts`: for each host the ranks on it, in the order of their places in `inside`. `across` joins the ranks of one place on all
@@ -106,12 +106,6 @@ class Hierarchical:
 
     def barrier(self) -> None:
         self._flat.barrier()
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         for transport in (self._inside, self._across, self._flat):

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.transport import NoSharedMemory
+
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -19,7 +21,7 @@ _OPS = {
 }
 
 
-class Nccl:
+class Nccl(NoSharedMemory):
     """See `transport.Transport`. `pg` is a `ProcessGroupNCCL`; see `open`."""
 
     carrier = "NCCL"
@@ -86,12 +88,6 @@ class Nccl:
         device = torch.device("cuda", torch.cuda.current_device())
         self.all_reduce(torch.zeros(1, device=device), "sum")
         torch.cuda.current_stream(device).synchronize()
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         self._pg.shutdown()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shoal.comm.reductions import COMBINE, finish
 from shoal.comm.tcp import CHANNELS, Mesh, address_towards
+from shoal.comm.transport import NoSharedMemory
 
 PIECE_BYTES = 1 << 20
 """Of a cut, what is reduced at once: the sum of one piece hides behind the transfer of the next, which the kernel buffers."""
@@ -22,7 +23,7 @@ SHORT_BYTES = 1 << 16
 """Up to here two ranks each reduce the whole of a tensor: another hop would cost more than the sum of the other half."""
 
 
-class Sockets:
+class Sockets(NoSharedMemory):
     """See `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..., the same bits on every rank."""
 
     carrier = "sockets"
@@ -122,12 +123,6 @@ class Sockets:
         while distance < self.size:
             self._swap({(self.rank + distance) % self.size: here}, {(self.rank - distance) % self.size: there})
             distance *= 2
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         self._mesh.close()

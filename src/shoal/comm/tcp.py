@@ -65,8 +65,7 @@ class Mesh:
         self._peers: dict[tuple[int, str], socket.socket] = {}
         self._locks = {(peer, way): threading.Lock() for peer in range(size) for way in ("out", "into")}
         self._ended = ""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=2 * size) as server:
+        with _listen(address, backlog=2 * size) as server:
             if rank == 0:
                 store.set("secret", secrets.token_hex(16))
             store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}")
@@ -129,11 +128,10 @@ class Mesh:
 
         Returns when `into` is full and `out` may be written again. RuntimeError that names the peer which has gone or is late.
         """
-        held = [self._locks[peer, "out"] for peer in out] + [self._locks[peer, "into"] for peer in into]
         with contextlib.ExitStack() as stack:
             if channel != CHANNELS[0]:  # collectives come one at a time, messages from any thread
-                for lock in held:
-                    stack.enter_context(lock)
+                for held in [*((peer, "out") for peer in out), *((peer, "into") for peer in into)]:
+                    stack.enter_context(self._locks[held])
             # To those after this rank and from those before it, nearest first: what one sends at a time, the other takes then.
             targets = sorted(out, key=lambda peer: (peer - self.rank) % self.size)
             sources = sorted(into, key=lambda peer: (self.rank - peer) % self.size)
@@ -181,30 +179,31 @@ class Mesh:
 def swap_here(links: ctypes.Array[Link]) -> int:
     """What `shoal_tcp_swap` does, where there is no compiler."""
     poll, moved = select.poll(), False
-    for link in links:
-        events = (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
-        if events:
-            poll.register(link.socket, events)
-    by_socket = {link.socket: link for link in links}
-    waiting = {link.socket for link in links if link.out_left or link.into_left}
+    waiting = {link.socket: link for link in links if _events(link)}
+    for number, link in waiting.items():
+        poll.register(number, _events(link))
     while waiting:
         ready = poll.poll(SLICE_MS)
         if not ready:
             return _MOVED if moved else _IDLE
         for number, _ in ready:
-            link = by_socket[number]
+            link = waiting[number]
             try:
                 moved |= _push_and_pull(link)
             except OSError as error:
                 link.error = error.errno or -1
                 return _FAILED
-            events = (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
-            if events:
+            if events := _events(link):
                 poll.modify(number, events)
             else:
                 poll.unregister(number)
-                waiting.discard(number)
+                del waiting[number]
     return _DONE
+
+
+def _events(link: Link) -> int:
+    """What is waited for on it; 0 when nothing is left to do."""
+    return (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
 
 
 def _push_and_pull(link: Link) -> bool:
@@ -237,6 +236,11 @@ def _why(links: ctypes.Array[Link], peers: list[int], timeout: float) -> str:
     return f"nothing came from or went to rank {', '.join(late)} of the group for {timeout:.0f} s"
 
 
+def _listen(address: str, backlog: int | None = None) -> socket.socket:
+    """A server on a free port of `address`, of either version of the protocol."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=backlog)
+
+
 def address_towards(store: dist.Store) -> str:
     """This host's address on the network through which it reaches the host of a TCP store; else that of the host's name, or loopback."""
     while isinstance(store, dist.PrefixStore):
@@ -250,6 +254,6 @@ def address_towards(store: dist.Store) -> str:
             return address
     with contextlib.suppress(OSError):
         named = str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
-        with socket.create_server((named, 0), family=socket.AF_INET6 if ":" in named else socket.AF_INET):
+        with _listen(named):
             return named
     return "127.0.0.1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from shoal.comm.alone import Alone
 from shoal.comm.collectives import Group
 from shoal.comm.ledger import Ledger
 from shoal.comm.reductions import finish
-from shoal.comm.transport import Transport
+from shoal.comm.transport import NoSharedMemory, Transport
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -51,7 +50,7 @@ def _new_group(ranks: list[int], backend: str, name: str) -> TorchGroup:
     return TorchGroup(dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=f"shoal {name}"))
 
 
-class TorchGroup:
+class TorchGroup(NoSharedMemory):
     """See `transport.Transport`. The process group belongs to the caller: `close` leaves it open.
 
     How it reduces, and in which order, is the backend's business.
@@ -106,12 +105,6 @@ class TorchGroup:
 
     def barrier(self) -> None:
         dist.barrier(self._pg)
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return None
 
     def close(self) -> None:
         pass

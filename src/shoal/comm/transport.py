@@ -68,6 +68,16 @@ class Transport(Protocol):
         """Gives the connections back; no operation can follow."""
 
 
+class NoSharedMemory:
+    """For transports whose ranks see no memory in common."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+
 def sent_bytes(operation: str, payload: int, size: int, rank: int = 0, root: int = 0) -> int:
     """Bytes that `rank` hands to others in one call, as a bandwidth-optimal algorithm does it.
 

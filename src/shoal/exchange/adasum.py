@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
 from shoal.comm import Group
-from shoal.exchange.algorithm import Algorithm, Holds
+from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Adasum(Algorithm):
     """Combines the replicas' mean gradients. The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is
     usual."""
 
-    chunk_bytes: int | None = 25 * 2**20
+    chunk_bytes: int | None = USUAL_CHUNK
 
     def holds(self, step: int) -> Holds:
         return Holds.MEAN

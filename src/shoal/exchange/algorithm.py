@@ -22,6 +22,9 @@ from shoal.chunks import Chunk, Lender
 from shoal.comm import Group, Lane
 from shoal.optimizer import ChunkOptimizer
 
+USUAL_CHUNK = 25 * 2**20
+"""Bytes of gradient where nothing speaks for another size: torch DDP's bucket."""
+
 
 class Holds(Enum):
     """What the gradient chunks hold when the update comes."""
@@ -101,10 +104,10 @@ class Algorithm:
         becomes that of the group; unless an algorithm knows better by an exact all-reduce. Of a chunk that is cut only the owned stretch need
         hold it: that is half the bytes."""
         purpose = f"gradients {chunk.index}"
-        if chunk.owned is chunk:
-            self.partners.all_reduce(chunk.gradient, purpose=purpose)
-        else:
+        if chunk.is_cut:
             self.partners.reduce_scatter(chunk.owned.gradient, chunk.gradient, purpose=purpose)
+        else:
+            self.partners.all_reduce(chunk.gradient, purpose=purpose)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         """After backward and ballot. Under SUM and OWN `to_mean` turns the group's sum into its mean, under ALONE the own sum."""
@@ -132,6 +135,21 @@ class Algorithm:
 
     def restored(self) -> None:
         """After weights, optimizer and the tensors of `state` were read from a checkpoint, in place."""
+
+
+@dataclass(kw_only=True)
+class TrainsAlone(Algorithm):
+    """An algorithm of weights: from the step `alone_from` on replicas train alone; before it they sum gradients exactly and stay equal."""
+
+    @property
+    def alone_from(self) -> int:
+        return 0
+
+    def holds(self, step: int) -> Holds:
+        return Holds.SUM if step < self.alone_from else Holds.ALONE
+
+    def drifts(self, step: int) -> bool:
+        return step > self.alone_from
 
 
 def by_parameter(chunks: Sequence[Chunk], flats: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -17,11 +17,11 @@ import torch
 
 from shoal.comm import Lane
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Algorithm, Holds, Replica
+from shoal.exchange.algorithm import Replica, TrainsAlone
 
 
 @dataclass
-class AsyncAverage(Algorithm):
+class AsyncAverage(TrainsAlone):
     """Averages in rounds that begin `interval_ms` milliseconds after the end of the one before, after `warmup` exact steps: on a slow link
     rounds are rarer, and there is always time without one."""
 
@@ -46,11 +46,9 @@ class AsyncAverage(Algorithm):
         self._stopped = False
         self._next = 0.0
 
-    def holds(self, step: int) -> Holds:
-        return Holds.SUM if step < self.warmup else Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > self.warmup
+    @property
+    def alone_from(self) -> int:
+        return self.warmup
 
     def begin(self, step: int) -> None:
         if step < self.warmup or self._group.size == 1:

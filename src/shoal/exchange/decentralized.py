@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Algorithm, Holds, Replica
+from shoal.exchange.algorithm import Replica, TrainsAlone
 
 
 def partner(rank: int, size: int, round_: int) -> int:
@@ -30,7 +30,7 @@ def partner(rank: int, size: int, round_: int) -> int:
 
 
 @dataclass
-class Decentralized(Algorithm):
+class Decentralized(TrainsAlone):
     """Averages weights over `peers` ("all" or "shift_one") every `every` steps, overlapping forward and backward."""
 
     peers: str = "shift_one"
@@ -44,12 +44,6 @@ class Decentralized(Algorithm):
             )
         self._group = replica.background("decentralized")
         self._average = [torch.empty_like(chunk.master) for chunk in replica.chunks]
-
-    def holds(self, step: int) -> Holds:
-        return Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > 0
 
     def begin(self, step: int) -> None:
         if step % self.every == 0:

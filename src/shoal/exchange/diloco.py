@@ -19,13 +19,13 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
+from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter
 from shoal.exchange.scatter_gather import scatter_gather
 from shoal.plan import Option
 
 
 @dataclass
-class DiLoCo(Algorithm):
+class DiLoCo(TrainsAlone):
     """`guard`: where the mean movement is that many times its usual size, the inner optimizer runs away with the outer momentum (seen with
     inner SGD with momentum): a warning, and the outer step is a plain average without momentum. 0 switches it off."""
 
@@ -54,12 +54,6 @@ class DiLoCo(Algorithm):
         self._momentum = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
         self._moved = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
         self._usual = {str(fragment): torch.zeros(1) for fragment in range(self.fragments)}
-
-    def holds(self, step: int) -> Holds:
-        return Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > 0
 
     @torch.no_grad()
     def end(self, step: int) -> None:

@@ -14,7 +14,7 @@ from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.comm.connect import this_host
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Algorithm, Replica
+from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica
 from shoal.exchange.scatter_gather import scatter_gather
 from shoal.plan import Option
 
@@ -29,7 +29,7 @@ class Hierarchical(Algorithm):
 
     def __post_init__(self) -> None:
         if self.chunk_bytes is None and not codec(self.codec).lossless:
-            self.chunk_bytes = 25 * 2**20
+            self.chunk_bytes = USUAL_CHUNK
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Algorithm, Holds, Replica
+from shoal.exchange.algorithm import Replica, TrainsAlone
 
 
 @dataclass
-class LocalSGD(Algorithm):
+class LocalSGD(TrainsAlone):
     """Averages weights after every `every`-th step, from step `start` on; before it replicas stay equal by all-reduce."""
 
     every: int = 8
@@ -25,11 +25,9 @@ class LocalSGD(Algorithm):
         if self.every < 1 or self.start < 0:
             raise UserError(f"plan.exchange: every = {self.every}, start = {self.start}: give at least 1 and 0 steps")
 
-    def holds(self, step: int) -> Holds:
-        return Holds.SUM if step < self.start else Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > self.start
+    @property
+    def alone_from(self) -> int:
+        return self.start
 
     @torch.no_grad()
     def end(self, step: int) -> None:

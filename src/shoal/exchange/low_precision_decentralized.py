@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from shoal.comm.codecs import codec
-from shoal.exchange.algorithm import Algorithm, Holds, Replica
+from shoal.exchange.algorithm import USUAL_CHUNK, Replica, TrainsAlone
 from shoal.plan import Option
 
 
 @dataclass
-class LowPrecisionDecentralized(Algorithm):
+class LowPrecisionDecentralized(TrainsAlone):
     """Exchanges with both neighbours after every `every`-th local update."""
 
     codec: Option = "u8"
     every: int = 1
-    chunk_bytes: int | None = 25 * 2**20
+    chunk_bytes: int | None = USUAL_CHUNK
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
@@ -34,12 +34,6 @@ class LowPrecisionDecentralized(Algorithm):
         self._own = [chunk.master.clone() for chunk in replica.chunks]
         self._of_left = [own.clone() for own in self._own]
         self._of_right = [own.clone() for own in self._own]
-
-    def holds(self, step: int) -> Holds:
-        return Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > 0
 
     @torch.no_grad()
     def end(self, step: int) -> None:

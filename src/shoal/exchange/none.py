@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.exchange.algorithm import Algorithm, Holds
+from shoal.exchange.algorithm import USUAL_CHUNK, TrainsAlone
 
 
 @dataclass
-class NoExchange(Algorithm):
+class NoExchange(TrainsAlone):
     """Leaves the gradients of this rank's own samples as they are, and sends nothing at all."""
 
-    def holds(self, step: int) -> Holds:
-        return Holds.ALONE
-
-    def drifts(self, step: int) -> bool:
-        return step > 0
+    chunk_bytes: int | None = USUAL_CHUNK

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
-from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
+from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
 from shoal.random import mix
 
 
@@ -25,7 +25,7 @@ class PowerSGD(Algorithm):
     rank: int = 4
     min_compression: float = 2.0
     start: int = 10
-    chunk_bytes: int | None = 25 * 2**20
+    chunk_bytes: int | None = USUAL_CHUNK
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)

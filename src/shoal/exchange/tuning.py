@@ -9,11 +9,7 @@ from __future__ import annotations
 import math
 
 from shoal.comm import Link
-from shoal.exchange.algorithm import Algorithm
-from shoal.exchange.none import NoExchange
-
-USUAL = 25 * 2**20
-"""Bytes where nothing was measured: torch DDP's."""
+from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm
 
 SMALLEST, LARGEST = 2**20, 2**26
 OVERHEAD = 100e-6
@@ -22,8 +18,7 @@ OVERHEAD = 100e-6
 
 def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bool:
     """Whether there is anything to choose."""
-    sends = not isinstance(algorithm, NoExchange)
-    return sends and ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
+    return ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
 
 
 def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) -> int:
@@ -31,6 +26,6 @@ def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) ->
     if algorithm.chunk_bytes is not None:
         return algorithm.chunk_bytes
     if link is None:
-        return USUAL
+        return USUAL_CHUNK
     best = math.sqrt((link.latency + OVERHEAD) * link.bandwidth * gradient_bytes)
     return 2 ** round(math.log2(min(max(best, SMALLEST), LARGEST)))

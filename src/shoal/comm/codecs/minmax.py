@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,7 +33,32 @@ def quantize(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class U8(Rows):
+class MinMax(Rows):
+    """What u8 and u4 share: header fp32 scale and minimum, then codes up to `levels`, which a format packs into bytes."""
+
+    levels: ClassVar[int]
+    header_bytes: ClassVar[int] = 8
+
+    @abstractmethod
+    def pack(self, codes: Tensor, width: int) -> Tensor:
+        """The bytes [rows, width] of `codes` (whole fp32 numbers [rows, n])."""
+
+    @abstractmethod
+    def unpack(self, data: Tensor, numel: int) -> Tensor:
+        """The codes [rows, numel] of the bytes `data` [rows, width]."""
+
+    def encode_rows(self, values: Tensor, out: Tensor) -> None:
+        scale, minimum, codes = quantize(values, self.levels)
+        put_header(out, scale, minimum)
+        out[:, self.header_bytes :] = self.pack(codes, out.shape[1] - self.header_bytes)
+
+    def decode_rows(self, data: Tensor, numel: int) -> Tensor:
+        header = get_header(data, 2)
+        return self.unpack(data[:, self.header_bytes :], numel).float().mul_(header[:, :1]).add_(header[:, 1:])
+
+
+@dataclass(frozen=True)
+class U8(MinMax):
     """A byte an element: header fp32 scale and minimum, then a code (0..255) an element. 0.8 % more than a quarter of fp32.
 
     |decoded - x| <= (max - min) / 510 of the row, and rounding. Relative error (Euclidean) of Gaussian values, measured: 0.74 %
@@ -42,21 +68,18 @@ class U8(Rows):
     row: int = 1024
 
     kernels: ClassVar[str] = "u8"
-    header_bytes: ClassVar[int] = 8
+    levels: ClassVar[int] = 255
     elements_per_byte: ClassVar[int] = 1
 
-    def encode_rows(self, values: Tensor, out: Tensor) -> None:
-        scale, minimum, codes = quantize(values, 255)
-        put_header(out, scale, minimum)
-        out[:, self.header_bytes :] = codes
+    def pack(self, codes: Tensor, width: int) -> Tensor:
+        return codes
 
-    def decode_rows(self, data: Tensor, numel: int) -> Tensor:
-        header = get_header(data, 2)
-        return data[:, self.header_bytes :].float().mul_(header[:, :1]).add_(header[:, 1:])
+    def unpack(self, data: Tensor, numel: int) -> Tensor:
+        return data
 
 
 @dataclass(frozen=True)
-class U4(Rows):
+class U4(MinMax):
     """Half a byte an element: header fp32 scale and minimum, then ceil(n / 2) bytes: element i of the row in the low half of byte i,
     element ceil(n / 2) + i in its high half.
 
@@ -67,17 +90,12 @@ class U4(Rows):
     row: int = 512
 
     kernels: ClassVar[str] = "u4"
-    header_bytes: ClassVar[int] = 8
+    levels: ClassVar[int] = 15
     elements_per_byte: ClassVar[int] = 2
 
-    def encode_rows(self, values: Tensor, out: Tensor) -> None:
-        scale, minimum, codes = quantize(values, 15)
-        put_header(out, scale, minimum)
-        half = out.shape[1] - self.header_bytes
-        codes = F.pad(codes.to(torch.uint8), (0, 2 * half - codes.shape[1]))
-        out[:, self.header_bytes :] = codes[:, :half] | codes[:, half:] << 4
+    def pack(self, codes: Tensor, width: int) -> Tensor:
+        codes = F.pad(codes.to(torch.uint8), (0, 2 * width - codes.shape[1]))
+        return codes[:, :width] | codes[:, width:] << 4
 
-    def decode_rows(self, data: Tensor, numel: int) -> Tensor:
-        header, codes = get_header(data, 2), data[:, self.header_bytes :]
-        codes = torch.cat((codes & 15, codes >> 4), 1)[:, :numel]
-        return codes.float().mul_(header[:, :1]).add_(header[:, 1:])
+    def unpack(self, data: Tensor, numel: int) -> Tensor:
+        return torch.cat((data & 15, data >> 4), 1)[:, :numel]
