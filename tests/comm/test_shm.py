@@ -63,7 +63,9 @@ def test_every_operation_gives_the_bits_of_the_rank_order(size):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_tensors_of_several_slots(size):
-    assert run_ranks(wrong_operations, size, [torch.float32], [2**18 - 1, 2**18, 600_001]) == [[]] * size
+    assert (
+        run_ranks(wrong_operations, size, [torch.float32], [2**18 - 1, 2**18, 600_001, 2_200_003]) == [[]] * size
+    )  # the last: filled past the caches
 
 
 def reduce_bools_and_complex(world: World) -> list:

@@ -17,8 +17,11 @@
  */
 #include "shm.h"
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
-enum { SLOT = 1 << 20, SMALL = 32768, LINE = 64, PAGE = 4096 };
+enum { SLOT = 1 << 20, SMALL = 32768, LINE = 64, PAGE = 4096, PAST_CACHES = 1 << 24 };
 enum { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST };
 #define OFFSET(place) ((place) & (((int64_t)1 << 40) - 1))
 #define OF_OUT ((int64_t)1 << 62)
@@ -234,14 +237,32 @@ int64_t shoal_shm_reduce_scatter(struct shoal_shm *shm, char *out, char *flat, i
 }
 
 /* Copies the other ranks' cuts from where they lie. */
+/* Copies past the caches where `whole`, the bytes that the operation fills, would not stay there until they are read: memory need not be read
+ * before it is overwritten then. */
+static void fill(char *to, const char *from, int64_t bytes, int64_t whole) {
+#ifdef __SSE2__
+    if (whole >= PAST_CACHES) {
+        int64_t head = least((LINE - (intptr_t)to % LINE) % LINE, bytes);
+        memcpy(to, from, head);
+        to += head, from += head, bytes -= head;
+        for (; bytes >= LINE; to += LINE, from += LINE, bytes -= LINE)
+            for (int64_t at = 0; at < LINE; at += 16)
+                _mm_stream_si128((__m128i *)(to + at), _mm_loadu_si128((const __m128i *)(from + at)));
+        _mm_sfence();
+    }
+#endif
+    (void)whole;
+    memcpy(to, from, bytes);
+}
+
 static int64_t gather_in_place(struct shoal_shm *shm, char *out, const char *flat, char *const *bases, const struct shoal_card *card) {
-    int64_t bytes = card->bytes;
+    int64_t bytes = card->bytes, whole = bytes * shm->size;
     for (int64_t step = 1; step < shm->size; step++) {
         int64_t rank = (shm->rank + step) % shm->size;
-        memcpy(out + rank * bytes, bases[rank] + OFFSET(card->place) + (card->place & OF_OUT ? rank * bytes : 0), bytes);
+        fill(out + rank * bytes, bases[rank] + OFFSET(card->place) + (card->place & OF_OUT ? rank * bytes : 0), bytes, whole);
     }
-    if (!(card->place & OF_OUT))
-        memmove(out + shm->rank * bytes, flat, bytes);
+    if (!(card->place & OF_OUT) && out + shm->rank * bytes != flat)
+        fill(out + shm->rank * bytes, flat, bytes, whole);
     return meet(shm, card);
 }
 
@@ -249,6 +270,7 @@ static int64_t gather_in_place(struct shoal_shm *shm, char *out, const char *fla
 int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat, int64_t bytes, char *const *bases, int64_t place) {
     struct shoal_card card = {what(ALL_GATHER, 0, 0, 0), bytes, place};
     char *mine = out + shm->rank * bytes;
+    int64_t whole = bytes * shm->size;
     int shared;
     if (place & OF_OUT && mine != flat)
         memmove(mine, flat, bytes); /* where the others look for it */
@@ -265,10 +287,10 @@ int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat,
                 return failed;
         }
         if (mine != flat)
-            memmove(mine + start, flat + start, length);
+            fill(mine + start, flat + start, length, whole);
         for (int64_t step = 1; step < shm->size; step++) {
             int64_t rank = (shm->rank + step) % shm->size;
-            memcpy(out + rank * bytes + start, slot(shm, rank, shm->meetings), length);
+            fill(out + rank * bytes + start, slot(shm, rank, shm->meetings), length, whole);
         }
     }
     return 0;
@@ -285,7 +307,7 @@ int64_t shoal_shm_broadcast(struct shoal_shm *shm, char *flat, int64_t bytes, in
         if (failed)
             return failed;
         if (shm->rank != root)
-            memcpy(flat + start, slot(shm, root, shm->meetings), length);
+            fill(flat + start, slot(shm, root, shm->meetings), length, bytes);
     }
     return 0;
 }
