@@ -220,6 +220,13 @@ def _answer(call: bytes, rank: int, size: int, store: dist.Store) -> Any:
         return Failed(traceback.format_exc())
 
 
+def apart(world: World) -> World:
+    """The same ranks as if each were on a host of its own: they share no memory and talk over sockets."""
+    store = dist.PrefixStore("apart", world.store) if world.store is not None else None
+    hosts = {"host_id": f"host {world.rank}", "device": "cpu", "timeout": world.timeout}
+    return World(world.rank, world.size, local_rank=0, local_size=1, store=store, **hosts)
+
+
 def make_world(rank: int, size: int, store: dist.Store | None) -> World:
     """The world of a test's rank: all on this host, on the CPU, giving up on a hung collective after a minute."""
     return World(rank, size, local_rank=rank, local_size=size, store=store, device="cpu", timeout=timedelta(minutes=1))

@@ -22,6 +22,11 @@ pytestmark = pytest.mark.fast
         ({"dp": 0}, "plan.dp = 0: a degree is a whole number of at least 1"),
         ({"dp": "2"}, "plan.dp = '2'"),
         ({"tp": 2}, "plan.tp = 2 is not implemented yet (tensor parallel); this version takes 1"),
+        (
+            {"dp": 6, "zero": 1, "shard": 4},
+            "plan.shard = 4: that many of dp = 6 ranks share one copy of the state, so it is one of [1, 2, 3, 6]",
+        ),
+        ({"dp": 6, "shard": 3}, "plan.shard = 3 with plan.zero = 0: nothing is sharded"),
         ({"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
         ({"recompute": "full"}, "plan.recompute = 'full' is not implemented yet"),
         ({"exchange": 3}, "plan.exchange = 3: give a name, or a table"),

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2: chunks cut among the replicas. Numbers are those of one process (tests/parity); here what is kept where, saved and refused."""
+"""ZeRO: chunks cut among the replicas. Numbers are those of one process (tests/parity); here what is kept where, saved and refused."""
 
 from __future__ import annotations
 
@@ -15,24 +15,35 @@ from shoal.exchange.named import ALGORITHMS
 from tests.exchange import teacher
 from tests.parity.cases import CASES, gathered
 from tests.parity.cases import engine as parity_engine
-from tests.pool import run_ranks
+from tests.pool import apart, run_ranks
 
 NADAM = partial(torch.optim.NAdam, lr=3e-3)  # not fused in torch: it runs over flat pieces
 STEPS = 8
 
 
-def make(world, zero: int, precision: str, optimizer=None, case: str = "tied") -> Engine:
+Stage = int | str
+"""plan.zero; "hosts": 3, each rank as if on a host of its own; "hybrid": 2, each two ranks share a copy of the state."""
+
+
+def plan_of(world, zero: Stage) -> Plan:
+    named = {"hosts": {"zero": 3}, "hybrid": {"zero": 2, "shard": 2}}
+    return Plan(dp=world.size, **(named[zero] if isinstance(zero, str) else {"zero": zero}))
+
+
+def make(world, zero: Stage, precision: str, optimizer=None, case: str = "tied") -> Engine:
+    if zero == "hosts":
+        world = apart(world)
     more = {} if optimizer is None else {"optimizer": optimizer}
     chosen = CASES[case]
     if optimizer is None:
-        return parity_engine(case, precision, 1, world=world, plan=Plan(dp=world.size, zero=zero))
+        return parity_engine(case, precision, 1, world=world, plan=plan_of(world, zero))
     return Engine(
-        chosen.factory, chosen.loss, plan=Plan(dp=world.size, zero=zero), global_batch=12, microbatch=3, precision=precision,
+        chosen.factory, chosen.loss, plan=plan_of(world, zero), global_batch=12, microbatch=3, precision=precision,
         clip=0.8, world=world, **more,
     )  # fmt: skip
 
 
-def train(world, zero: int, precision: str, optimizer=None, save: Path | None = None, load: Path | None = None) -> tuple:
+def train(world, zero: Stage, precision: str, optimizer=None, save: Path | None = None, load: Path | None = None) -> tuple:
     """Losses of STEPS steps (of the second half after `load`), then masters and optimizer state, whole."""
     running = make(world, zero, precision, optimizer)
     try:
@@ -72,7 +83,17 @@ def test_two_ranks_compute_the_bits_of_two_replicas(precision, optimizer, stage)
 @pytest.mark.parametrize("optimizer", [None, NADAM], ids=["adamw", "nadam"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("before", "after"), [((3, 1), (2, 0)), ((2, 0), (3, 1)), ((2, 1), (4, 2)), ((1, 0), (2, 1)), ((3, 2), (2, 2))]
+    ("before", "after"),
+    [
+        ((3, 1), (2, 0)),
+        ((2, 0), (3, 1)),
+        ((2, 1), (4, 2)),
+        ((1, 0), (2, 1)),
+        ((3, 2), (2, 2)),
+        ((3, "hosts"), (4, "hybrid")),
+        ((4, "hybrid"), (3, 1)),
+        ((2, 1), (2, "hosts")),
+    ],
 )
 def test_a_checkpoint_goes_on_under_another_cut(before, after, precision, optimizer, tmp_path):
     """Saved by as many ranks with that stage, read by others: the masters and state read are those of the checkpoint, bit by bit."""
@@ -87,7 +108,7 @@ def test_a_checkpoint_goes_on_under_another_cut(before, after, precision, optimi
     assert rest[0] == pytest.approx(whole[0][STEPS // 2 :], rel=1e-5 if precision == "fp32" else 2e-3)
 
 
-def read(world, zero: int, precision: str, optimizer, directory: Path) -> tuple:
+def read(world, zero: Stage, precision: str, optimizer, directory: Path) -> tuple:
     """What a new engine has read."""
     running = make(world, zero, precision, optimizer)
     try:
@@ -140,7 +161,7 @@ def test_each_rank_keeps_its_part(stage):
     assert all(common for _, _, _, common in each), "ranks of one host share one copy of the weights"
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_common_memory_weights_are_gathered(stage):
     """Threads of one process have none: there the gather is an operation of the transport. Ranks have 3, 3 and 2 microbatches."""
     sharded = simulate_world(3, partial(teacher.train, zero=stage), "allreduce")
@@ -171,7 +192,7 @@ def test_an_export_has_whole_masters(tmp_path):
 @pytest.mark.parametrize(
     ("name", "stage"),
     [(name, 1) for name in ("fp16", "bytegrad", "powersgd", "topk", "adasum", "delayed", "hierarchical")]
-    + [(name, 2) for name in ("fp16", "bytegrad", "powersgd", "topk", "hierarchical")],
+    + [(name, stage) for name in ("fp16", "bytegrad", "powersgd", "topk", "hierarchical") for stage in (2, 3)],
 )
 def test_gradients_may_travel_as_they_like(name, stage):
     """Any algorithm that leaves replicas equal: the same as with whole chunks. Rows of a codec are those of the chunk, which is a little longer
@@ -193,8 +214,6 @@ def test_what_does_not_go_together_is_refused():
     for name in apart:
         with pytest.raises(UserError, match=f'"{name}" does not go with plan.zero = 1: '):
             simulate_world(2, partial(teacher.train, zero=1), name)
-    with pytest.raises(UserError, match="weights are cut among the ranks of one host"):
-        simulate_world(2, partial(teacher.train, zero=3), "allreduce")
     for name in ("adasum", "delayed"):
         with pytest.raises(UserError, match=f'"{name}" does not go with plan.zero = 2: it works on the whole gradient of a step'):
             simulate_world(2, partial(teacher.train, zero=2), name)

@@ -6,6 +6,8 @@ over microbatches and the rest the largest: equal on all ranks, near what one pr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -13,6 +15,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm import Group
+
+
+@contextmanager
+def buffers_untouched(root: nn.Module) -> Iterator[None]:
+    """Whatever a forward inside does to the buffers of `root` is undone."""
+    places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
+    kept = [buffer.clone() for _, _, buffer in places]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (owner, name, buffer), before in zip(places, kept, strict=True):
+                owner._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 class OtherBuffers:

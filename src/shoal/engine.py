@@ -19,7 +19,7 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import ChunkMaker, adopt, move
+from shoal.chunks import ChunkMaker, Executor, Passing, adopt, move
 from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks
@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_sharding, check_weights_are_cut
+from shoal.exchange.sharding import check_sharding
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -110,7 +110,7 @@ class Engine:
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        shards = Shards(group, self.device, self.plan.zero < 2) if self.plan.zero and group.size > 1 else None
+        shards = self._shards()
         if self.plan.zero:
             check_sharding(exchange, self.plan.exchange, self.plan.zero)
         self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
@@ -118,10 +118,9 @@ class Engine:
         self.link = group.link(self.device) if measured else None
         self.chunk_bytes = chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
         self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
-        if self.plan.zero == 3:
-            check_weights_are_cut(self.chunks)
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
+        self.passing = self._pass_weights()
         self._agree()
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
@@ -151,6 +150,7 @@ class Engine:
             clip=clip,
             device=self.device,
             keyed=self._keyed,
+            passing=self.passing,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -229,7 +229,9 @@ class Engine:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         with self._as_one():
-            return evaluate(self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
+            return evaluate(
+                self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device, self.passing
+            )
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -239,6 +241,11 @@ class Engine:
     def _as_one(self) -> AbstractContextManager[None]:
         """Inside, replicas that have drifted apart are their mean."""
         return mean_of_replicas(self.module, self.chunks, self._group) if self._drifted() else nullcontext()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Inside, the module's parameters can be read, also where each rank keeps only a stretch of them (`plan.zero = 3` without shared
+        memory; outside they show NaN there). All ranks call it alike, between steps."""
+        return nullcontext() if self.passing is None else self.passing.whole()
 
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
@@ -342,6 +349,7 @@ class Engine:
         """Ends background work: waits for a save under way and for the lane."""
         with ExitStack() as stack:  # all of it, whichever of them raises
             stack.callback(self._lane.close)
+            stack.callback(self._weights_lane.close)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
@@ -351,15 +359,36 @@ class Engine:
         """A further group of some of the data-parallel ranks, by their places."""
         return self.world.group(f"dp-{name}", [self._group.ranks[place] for place in places])
 
+    def _shards(self) -> Shards | None:
+        """Among whom chunks are cut."""
+        within, copies = self.mesh.shards()
+        if not self.plan.zero or len(within) == 1:
+            return None
+        inside = self._group if len(copies) == 1 else self.world.group("dp-inside", within)
+        across = None if len(copies) == 1 else self.world.group("dp-across", copies)
+        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 else inside
+        return Shards(weights, inside, across, self.device, self.plan.zero)
+
+    def _pass_weights(self) -> Passing | None:
+        """Watches the weights that are whole only while they are used, if there are such."""
+        self._weights_lane = Lane(self.device, self.ledger)
+        passing = [chunk for chunk in self.chunks if chunk.passes]
+        if not passing:
+            return None
+        together = blocks(self.module) if self.plan.compile else []
+        return Passing(self.module, passing, Executor(passing, self._weights_lane), together)
+
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
         with torch.no_grad():
             for buffer in self.module.buffers():
                 self._group.broadcast(buffer, purpose="buffers")
             for chunk in self.chunks:
-                if not chunk.is_cut:
+                if chunk.is_cut:  # alike within a copy since `adopt`
+                    chunk.agree()
+                else:
                     self._group.broadcast(chunk.master, purpose="weights")
-                    chunk.publish()  # what is cut is alike since `adopt`
+                    chunk.publish()
 
 
 def _copied(piece: Piece) -> Piece:

@@ -36,6 +36,14 @@ class CheckpointError(ShoalError):
     exit_code = 5
 
 
+class BudgetExceeded(UserError):
+    """A budget of memory is too small. `needed`: the smallest that would do, in bytes; `capacity`: what there is."""
+
+    def __init__(self, needed: int, capacity: int, what: str) -> None:
+        super().__init__(f"{what}: {needed:,} bytes are needed, the budget is {capacity:,}")
+        self.needed, self.capacity = needed, capacity
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """Returns ' Did you mean "x"?' for the closest of `known`, or '' when nothing is close."""
     import difflib

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import UserError
@@ -34,6 +36,7 @@ def evaluate(
     collate: Collate | None,
     group: Group,
     device: torch.device,
+    passing: Passing | None = None,
 ) -> Evaluation:
     """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it.
 
@@ -43,12 +46,16 @@ def evaluate(
     pieces = microbatches(range(samples), microbatch)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
+    mine = [(pieces[i], 1) for i in share(len(pieces), group.rank, group.size)]
+    if passing is not None:  # weights come together: every rank runs as many forwards
+        mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size)) - len(mine))
     module.eval()
     try:
-        for ids in (pieces[i] for i in share(len(pieces), group.rank, group.size)):
-            batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
-            sums = call_loss(loss, module, batch)
-            totals += torch.stack([sums.total.double(), sums.count.double()])
+        with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
+            for ids, weight in mine:
+                batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
+                sums = call_loss(loss, module, batch)
+                totals += torch.stack([sums.total.double(), sums.count.double()]) * weight
     finally:
         module.train()
     total, count = group.all_reduce(totals, purpose="evaluation").tolist()

@@ -24,6 +24,7 @@ class Mesh:
             product = f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {plan.size}"
             raise UserError(f"the plan needs {product} ranks, but {size} were started: {remedy}")
         self.grid = torch.arange(size).view(plan.pp, plan.dp, plan.cp, plan.tp)
+        self._shard = plan.shard or plan.dp
         self.coordinates: tuple[int, ...] = tuple((self.grid == rank).nonzero().flatten().tolist())
 
     def size(self, axis: str) -> int:
@@ -38,3 +39,9 @@ class Mesh:
         """The ranks that differ from this one along `axis` only, in order, this one included."""
         index = tuple(slice(None) if name == axis else at for name, at in zip(AXES, self.coordinates, strict=True))
         return self.grid[index].tolist()
+
+    def shards(self) -> tuple[list[int], list[int]]:
+        """The data-parallel ranks that share one copy of the state with this one, neighbours, and those that keep the same part of other copies."""
+        ranks, at = self.ranks("dp"), self.rank("dp")
+        start = at - at % self._shard
+        return ranks[start : start + self._shard], ranks[at % self._shard :: self._shard]

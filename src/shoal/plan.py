@@ -47,6 +47,7 @@ class Plan:
                 raise UserError(f"plan.{axis} = {degree!r}: a degree is a whole number of at least 1")
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
+        self._check_shard()
         option_name(self.exchange, "exchange")
         for field, only, what in _ONLY:
             value = getattr(self, field)
@@ -54,6 +55,19 @@ class Plan:
                 raise UserError(
                     f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {', '.join(map(repr, only))}"
                 )
+
+    def _check_shard(self) -> None:
+        if self.shard is None:
+            return
+        if not isinstance(self.shard, int) or isinstance(self.shard, bool) or self.shard < 1 or self.dp % self.shard:
+            fits = [ranks for ranks in range(1, self.dp + 1) if self.dp % ranks == 0]
+            raise UserError(
+                f"plan.shard = {self.shard!r}: that many of dp = {self.dp} ranks share one copy of the state, so it is one of {fits}"
+            )
+        if not self.zero:
+            raise UserError(
+                f"plan.shard = {self.shard} with plan.zero = 0: nothing is sharded. Give zero = 1, 2 or 3 (what is sharded)"
+            )
 
     @property
     def size(self) -> int:
@@ -80,7 +94,6 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("cp", (1,), "context parallel"),
     ("tp", (1,), "tensor parallel"),
     ("ep", (1,), "expert parallel"),
-    ("shard", (None,), "hybrid sharding"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
     ("recompute", ("none",), "activation recompute"),

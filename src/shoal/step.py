@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.batchnorm import RunningStatistics, has_batch_statistics
-from shoal.buffers import OtherBuffers
-from shoal.chunks import sum_of_squares
+from shoal.buffers import OtherBuffers, buffers_untouched
+from shoal.chunks import Passing, sum_of_squares
 from shoal.comm import Group
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
@@ -72,6 +72,10 @@ class Sums:
     total: Tensor
     count: Tensor
     aux: dict[str, Tensor]
+
+    def counting_nothing(self) -> Sums:
+        """The same with weight 0: its backward gives zeros."""
+        return Sums(self.total * 0, self.count * 0, self.aux)
 
 
 def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -> Sums:
@@ -153,8 +157,9 @@ class StepRunner:
         clip: float | None,
         device: torch.device,
         keyed: bool,
+        passing: Passing | None = None,
     ) -> None:
-        self._module, self._loss = module, loss
+        self._module, self._loss, self._passing = module, loss, passing
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
         self._reducer = Reducer(parameters, algorithm)
@@ -206,7 +211,8 @@ class StepRunner:
         mine, after, most = self.cut(batch.ids)
         self._algorithm.begin(batch.step)
         self._reducer.begin(batch.step, most)
-        totals = self._accumulate(batch, mine, expected)
+        with nullcontext() if self._passing is None else self._passing.step(("train", most)):
+            totals = self._accumulate(batch, mine, expected, most - len(mine) if self._passing is not None else 0)
         totals, squares, untouched = self._reduce(totals, len(mine), after, holds)
         norm, factor = self._clip_factor(batch.step, totals[1], squares, expected, holds)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
@@ -223,27 +229,33 @@ class StepRunner:
         result.seconds = time.perf_counter() - started
         return result
 
-    def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], expected: float) -> Tensor:
-        """Backward of each microbatch; returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
+    def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], expected: float, idle: int) -> Tensor:
+        """Backward of each microbatch, and of `idle` ones that count nothing, for the sake of what the forwards of all ranks do together;
+        returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
         self._statistics.begin()
         self._buffers.begin()
         totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
-        for index, ids in enumerate(mine):
+        runs = [(ids, True) for ids in mine] + [(batch.ids[: self._microbatch], False)] * idle
+        for index, (ids, counts) in enumerate(runs):
             with self._ledger.span("compute", "load"):
                 microbatch = self.load(batch, ids)
             self._randomness.begin(batch.step, ids)
             try:
-                with keyed_functional(self._randomness) if self._keyed else nullcontext():
+                with (
+                    keyed_functional(self._randomness) if self._keyed else nullcontext(),
+                    nullcontext() if counts else buffers_untouched(self._module),
+                ):
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
                     self._randomness.replay()
+                    sums = sums if counts else sums.counting_nothing()
                     totals = self._add(totals, sums)
-                    own_mean = expected / totals[1].clamp(min=1e-300)
+                    own_mean = expected / totals[1].clamp(min=1e-300) if mine else torch.ones_like(totals[1])
                     with self._ledger.span("compute", "backward"):
-                        self._backward(sums, expected, own_mean, last=index == len(mine) - 1)
+                        self._backward(sums, expected, own_mean, last=index == len(runs) - 1)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
-                error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(mine)} on this rank: {shapes}")
+                error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(runs)} on this rank: {shapes}")
                 raise
         return totals
 
@@ -254,6 +266,8 @@ class StepRunner:
             objective = objective + value * (sums.count / expected)
         with self._reducer.backward(own_mean, last):
             objective.backward()
+        if self._passing is not None:
+            self._passing.backward_is_over()
 
     def _add(self, totals: Tensor, sums: Sums) -> Tensor:
         names = tuple(sums.aux)

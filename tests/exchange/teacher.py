@@ -53,7 +53,8 @@ def train(world: World, exchange: Any, steps: int = 20, optimizer: Any = ADAMW, 
     try:
         results = [running.step(batch) for batch in running.batches(data(), steps=steps)]
         evaluation = running.evaluate(data()).loss
-        weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+        with running.whole_weights():
+            weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
         return Trace([r.loss for r in results], [r.grad_norm for r in results], weights, evaluation)
     finally:
         running.close()

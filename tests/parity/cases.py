@@ -201,5 +201,6 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
         aux.append(out.aux)
     weights = gathered(running, {name: value.detach() for name, value in running.optimizer.parameters.items()})
     buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
-    seen = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+    with running.whole_weights():
+        seen = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
     return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)

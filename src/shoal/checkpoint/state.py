@@ -42,7 +42,7 @@ def pieces(
     for a parameter that something has moved out of its chunk."""
     for chunk in chunks:
         for slot in chunk.slots:
-            if module.get_parameter(slot.name).data_ptr() != slot.view(chunk.data).data_ptr():
+            if not chunk.passes and not _is_view(module.get_parameter(slot.name), chunk, slot):
                 raise UserError(
                     f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
                 )
@@ -55,16 +55,24 @@ def pieces(
     return pieces
 
 
+def _is_view(parameter: Tensor, chunk: Chunk, slot: Slot) -> bool:
+    mine, its = parameter.untyped_storage(), chunk.data.untyped_storage()
+    return mine._cdata == its._cdata and parameter.storage_offset() == chunk.data.storage_offset() + slot.offset
+
+
 def _named(
     module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Slot, Tensor]]]:
     """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
-    stretches = [chunk.owned for chunk in chunks if chunk.is_cut]
-    cut = {slot.name for owned in stretches for slot in owned.slots}
+    stretches = [chunk.owned for chunk in chunks if chunk.is_cut and not chunk.copy_number]
+    cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.owned.slots}
+    copies = {slot.name for chunk in chunks if chunk.copy_number for slot in chunk.owned.slots}
     own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in stretches for slot in owned.slots]
     for (name, key), value in states.items():
         slot, title = optimizer.slots[name], f"optim.{name}.{key}"
+        if name in copies:
+            continue
         if name not in cut:
             alike.append((title, _canonical(value)))
         elif value.shape == slot.shape:

@@ -3,7 +3,21 @@
 from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
+from shoal.chunks.executor import Executor
 from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker
+from shoal.chunks.passing import Passing
 
-__all__ = ["Chunk", "ChunkKey", "ChunkMaker", "Lender", "Slot", "adopt", "assign", "move", "sum_of_squares"]
+__all__ = [
+    "Chunk",
+    "ChunkKey",
+    "ChunkMaker",
+    "Executor",
+    "Lender",
+    "Passing",
+    "Slot",
+    "adopt",
+    "assign",
+    "move",
+    "sum_of_squares",
+]

@@ -39,7 +39,11 @@ def adopt(
                     part.view(chunk.owned.master).copy_(
                         first if part.whole is None else first.flatten()[part.start :][: part.numel]
                     )
+                if chunk.passes:
+                    chunk.open()
                 parameter = nn.Parameter(slot.view(chunk.data), requires_grad=built.requires_grad)
+                if chunk.passes:
+                    chunk.let_go()
                 parameter.__dict__.update(built.__dict__)
                 adopted[id(built)] = by_name[name] = parameter
             owner, _, attribute = name.rpartition(".")

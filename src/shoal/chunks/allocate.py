@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -29,19 +31,52 @@ class Private:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
-class Shards:
-    """The ranks among which chunks are cut. Their weights lie in one memory for all of them where they have such, and are gathered elsewhere.
+class Weights(Enum):
+    """How the weights of a chunk that is cut are kept."""
 
-    `keep_gradients`: each keeps the whole gradient (ZeRO 1) rather than its stretch of it (ZeRO 2).
+    COMMON = "in one memory, which all ranks see"
+    WHOLE = "whole on each rank; after an update the ranks gather each other's stretches"
+    PASSING = "each rank keeps its stretch, and gathers the others' while it uses them"
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranks among which chunks are cut, and what each keeps at that ZeRO `stage`: the whole gradient (1) or its stretch of it (2, 3), the whole
+    weights (1, 2) or its stretch (3). Weights lie in one memory for all ranks where they have such.
+
+    `group` talks about weights, `inside` about gradients: two groups of the same ranks, since at stage 3 both go on at once. `across`: the ranks
+    that keep the same stretch, of other groups, if there are such (hybrid sharding); None: there is one copy of it.
     """
 
-    def __init__(self, group: Group, device: torch.device, keep_gradients: bool) -> None:
-        self.group, self.keep_gradients, self._private = group, keep_gradients, Private(device)
+    group: Group
+    inside: Group
+    across: Group | None
+    device: torch.device
+    stage: int
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Zeroed storage, and whether it is the same on all ranks, which allocate alike."""
-        common = self.group.allocate_common(numel, dtype) if self._private.device.type == "cpu" else None
-        return (self._private(numel, dtype), False) if common is None else (common, True)
+    @property
+    def keep_gradients(self) -> bool:
+        return self.stage < 2
+
+    @property
+    def cut_frozen(self) -> bool:
+        return self.stage == 3
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Which of how many copies of the whole state this rank has a stretch of."""
+        return (0, 1) if self.across is None else (self.across.rank, self.across.size)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Weights]:
+        """Storage for whole weights, and how it is kept; zeroed, or without memory if it is PASSING. Ranks allocate alike."""
+        common = self.group.allocate_common(numel, dtype) if self.device.type == "cpu" else None
+        if common is not None:
+            return common, Weights.COMMON
+        if self.stage < 3:
+            return torch.zeros(numel, dtype=dtype, device=self.device), Weights.WHOLE
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        data.untyped_storage().resize_(0)
+        return data, Weights.PASSING
 
 
 class Shared:

@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards
+from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards, Weights
 from shoal.comm import Group
+from shoal.errors import UserError
 
 NORM_PIECE = 1 << 18
 """Elements that are summed in the gradient's own precision before the sum goes on in fp64; 1 MiB of fp32, which a core's cache holds."""
@@ -89,12 +90,12 @@ class Chunk:
     ) -> None:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
-        self.group: Group | None = None
+        self._shards = shards
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
-            self.group = shards.group
-            self.size = self.group.size * aligned(-(-self.size // self.group.size), min(dtype.itemsize, grad_dtype.itemsize))
-            self.data, self._is_common = shards.allocate(self.size, dtype)
+            ranks = shards.group.size
+            self.size = ranks * aligned(-(-self.size // ranks), min(dtype.itemsize, grad_dtype.itemsize))
+            self.data, self._weights = shards.allocate(self.size, dtype)
         else:
             self.data = allocate(self.size, dtype)
         same = not trainable or master_dtype == dtype
@@ -103,9 +104,22 @@ class Chunk:
         if trainable and (shards is None or shards.keep_gradients):
             self.grad = (allocate_gradient or allocate)(self.size, grad_dtype)
         if shards is not None:
-            own = self._own
-            part = self._part = self._stretch(allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own])
+            own, gradient = self._own, None
+            self._home = allocate(own.stop - own.start, dtype) if self.passes else self.data[own]
+            if trainable:
+                gradient = allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own]
+            part = self._part = self._stretch(gradient)
             part._master = part.data if same else allocate(part.size, master_dtype)
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks among which it is cut; None of a chunk that is whole."""
+        return None if self._shards is None else self._shards.group
+
+    @property
+    def copy_number(self) -> int:
+        """Which copy of its stretch this rank has: 0 unless several groups shard the same (hybrid sharding)."""
+        return 0 if self._shards is None else self._shards.copy[0]
 
     @property
     def owned(self) -> Chunk:
@@ -124,20 +138,48 @@ class Chunk:
         each = self.size // self.group.size
         return slice(self.group.rank * each, (self.group.rank + 1) * each)
 
-    def _stretch(self, grad: Tensor) -> Chunk:
+    def _stretch(self, grad: Tensor | None) -> Chunk:
         """The owned stretch, with the gradient `grad`, without a master."""
         own = self._own
         parts = (slot.between(own.start, own.stop) for slot in self.slots)
         stretch = copy(self)
         stretch.slots, stretch.size = tuple(part for part in parts if part is not None), own.stop - own.start
-        stretch.group, stretch._part, stretch._master = None, None, None
-        stretch.data, stretch.grad = self.data[own], grad
+        stretch._shards, stretch._part, stretch._master = None, None, None
+        stretch.data, stretch.grad = self._home, grad
         return stretch
 
     @property
-    def keeps_whole_data(self) -> bool:
-        """Whether this rank has memory of its own for the whole of what the module sees: not where it is cut and all ranks see one memory."""
-        return self.group is None or not self._is_common
+    def passes(self) -> bool:
+        """Whether `data` has memory only between `open` and `let_go`; each rank keeps its stretch of it, `owned.data`."""
+        return self.group is not None and self._weights is Weights.PASSING
+
+    @property
+    def nbytes_whole(self) -> int:
+        """Bytes of the whole data while it is there."""
+        return self.data.nbytes
+
+    def open(self) -> None:
+        """Makes room for the data of a chunk that passes."""
+        self.data.untyped_storage().resize_(self.nbytes_whole)
+
+    def fill(self) -> None:
+        """Gathers the data of a chunk that passes; all its ranks call it."""
+        assert self.group is not None
+        if self.data.is_cpu:  # a few microseconds beside the transfer; on GPUs the host would have to wait
+            asked = self.group.all_gather(
+                torch.empty(self.group.size), torch.tensor([float(self.index)]), purpose="which weights"
+            )
+            if (asked != self.index).any():
+                raise UserError(
+                    f"ranks need different weights at the same time: chunks {[int(index) for index in asked]} ({self.slots[-1].name} is in "
+                    f"{self.index}). Where weights are gathered (plan.zero = 3 without shared memory) all ranks must run the same modules in the "
+                    "same order; plan.zero = 2 does not ask for that"
+                )
+        self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
+
+    def let_go(self) -> None:
+        """Frees the memory of the data of a chunk that passes; nobody may read it any more."""
+        self.data.untyped_storage().resize_(0)
 
     @property
     def borrows(self) -> bool:
@@ -175,17 +217,18 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, gradient and master together."""
-        parts = [self.data] if self.owned.master.dtype == self.data.dtype else [self.data, self.owned.master]
+        """Bytes of data, gradient and master together, of what passes without what is there for a while."""
+        data = self.owned.data if self.passes else self.data
+        parts = [data] if self.owned.master is self.owned.data else [data, self.owned.master]
         grad = self.grad if self.grad is not None else self.owned.grad
         return sum(part.nbytes for part in parts + ([grad] if grad is not None else []))
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
-        norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones; of a chunk that is cut, all of
-        the owned stretch."""
-        if self.is_cut:
-            return self.owned.norm_pieces()
+        norm of all does not depend on which parameters share a chunk. `part` of `parts` about even ones; of a chunk that is cut, what
+        of the owned stretch this copy of it counts."""
+        if self._shards is not None:
+            return self.owned.norm_pieces(*self._shards.copy)
         flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
         pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
         return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
@@ -202,14 +245,27 @@ class Chunk:
         for gap in self.gaps:
             flat[gap].zero_()
 
+    def reduce_scatter(self, purpose: str) -> None:
+        """Of a chunk that is cut: brings the sum over all ranks of the whole gradients into their owned stretches."""
+        assert self._shards is not None
+        self._shards.inside.reduce_scatter(self.owned.gradient, self.gradient, purpose=purpose)
+        if self._shards.across is not None:
+            self._shards.across.all_reduce(self.owned.gradient, purpose=purpose)
+
+    def agree(self) -> None:
+        """Of a chunk that is cut: copies of the owned stretch, and then the weights, become those of the first."""
+        if self._shards is not None and self._shards.across is not None:
+            self._shards.across.broadcast(self.owned.master, purpose="weights")
+        self.publish()
+
     def publish(self) -> None:
         """Casts the updated master into what the module sees; nothing to do where they are one. Of a chunk that is cut all ranks call it,
-        and get each other's stretches."""
+        and get each other's stretches, unless it passes."""
         if self.owned.master is not self.owned.data:
             self.owned.data.copy_(self.owned.master)
-        if self.group is not None and self._is_common:
+        if self.group is not None and self._weights is Weights.COMMON:
             self.group.barrier()
-        elif self.group is not None:
+        elif self.group is not None and self._weights is Weights.WHOLE:
             self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
 
     def whole_master(self) -> Tensor | None:

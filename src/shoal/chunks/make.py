@@ -61,10 +61,13 @@ class ChunkMaker:
                 self._allocate,
                 self._gradients,
                 bool(key.sparse),
-                self._shards if key.trainable and not key.sparse else None,
+                self._shards if self._is_cut(key) else None,
             )
             for index, (key, slots) in enumerate(cut)
         ]
+
+    def _is_cut(self, key: ChunkKey) -> bool:
+        return self._shards is not None and not key.sparse and (key.trainable or self._shards.cut_frozen)
 
     def lender(self, chunks: Sequence[Chunk], shared: Shared) -> Lender | None:
         """Of whole gradients for those of `chunks` that borrow them; None if none does."""

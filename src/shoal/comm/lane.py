@@ -16,6 +16,21 @@ import torch
 from shoal.comm.ledger import Ledger, Span
 
 
+class Ticket:
+    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises what the lane raised."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._event: torch.cuda.Event | None = None
+        self.done = False
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        else:
+            self._lane.wait(self)
+
+
 class Lane:
     """Runs submitted functions one after the other, away from the caller.
 
@@ -27,36 +42,50 @@ class Lane:
     def __init__(self, device: torch.device, ledger: Ledger | None = None) -> None:
         self._ledger = ledger or Ledger()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, float] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, float, Ticket] | None] = queue.SimpleQueue()
         self._pending = 0
         self._done = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], None], name: str = "") -> None:
+    def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
         """Queues `work` behind what was submitted before; `name` is that of its spans."""
+        ticket = Ticket(self)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work()
-            return
+                ticket._event = self._stream.record_event()
+            return ticket
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
             self._thread.start()
         with self._done:
             self._pending += 1
-        self._queue.put((work, name, time.time()))
+        self._queue.put((work, name, time.time(), ticket))
+        return ticket
 
-    def wait(self) -> None:
-        """Returns when the lane is empty; raises the first error of the work, once."""
+    def wait(self, ticket: Ticket | None = None) -> None:
+        """Returns when the lane is empty, or `ticket` has run; raises the first error of the work, once."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             return
         with self._ledger.span("wait", "lane", phase="wait"), self._done:
-            self._done.wait_for(lambda: self._pending == 0)
-            error, self._error = self._error, None
+            self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)
+            error = self._error
+            if self._pending == 0:  # until then what is queued behind a failed one is dropped
+                self._error = None
         if error is not None:
             raise error
+
+    def drain(self) -> None:
+        """Returns when the lane is empty, whatever failed: that is forgotten."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return
+        with self._done:
+            self._done.wait_for(lambda: self._pending == 0)
+            self._error = None
 
     def close(self) -> None:
         """Ends the thread after the work queued so far."""
@@ -67,7 +96,7 @@ class Lane:
 
     def _serve(self) -> None:
         while (entry := self._queue.get()) is not None:
-            work, name, submitted = entry
+            work, name, submitted, ticket = entry
             if self._ledger.recording:
                 self._ledger.add(Span(self._ledger.step, "queue", name, submitted, time.time() - submitted, 0, "queue"))
             error: BaseException | None = None
@@ -79,5 +108,6 @@ class Lane:
             with self._done:
                 self._error = self._error or error
                 self._pending -= 1
+                ticket.done = True
                 self._done.notify_all()
-            del entry, work  # the work may hold the last reference to large tensors
+            del entry, work, ticket  # the work may hold the last reference to large tensors

@@ -105,7 +105,7 @@ class Algorithm:
         hold it: that is half the bytes."""
         purpose = f"gradients {chunk.index}"
         if chunk.is_cut:
-            self.partners.reduce_scatter(chunk.owned.gradient, chunk.gradient, purpose=purpose)
+            chunk.reduce_scatter(purpose)
         else:
             self.partners.all_reduce(chunk.gradient, purpose=purpose)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from shoal.chunks import Chunk
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm
 from shoal.plan import Option, option_name
@@ -22,12 +19,3 @@ def check_sharding(chosen: Algorithm, option: Option, stage: int) -> None:
         reason = "it works on the whole gradient of a step, which is reduced microbatch by microbatch"
     if reason is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.zero = {stage}: {reason}')
-
-
-def check_weights_are_cut(chunks: Sequence[Chunk]) -> None:
-    """UserError where plan.zero = 3 is asked for and ranks would keep whole weights all the same."""
-    if any(chunk.group is not None and chunk.keeps_whole_data for chunk in chunks):
-        raise UserError(
-            "plan.zero = 3: weights are cut among the ranks of one host, which see one memory; gathering and releasing them over hosts and on GPUs is "
-            "not implemented yet. Take plan.zero = 2"
-        )

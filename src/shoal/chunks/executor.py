@@ -1,0 +1,152 @@
+"""Brings blocks of memory in before they are used and lets them go: the first time as they are asked for, then by plan.
+
+    ABSENT -> COMING -> HERE -> ABSENT        a block that is in use is HERE and does not go
+
+The first pass of a kind is recorded; from the second on its plan of moves runs (see movement). A pass that uses other blocks than the
+recorded one goes on as the first did, and is recorded instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from shoal.chunks.movement import Tick, Trace, plan
+from shoal.comm import Lane
+from shoal.comm.lane import Ticket
+from shoal.errors import BudgetExceeded
+
+
+class Movable(Protocol):
+    """A block: `open` makes room for it, on the caller's thread; `fill` brings its bytes, on the lane; `let_go` frees the room."""
+
+    @property
+    def nbytes_whole(self) -> int: ...
+    def open(self) -> None: ...
+    def fill(self) -> None: ...
+    def let_go(self) -> None: ...
+
+
+class State(Enum):
+    ABSENT = "no memory"
+    COMING = "memory, and the lane fills it"
+    HERE = "to be used"
+
+
+class Executor:
+    """Moves `blocks`, known by their places, on `lane`, at most `capacity` bytes of them at a time.
+
+    Without a `capacity` what is used together fits, and one more: the one on its way. `bytes_in` counts what has come, `most` is the
+    most that was there at a time.
+    """
+
+    def __init__(self, blocks: Sequence[Movable], lane: Lane, capacity: int | None = None, ahead: int = 1) -> None:
+        self._blocks, self._lane, self._capacity, self._ahead = blocks, lane, capacity, ahead
+        self._sizes = [block.nbytes_whole for block in blocks]
+        self._states = [State.ABSENT] * len(blocks)
+        self._tickets: dict[int, Ticket] = {}
+        self._used_at = [0] * len(blocks)
+        self._plans: dict[Hashable, tuple[Trace, tuple[Tick, ...]]] = {}
+        self._key: Hashable = None
+        self._follows: tuple[Trace, tuple[Tick, ...]] | None = None
+        self._trace: list[frozenset[int]] = []
+        self._held = 0
+        self.active = False
+        self.bytes_in = self.most = 0
+
+    def begin(self, key: Hashable) -> None:
+        """A pass of the kind `key`."""
+        self._key, self._trace, self.active = key, [], True
+        self._follows = self._plans.get(key)
+
+    def end(self) -> None:
+        """The pass is over: all goes."""
+        for place, state in enumerate(self._states):
+            if state is State.COMING:
+                self._arrive(place)
+        trace = self._all_goes()
+        if trace and (self._follows is None or self._follows[0] != trace):
+            self._plans[self._key] = (trace, plan(trace, self._sizes, self._room(trace), self._ahead))
+
+    def forget(self) -> None:
+        """The pass was cut short by an error: all goes, nothing is learned."""
+        self._lane.drain()
+        self._all_goes()
+
+    def _all_goes(self) -> Trace:
+        """Returns what the pass used."""
+        for place, state in enumerate(self._states):
+            if state is not State.ABSENT:
+                self._release(place)
+        self.active, self._trace, trace = False, [], tuple(self._trace)
+        return trace
+
+    def use(self, wanted: Iterable[int]) -> None:
+        """Returns when `wanted`, all that is needed now, is there; what else is there may go from now on."""
+        blocks = frozenset(wanted)
+        if self._trace and self._trace[-1] == blocks:
+            return
+        tick = len(self._trace)
+        self._trace.append(blocks)
+        if self._follows is not None and not (tick < len(self._follows[0]) and self._follows[0][tick] == blocks):
+            self._follows = None  # another pass than the one that was planned
+        if self._follows is not None:
+            self._move(self._follows[1][tick])
+        else:
+            self._make_room(blocks)
+        for place in sorted(blocks):
+            self._used_at[place] = tick
+            if self._states[place] is State.ABSENT:
+                self._fetch(place)
+        for place in sorted(blocks):
+            if self._states[place] is State.COMING:
+                self._arrive(place)
+
+    def _move(self, moves: Tick) -> None:
+        for place in moves.release:
+            if self._states[place] is State.HERE:
+                self._release(place)
+        for place in moves.fetch:
+            if self._states[place] is State.ABSENT:
+                self._fetch(place)
+
+    def _make_room(self, blocks: frozenset[int]) -> None:
+        """Lets go what was used longest ago until `blocks` fit."""
+        room = self._capacity if self._capacity is not None else self._room((blocks,))
+        needed = sum(self._sizes[place] for place in blocks)
+        if needed > room:
+            raise BudgetExceeded(needed, room, f"chunks {sorted(blocks)} are used together")
+        missing = sum(self._sizes[place] for place in blocks if self._states[place] is State.ABSENT)
+        others = [place for place, state in enumerate(self._states) if state is not State.ABSENT and place not in blocks]
+        for place in sorted(others, key=lambda place: self._used_at[place]):
+            if self._held + missing <= room:
+                break
+            if self._states[place] is State.COMING:
+                self._arrive(place)
+            self._release(place)
+
+    def _room(self, trace: Trace) -> int:
+        """The capacity that is set, or the largest that `trace` uses together and one block more."""
+        if self._capacity is not None:
+            return self._capacity
+        return max(sum(self._sizes[place] for place in blocks) for blocks in trace) + max(self._sizes)
+
+    def _fetch(self, place: int) -> None:
+        block = self._blocks[place]
+        block.open()
+        self._held += self._sizes[place]
+        self.most = max(self.most, self._held)
+        self.bytes_in += self._sizes[place]
+        self._states[place] = State.COMING
+        self._tickets[place] = self._lane.submit(block.fill, f"weights {place}")
+
+    def _arrive(self, place: int) -> None:
+        self._tickets[place].wait()
+        self._states[place] = State.HERE
+
+    def _release(self, place: int) -> None:
+        self._tickets.pop(place, None)
+        self._blocks[place].let_go()
+        self._states[place] = State.ABSENT
+        self._held -= self._sizes[place]

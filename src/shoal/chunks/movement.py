@@ -1,0 +1,141 @@
+"""The plan of moves: which blocks of memory come and go at which tick. Pure data, from what a pass was seen to use.
+
+A tick is a moment at which another set of blocks is needed; a trace is the ticks of a pass in order. Who goes when room is needed is the block
+that is used again latest (Belady's rule); it goes right after its last use, and what comes in its place is fetched as early as there is room, in
+the order of use, so that a transfer has the time of the computation before it. Fetching early never costs a transfer more: the rule has chosen
+before. (Cao, Felten, Karlin, Li: A study of integrated prefetching and caching strategies, 1995.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import BudgetExceeded
+
+Trace = tuple[frozenset[int], ...]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """What happens at one tick before its blocks are used, in this order; `fetch` may be for later ticks."""
+
+    release: tuple[int, ...]
+    fetch: tuple[int, ...]
+
+
+@dataclass
+class _Stay:
+    """A block is there from tick `start` to tick `stop`, both included; it is first used at `needed`."""
+
+    block: int
+    start: int
+    stop: int
+    needed: int
+
+
+def plan(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int], ahead: int = 1) -> tuple[Tick, ...]:
+    """The moves for `trace`, from nothing to nothing, with at most `capacity` bytes there at a time (of each tick, if a sequence).
+
+    `sizes[block]` in bytes. `ahead`: so many blocks may be on their way for later ticks at once. Raises BudgetExceeded for a tick that
+    needs more than there is.
+    """
+    room = [capacity] * len(trace) if isinstance(capacity, int) else list(capacity)
+    stays = _early(_stays(trace, sizes, room, _furthest(trace)), sizes, room, ahead)
+    release: list[list[int]] = [[] for _ in trace]
+    fetch: list[list[int]] = [[] for _ in trace]
+    for stay in stays:
+        fetch[stay.start].append(stay.block)
+        if stay.stop + 1 < len(trace):
+            release[stay.stop + 1].append(stay.block)
+    return tuple(Tick(tuple(gone), tuple(come)) for gone, come in zip(release, fetch, strict=True))
+
+
+def fetched(moves: Sequence[Tick], sizes: Sequence[int]) -> int:
+    """The bytes that a plan brings in."""
+    return sum(sizes[block] for tick in moves for block in tick.fetch)
+
+
+def fetched_by_recency(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int]) -> int:
+    """The bytes that would come in if the block went that was used longest ago (LRU), on demand."""
+    room = [capacity] * len(trace) if isinstance(capacity, int) else list(capacity)
+    last: dict[int, int] = {}
+
+    def longest_ago(tick: int, block: int) -> float:
+        for seen in range(tick, -1, -1):
+            if block in trace[seen]:
+                last[block] = seen
+                break
+        return -last[block]
+
+    return sum(sizes[stay.block] for stay in _stays(trace, sizes, room, longest_ago))
+
+
+def fetched_and_released(trace: Trace, sizes: Sequence[int]) -> int:
+    """The bytes that come in where each block goes after its use, as with FSDP."""
+    return sum(sizes[block] for before, now in zip((frozenset(), *trace), trace, strict=False) for block in now - before)
+
+
+def _furthest(trace: Trace) -> Callable[[int, int], float]:
+    uses: dict[int, list[int]] = {}
+    for tick, blocks in enumerate(trace):
+        for block in blocks:
+            uses.setdefault(block, []).append(tick)
+
+    def next_use(tick: int, block: int) -> float:
+        return next((use for use in uses[block] if use > tick), math.inf)
+
+    return next_use
+
+
+def _stays(trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Callable[[int, int], float]) -> list[_Stay]:
+    """Blocks come when they are needed; of those that are not, the one of highest `priority(tick, block)` goes when room is needed."""
+    stays: list[_Stay] = []
+    here: dict[int, _Stay] = {}
+    for tick, blocks in enumerate(trace):
+        missing = sorted(blocks - here.keys())
+        needed = sum(sizes[block] for block in blocks)
+        if needed > room[tick]:
+            raise BudgetExceeded(needed, room[tick], f"blocks {sorted(blocks)} are used together")
+        held = sum(sizes[block] for block in here.keys() | blocks)
+        for block in sorted(here.keys() - blocks, key=lambda block: (-priority(tick, block), -sizes[block], block)):
+            if held <= room[tick]:
+                break
+            del here[block]
+            held -= sizes[block]
+        for block in missing:
+            here[block] = _Stay(block, tick, tick, tick)
+            stays.append(here[block])
+        for block in blocks:
+            here[block].stop = tick
+    return stays
+
+
+def _early(stays: list[_Stay], sizes: Sequence[int], room: Sequence[int], ahead: int) -> list[_Stay]:
+    """The same stays, each begun as early as there is room, in their order, at most `ahead` blocks before they are needed."""
+    held = [0] * len(room)
+    coming = [0] * len(room)  # how many blocks are on their way at a tick, for later ones
+    for stay in stays:
+        for tick in range(stay.start, stay.stop + 1):
+            held[tick] += sizes[stay.block]
+    before: dict[int, _Stay] = {}
+    kept: list[_Stay] = []
+    earliest = 0
+    for stay in stays:
+        size, last = sizes[stay.block], before.get(stay.block)
+        while (
+            stay.start > max(earliest, last.stop + 1 if last else 0)
+            and held[stay.start - 1] + size <= room[stay.start - 1]
+            and coming[stay.start - 1] < ahead
+        ):
+            stay.start -= 1
+            held[stay.start] += size
+            coming[stay.start] += 1
+        earliest = stay.start
+        if last is not None and last.stop + 1 == stay.start:  # it need not go
+            last.stop = stay.stop
+            continue
+        before[stay.block] = stay
+        kept.append(stay)
+    return kept

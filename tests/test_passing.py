@@ -1,0 +1,185 @@
+"""Weights that are whole only while they are used: ZeRO 3 where ranks share no memory. Threads of one process have none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal import Engine, Plan, UserError
+from shoal.comm import World
+from shoal.comm.simulation import simulate_world
+from shoal.models import regression
+from tests.exchange import teacher
+
+WIDTH = 32
+
+
+class Mixed(nn.Module):
+    """Layers that run in a chain, a weight that is used by two of them, attention that reads its child's weight itself, one frozen layer.
+
+    `recompute`: blocks run under non-reentrant (False) or reentrant (True) checkpointing, or plainly (None).
+    """
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.inward = nn.Linear(teacher.INPUTS, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(4)
+        )
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.outward = nn.Linear(WIDTH, teacher.OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inward(x)
+        for block in self.blocks:
+            h = h + (block(h) if self.recompute is None else checkpoint(block, h, use_reentrant=self.recompute))
+        h = self.frozen(h) * self.scale
+        h = h + self.attention(h[:, None], h[:, None], h[:, None])[0][:, 0]
+        return self.outward(h + torch.nn.functional.linear(x, self.inward.weight))  # the first layer's weight once more
+
+
+def train(world: World, zero: int, model=Mixed, steps: int = 4, chunk_bytes: int = 4096, **plan) -> tuple:
+    """Losses, norms, the final weights and the loss over all samples; then what moved, where weights pass."""
+    torch.set_num_threads(1)
+    running = Engine(
+        model, regression, teacher.ADAMW, Plan(dp=world.size, zero=zero, exchange={"name": "allreduce", "chunk_bytes": chunk_bytes}, **plan),
+        global_batch=16, microbatch=2, dropout="fused", clip=1.0, world=world,
+    )  # fmt: skip
+    try:
+        results = [running.step(batch) for batch in running.batches(teacher.data(), steps=steps)]
+        evaluation = running.evaluate(teacher.data()).loss
+        with running.whole_weights():
+            weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+        moved = None
+        if running.passing is not None:
+            executor = running.passing.executor
+            moved = executor.most, executor.bytes_in, [chunk.nbytes_whole for chunk in running.chunks if chunk.passes]
+        return [r.loss for r in results], [r.grad_norm for r in results], weights, evaluation, moved
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("recompute", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+def test_the_numbers_are_those_of_whole_weights(size, recompute):
+    """With 3 ranks one has fewer microbatches than the others."""
+    model = partial(Mixed, recompute)
+    passing, whole = simulate_world(size, train, 3, model), simulate_world(size, train, 0, model)
+    for ours, theirs in zip(passing, whole, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
+        torch.testing.assert_close(ours[2], theirs[2], rtol=1e-3, atol=1e-4)
+        assert ours[3] == pytest.approx(theirs[3], rel=1e-5)
+        most, _, sizes = ours[4]
+        assert most < sum(sizes), "not all weights were there at once"
+        if recompute is None:
+            assert most <= 3 * max(sizes)
+
+
+def test_compiled_blocks_run_as_one():
+    passing, whole = simulate_world(2, partial(train, compile="aot_eager"), 3), simulate_world(2, train, 0)
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5)
+    torch.testing.assert_close(passing[0][2], whole[0][2], rtol=1e-3, atol=1e-4)
+
+
+def between_steps(world: World) -> tuple[bool, bool, str, list[float]]:
+    """Whether parameters show NaN between steps, and are themselves inside `whole_weights`; then a step that fails, and those after it."""
+    running = teacher.engine(world, "allreduce", zero=3)
+    try:
+        batches = running.batches(teacher.data(), steps=3)
+        losses = [running.step(next(batches)).loss]
+        blank = all(parameter.isnan().all() for parameter in running.module.parameters())
+        with running.whole_weights():
+            whole = all(parameter.isfinite().all() for parameter in running.module.parameters())
+        failing = running.module.register_forward_hook(_fail)
+        batch = next(batches)
+        with pytest.raises(ZeroDivisionError) as failure:
+            running.step(batch)
+        failing.remove()
+        losses += [running.step(batch).loss, running.step(next(batches)).loss]
+        return bool(blank), bool(whole), str(failure.value), losses
+    finally:
+        running.close()
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError("in the forward")
+
+
+def test_between_steps_parameters_are_blank_and_after_an_error_all_goes_on():
+    for blank, whole, failure, losses in simulate_world(2, between_steps):
+        assert blank and whole and failure == "in the forward"
+        assert losses == pytest.approx(simulate_world(2, teacher.train, "allreduce")[0].losses[:3], rel=1e-5)
+
+
+class OtherWays(nn.Module):
+    """Another layer runs on each rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.layers = nn.ModuleList(nn.Linear(teacher.INPUTS, teacher.OUTPUTS) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[self.rank](x)
+
+
+def go_other_ways(world: World) -> str:
+    with pytest.raises(UserError) as failure:
+        train(world, 3, partial(OtherWays, world.rank), chunk_bytes=128)
+    return str(failure.value)
+
+
+def test_ranks_that_need_different_weights_are_told():
+    for message in simulate_world(2, go_other_ways):
+        assert "ranks need different weights at the same time" in message and "plan.zero = 2" in message
+
+
+def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:
+    """Bytes that came in the last step and in the first one; the order of arrivals and uses in the last."""
+    running = Engine(
+        Mixed, regression, teacher.ADAMW, Plan(dp=world.size, zero=3, exchange={"name": "allreduce", "chunk_bytes": 4096}),
+        global_batch=4, microbatch=2, dropout="fused", world=world,
+    )  # fmt: skip
+    seen: list[str] = []
+    try:
+        executor = running.passing.executor
+        before = []
+        for batch in running.batches(teacher.data(), steps=steps):
+            before.append(executor.bytes_in)
+            if batch.step == steps - 1:
+                _record(executor, seen)
+            running.step(batch)
+        return executor.bytes_in - before[-1], before[1] - before[0], seen
+    finally:
+        running.close()
+
+
+def _record(executor, seen: list[str]) -> None:
+    fetch, use = executor._fetch, executor.use
+
+    def fetching(place):
+        seen.append(f"fetch {place}")
+        fetch(place)
+
+    def using(wanted):
+        wanted = frozenset(wanted)
+        use(wanted)
+        seen.extend(f"use {place}" for place in sorted(wanted))
+
+    executor._fetch, executor.use = fetching, using
+
+
+def test_the_next_weights_are_fetched_before_the_last_ones_are_done():
+    last, first, seen = simulate_world(2, what_moves, 3)[0]
+    assert 0 < last <= first, "the recorded order costs no more than on demand"
+    fetches = [index for index, what in enumerate(seen) if what.startswith("fetch")]
+    early = sum(seen[index + 1].split()[1] != seen[index].split()[1] for index in fetches if index + 1 < len(seen))
+    assert early > len(fetches) / 2, "most are on their way while others are in use"
