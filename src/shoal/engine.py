@@ -22,7 +22,7 @@ from shoal.checkpoint.pieces import Piece
 from shoal.chunks import ChunkMaker, Executor, Passing, adopt, move
 from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.comm import Group, Lane, World
-from shoal.compiling import blocks, compile_blocks
+from shoal.compiling import blocks, compile_blocks, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
@@ -43,6 +43,7 @@ from shoal.plan import Plan
 from shoal.precision import cast_at_the_border
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness
+from shoal.recompute import recompute
 from shoal.step import Loss, StepResult, StepRunner, choose_microbatch
 
 
@@ -102,6 +103,9 @@ class Engine:
             self._randomness.take_over(self.module, repeated if repeated != [self.module] else [])
         elif dropout != "fused":
             raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
+        if self.plan.recompute != "none":
+            again = self._randomness.again if self._keyed else None
+            self.recomputed = recompute(recomputable(self.module), self.plan.recompute, again)
         if self.plan.compile:
             compile_blocks(self.module, self.plan.compile)
         cast_at_the_border(self.module, self.precision)

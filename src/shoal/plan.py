@@ -49,6 +49,7 @@ class Plan:
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
         self._check_shard()
         option_name(self.exchange, "exchange")
+        option_name(self.recompute, "recompute")
         for field, only, what in _ONLY:
             value = getattr(self, field)
             if value not in only:
@@ -96,7 +97,6 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ep", (1,), "expert parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
-    ("recompute", ("none",), "activation recompute"),
     ("memory", (None,), "memory tiers"),
 )
 """(field, values that exist, what the field is): later strategies leave this table one by one."""

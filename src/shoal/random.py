@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -148,6 +148,25 @@ class Randomness:
         self._forward_calls, self._calls = self._calls, {}
         for layer in self._layers:
             layer.forward_calls, layer.calls = layer.calls, 0
+
+    def again(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within what this returns, `module` draws once more what it draws in the forward that begins now."""
+        inside = set(module.modules())
+        layers = {layer: layer.calls for layer in self._layers if layer in inside}
+        return self._again(layers, dict(self._calls))
+
+    @contextmanager
+    def _again(self, layers: Mapping[KeyedDropout, int], calls: dict[str, int]) -> Iterator[None]:
+        before = {layer: (layer.calls, layer.forward_calls) for layer in layers}, self._calls, self._forward_calls, self.module
+        self._calls, self._forward_calls = dict(calls), {}
+        for layer, count in layers.items():
+            layer.calls, layer.forward_calls = count, 0
+        try:
+            yield
+        finally:
+            counts, self._calls, self._forward_calls, self.module = before
+            for layer, (now, forward) in counts.items():
+                layer.calls, layer.forward_calls = now, forward
 
     def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
         """`x` with elements dropped at rate `p` under the site's `key` (int64, 0-dim)."""

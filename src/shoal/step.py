@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shoal.batchnorm import RunningStatistics, has_batch_statistics
 from shoal.buffers import OtherBuffers, buffers_untouched
-from shoal.chunks import Passing, sum_of_squares
+from shoal.chunks import Passing, sum_of_squares, value_of
 from shoal.comm import Group
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
@@ -289,14 +289,14 @@ class StepRunner:
         """
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
-        squares = torch.stack(self._reducer.squares).sum()
+        squares = torch.stack(self._reducer.squares).sum(0)
         if self._partners.size == 1 or holds is Holds.ALONE:
-            return totals, squares, [name for name, seen in self._reducer.touched.items() if not seen]
+            return totals, value_of(squares), [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
-        parts = [totals, squares.view(1), flags]
+        parts = [totals, squares, flags]
         if len(self._statistics) and not self._whole:
             parts.append(self._statistics.term(run_here, after))
         ballot = self._partners.all_reduce(torch.cat(parts), purpose="ballot")
@@ -308,7 +308,7 @@ class StepRunner:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
-        return totals, squares[0], untouched
+        return totals, value_of(squares), untouched
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch learns the names of the auxiliary losses from the others."""
@@ -342,7 +342,7 @@ class StepRunner:
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in parts)
         if any(chunk.is_cut for chunk in chunks):
             cut = self._partners.all_reduce(cut, purpose="norm")
-        return whole + cut
+        return value_of(whole + cut)
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
         """Where chunks are cut, also the names that their other owners have found; in the order of the module."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shoal.chunks import Chunk, Slot
+from shoal.chunks import value_of
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
 from shoal.exchange import Algorithm, Replica
@@ -55,7 +56,7 @@ def test_chunks_go_out_in_order_whatever_arrives_first():
         lane.wait()
         assert watching.given == [(0, [1.0]), (1, [2.0]), (2, [3.0])]
     reducer.finish()
-    assert [squares.item() for squares in reducer.squares] == [1, 4, 9]
+    assert [value_of(squares).item() for squares in reducer.squares] == [1, 4, 9]
     lane.close()
 
 

@@ -21,21 +21,31 @@ from tests.parity.covering import pairwise
 from tests.pool import apart, run_ranks
 
 STEPS = 20
-COLUMNS = (
-    list(CASES),
-    [2, 3, 4],
-    ["fp64", "fp32", "bf16"],
-    [1, 3],
-    ["replicated", "zero1", "zero2", "zero3", "zero3-hosts", "hybrid"],
-)
-# zero3-hosts: each rank as if on a host of its own, so that weights are gathered and let go; elsewhere all see one memory
-PLANS = {"replicated": {}, "zero1": {"zero": 1}, "zero2": {"zero": 2}, "zero3": {"zero": 3}, "zero3-hosts": {"zero": 3}}
-PLANS["hybrid"] = {"zero": 2, "shard": 2}
-# torch multiplies by groups of experts in at most fp32
-ROWS = [row for row in product(*COLUMNS) if not (row[0] == "mixtral" and row[2] == "fp64")]
-ROWS = [row for row in ROWS if row[1] == 4 or row[4] != "hybrid"]
-# which layers run depends on the samples: ranks would gather different weights
-ROWS = [row for row in ROWS if not (row[0] == "unused-frozen" and row[4] == "zero3-hosts")]
+PLANS: dict[str, dict] = {
+    "replicated": {},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "zero3-hosts": {"zero": 3},  # each rank as if on a host of its own: weights are gathered and let go; elsewhere all see one memory
+    "hybrid": {"zero": 2, "shard": 2},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective", "zero": 1},
+    "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},
+}
+COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3], list(PLANS))
+
+
+def goes_together(case: str, size: int, precision: str, accumulation: int, plan: str) -> bool:
+    if case == "mixtral" and precision == "fp64":
+        return False  # torch multiplies by groups of experts in at most fp32
+    if plan == "hybrid" and size != 4:
+        return False  # copies of two ranks each
+    if plan.endswith("hosts") and case == "unused-frozen":
+        return False  # which layers run depends on the samples: ranks would gather different weights
+    return not (PLANS[plan].get("recompute") and case in ("lstm", "unused-frozen"))  # nothing repeats in these
+
+
+ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
 COVERING = set(pairwise(ROWS))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.

@@ -3,6 +3,7 @@
 from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
+from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
 from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards, Weights
+from shoal.chunks.exact import DIGITS, exact_sum
 from shoal.comm import Group
 from shoal.errors import UserError
 
@@ -284,7 +285,7 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements (0-dim, fp64); 0 of none."""
+    """The exact sum (see exact) of the squares of the norms of `pieces`."""
     if not pieces:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(list(pieces))).double().square().sum()
+        return torch.zeros(DIGITS, dtype=torch.float64, device=device)
+    return exact_sum(torch.stack(torch._foreach_norm(list(pieces))).double().square())

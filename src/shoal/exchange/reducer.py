@@ -26,7 +26,7 @@ class Reducer:
     """Watches each parameter's gradient; a chunk is handed over when all its parameters are in and it is at the front.
 
     `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `squares`
-    are the sums of squares of this rank's part of each, taken on the lane while the chunk is still in the cache: the ranks share that work.
+    are the exact sums of squares of this rank's part of each, taken on the lane while the chunk is still in the cache: the ranks share that work.
     `rows[name]` are the rows of a sparse chunk's gradient that are not zero, None for all. `arrivals` are the parameters in the order in
     which the last backward completed them.
     """

@@ -106,8 +106,10 @@ def _norm(cfg: GPTConfig) -> nn.Module:
 
 def _sum(x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
     """x + branch, in place of the branch, which no backward needs: a short-lived tensor less, whose hole the C heap does not fill again.
-    Under autocast, where the branch is narrower than x, a new tensor as wide as x."""
-    return branch_BTD.add_(x_BTD) if branch_BTD.dtype == x_BTD.dtype else x_BTD + branch_BTD
+    Under autocast, where the branch is narrower than x, a new tensor as wide as x; a new one too where a dispatch mode may have kept the
+    branch (selective recompute does)."""
+    watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    return x_BTD + branch_BTD if watched or branch_BTD.dtype != x_BTD.dtype else branch_BTD.add_(x_BTD)
 
 
 class Block(nn.Module):

@@ -1,0 +1,41 @@
+"""Sums of numbers from 0 on that have the same bits in whatever order and grouping they are added: how a model was cut, and who added what, cannot
+be seen in them.
+
+A sum is a row of digits of 32 bits, each a whole number in fp64: digit d counts multiples of 2^(32 d + LOWEST). Rows add up elementwise, without
+rounding for up to two million numbers; only `value_of` rounds. What is below 2^LOWEST is left out. (Demmel, Nguyen: Parallel reproducible summation, 2015,
+is the general case.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BITS, LOWEST, DIGITS = 32, -640, 52
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """The sum of `values` (1-D, fp64, none below 0) as a row of DIGITS; NaN in it if one of them is not finite."""
+    finite = values.isfinite()
+    rest = torch.where(finite, values, 0.0)
+    digit = (torch.frexp(rest).exponent.long() - 1 - LOWEST).div(BITS, rounding_mode="floor").clamp(0, DIGITS - 1)
+    weights = _weights(values.device)
+    row = values.new_zeros(DIGITS)
+    for _ in range(3):  # 53 bits lie in at most three digits
+        unit = weights[digit]
+        part = (rest / unit).floor()
+        row.index_add_(0, digit, part)
+        rest, digit = rest - part * unit, (digit - 1).clamp(min=0)
+    return row + torch.where(finite.all(), 0.0, torch.nan)
+
+
+def value_of(row: Tensor) -> Tensor:
+    """The sum that `row` stands for (0-dim, fp64)."""
+    return (row * _weights(row.device)).sum()
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return torch.tensor([2.0 ** (BITS * digit + LOWEST) for digit in range(DIGITS)], dtype=torch.float64, device=device)
