@@ -84,14 +84,14 @@ class _Block:
             if not torch.is_grad_enabled() or not self.flag:
                 return self.forward(*args, **kwargs)
             if torch.compiler.is_compiling():  # the compiler decides what is computed again; it changes no buffer twice
-                more = {} if contexts is None else {"context_fn": contexts}
+                more: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
                 return checkpoint(self.forward, *args, use_reentrant=False, **more, **kwargs)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext())
             untouched = buffers_untouched(self.module) if self._counts else nullcontext()
             both = first, _within(self._again(self.module), untouched, second)
             return checkpoint(self._twice(), *args, use_reentrant=False, context_fn=lambda: both, **kwargs)
 
-        self.module.forward = recomputed  # type: ignore[method-assign]
+        self.module.forward = recomputed
 
     def _twice(self) -> Callable[..., Any]:
         """The forward; from the second call on with the module's hooks, which the first one is inside of."""

@@ -27,4 +27,6 @@ def test_order_and_grouping_cannot_be_seen(values: list[float], groups: int, dra
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(wrong: float):
-    assert not value_of(exact_sum(torch.tensor([1.0, wrong], dtype=torch.float64)) + exact_sum(torch.tensor([2.0]).double())).isfinite()
+    assert not value_of(
+        exact_sum(torch.tensor([1.0, wrong], dtype=torch.float64)) + exact_sum(torch.tensor([2.0]).double())
+    ).isfinite()

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.chunks import Chunk, Slot
-from shoal.chunks import value_of
+from shoal.chunks import Chunk, Slot, value_of
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
 from shoal.exchange import Algorithm, Replica

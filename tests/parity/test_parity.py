@@ -26,7 +26,9 @@ PLANS: dict[str, dict] = {
     "zero1": {"zero": 1},
     "zero2": {"zero": 2},
     "zero3": {"zero": 3},
-    "zero3-hosts": {"zero": 3},  # each rank as if on a host of its own: weights are gathered and let go; elsewhere all see one memory
+    "zero3-hosts": {
+        "zero": 3
+    },  # each rank as if on a host of its own: weights are gathered and let go; elsewhere all see one memory
     "hybrid": {"zero": 2, "shard": 2},
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective", "zero": 1},

@@ -21,4 +21,5 @@ __all__ = [
     "assign",
     "move",
     "sum_of_squares",
+    "value_of",
 ]
