@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_sharding
+from shoal.exchange.sharding import check_masters, check_sharding
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -40,7 +40,7 @@ from shoal.objective import Objective
 from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan
-from shoal.precision import cast_at_the_border
+from shoal.precision import LossScale, cast_at_the_border
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness
 from shoal.recompute import recompute
@@ -53,7 +53,8 @@ class Engine:
     `model`: a factory without arguments, or a ready module. `loss(model, microbatch)` returns (sum, count) or (sum, count, {name:
     auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
     parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, and must
-    be given where the model has batch-wide statistics. `precision`: "fp32", "fp64", "bf16". `clip`: largest norm of the global gradient.
+    be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16",
+    or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient.
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
     parameter's group. `sync_bn`: BatchNorm statistics over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
     (torch's own kernels; depends on the plan). `world`: by default what the launcher's variables say.
@@ -70,7 +71,7 @@ class Engine:
         *,
         global_batch: int,
         microbatch: int | None = None,
-        precision: str = "fp32",
+        precision: str | Mapping[str, Any] = "fp32",
         seed: int = 0,
         clip: float | None = None,
         schedule: Schedule | None = None,
@@ -117,6 +118,8 @@ class Engine:
         shards = self._shards()
         if self.plan.zero:
             check_sharding(exchange, self.plan.exchange, self.plan.zero)
+        if self.precision.keep != "whole":
+            check_masters(exchange, self.plan.exchange, self.precision.keep)
         self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
         measured = worth_measuring(exchange, self._maker.gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
@@ -136,10 +139,13 @@ class Engine:
             raise UserError(
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
+        for chunk in trainable:
+            chunk.rest()
         self._lane = Lane(self.device, self.ledger)
         lender = self._maker.lender(trainable, shared)
         exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, lender))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
+        self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
             self.module,
             loss,
@@ -155,6 +161,7 @@ class Engine:
             device=self.device,
             keyed=self._keyed,
             passing=self.passing,
+            scale=self.loss_scale,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -286,6 +293,7 @@ class Engine:
             "precision": self.precision.name,
             "plan": self.plan.to_dict(),
             "per_sample": self._runner.per_sample,
+            "loss_scale": self.loss_scale.state() if self.loss_scale else None,
             "replicas": self._group.size if self._drifted() else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
@@ -316,6 +324,8 @@ class Engine:
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(state.in_the_form_of(self.scheduler.state_dict(), extra["scheduler"]))
         self._source, self._runner.per_sample = extra["source"], extra["per_sample"]
+        if self.loss_scale is not None and extra.get("loss_scale") is not None:
+            self.loss_scale.load(extra["loss_scale"])
         self.step_index = extra["step"]
         return extra["user"]
 

@@ -46,7 +46,7 @@ class ChunkOptimizer:
     `parameters[name]` is what it updates: the module's parameter itself, or a view of the fp32 master beside low-precision data. Its
     `.grad` is a view of the gradient chunk while it updates. `rows[name]` are those of a sparse gradient that are not zero (None: all), which
     SparseAdam gets as such; other optimizers do the same with the dense view. `fused` is switched on where the factory takes it and leaves it open.
-    `slots[name]` says which part of the parameter that is, where chunks are cut; `members` names each group's parameters, whoever owns them.
+    `turn`: the step of the next update, where rounding draws. `slots[name]` says which part of the parameter that is, where chunks are cut; `members` names each group's parameters, whoever owns them.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ChunkOptimizer:
         options: list[dict[str, Any]],
         member: Mapping[str, int],
     ) -> None:
-        self.parameters: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
+        self.turn = -1
         self.rows: Mapping[str, Tensor | None] = {}
         self.slots: dict[str, Slot] = {}
         for chunk in chunks:
@@ -65,9 +66,9 @@ class ChunkOptimizer:
             for slot in owned.slots:
                 is_seen = not chunk.is_cut and chunk.master is chunk.data
                 self.slots[slot.name] = slot
-                self.parameters[slot.name] = module_parameters[slot.name] if is_seen else nn.Parameter(slot.view(owned.master))
+                parameters[slot.name] = module_parameters[slot.name] if is_seen else nn.Parameter(slot.view(owned.master))
         self._watch(chunks)
-        self.parameters = {name: self.parameters[name] for name in module_parameters if name in self.parameters}
+        self._parameters = {name: parameters[name] for name in module_parameters if name in parameters}
         trained = {slot.name for chunk in chunks for slot in chunk.slots}
         ordered = [name for name in module_parameters if name in trained]
         members = [[name for name in ordered if member[name] == index] for index in range(len(options))]
@@ -90,6 +91,13 @@ class ChunkOptimizer:
             self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this rank by name, in the module's order. Masters that rest (see chunks.masters) are opened."""
+        for owned in self._owned:
+            _ = owned.master
+        return self._parameters
 
     def _watch(self, chunks: Sequence[Chunk]) -> None:
         self._chunks, self._owned = chunks, [chunk.owned for chunk in chunks if chunk.owned.slots]
@@ -120,16 +128,16 @@ class ChunkOptimizer:
             if rows is not None and parameter.grad is not None and isinstance(self.torch, torch.optim.SparseAdam):
                 parameter.grad = torch.sparse_coo_tensor(rows[None], parameter.grad[rows], parameter.shape, is_coalesced=True)
         self.torch.step()
-        for parameter in self.parameters.values():
+        for parameter in self._parameters.values():
             parameter.grad = None  # autograd's next gradient must be its own tensor, not a sum into the chunk
         for chunk in self._chunks:
-            chunk.publish()
+            chunk.publish(self.turn)
 
     def state_tensors(self) -> dict[tuple[str, str], Tensor]:
         """The tensors of the state by (parameter, key)."""
         return {
             (name, key): value
-            for name, parameter in self.parameters.items()
+            for name, parameter in self._parameters.items()
             for key, value in self.torch.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }

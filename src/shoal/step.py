@@ -27,6 +27,7 @@ from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
 from shoal.optimizer import ChunkOptimizer
+from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
 
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
@@ -118,6 +119,7 @@ class StepResult:
     _norm: Tensor
     _aux_names: tuple[str, ...] = field(default=())
     share: float = 1.0
+    _scale: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -127,6 +129,20 @@ class StepResult:
     def loss(self) -> float:
         count = float(self._totals[1])
         return float(self._totals[0]) / count if count else math.nan
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss was multiplied with before backward; None without loss scaling."""
+        return None if self._scale is None else float(self._scale)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether gradients overflowed under loss scaling, so that nothing was updated."""
+        return self._scale is not None and bool(self._overflow())
+
+    def _overflow(self) -> Tensor:
+        """Whether there is something to learn from and it is not finite (0-dim)."""
+        return ~(torch.isfinite(self._norm) & torch.isfinite(self._totals[0])) & (self._totals[1] > 0)
 
     @property
     def grad_norm(self) -> float:
@@ -158,8 +174,9 @@ class StepRunner:
         device: torch.device,
         keyed: bool,
         passing: Passing | None = None,
+        scale: LossScale | None = None,
     ) -> None:
-        self._module, self._loss, self._passing = module, loss, passing
+        self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
         self._reducer = Reducer(parameters, algorithm)
@@ -210,7 +227,7 @@ class StepRunner:
         expected = 2.0 ** round(math.log2(max(1.0, self.per_sample * len(batch.ids))))
         mine, after, most = self.cut(batch.ids)
         self._algorithm.begin(batch.step)
-        self._reducer.begin(batch.step, most)
+        self._reducer.begin(batch.step, most, None if self._scale is None else self._scale.scale.reciprocal())
         with nullcontext() if self._passing is None else self._passing.step(("train", most)):
             totals = self._accumulate(batch, mine, expected, most - len(mine) if self._passing is not None else 0)
         totals, squares, untouched = self._reduce(totals, len(mine), after, holds)
@@ -220,7 +237,8 @@ class StepRunner:
         if holds is Holds.ALONE or self._partners.size < self._group.size:
             samples = sum(len(ids) for ids in mine) * (1 if holds is Holds.ALONE else self._partners.size)
         share = samples / len(batch.ids)
-        result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or (), share)
+        scale = None if self._scale is None else self._scale.scale
+        result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale)
         with self._ledger.span("compute", "optimizer"), torch.no_grad():
             self._vote_and_apply(result, factor, untouched, holds)
             self._algorithm.end(batch.step)
@@ -264,6 +282,8 @@ class StepRunner:
         objective = sums.total / expected
         for value in sums.aux.values():
             objective = objective + value * (sums.count / expected)
+        if self._scale is not None:
+            objective = objective * self._scale.scale.to(objective.dtype)
         with self._reducer.backward(own_mean, last):
             objective.backward()
         if self._passing is not None:
@@ -353,20 +373,23 @@ class StepRunner:
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all
         vote alike."""
-        self._optimizer.rows = self._reducer.rows
+        self._optimizer.rows, self._optimizer.turn = self._reducer.rows, result.step
         update = partial(self._algorithm.update, result.step, factor)
         if holds is Holds.NOTHING:
             self._require_finite(result)
             return  # the schedule counts updates
         if self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
-            good = torch.isfinite(result._norm) & torch.isfinite(result._totals[0]) & (result._totals[1] > 0)
-            update((~good).float(), untouched)
+            update((result._overflow() | (result._totals[1] == 0)).float(), untouched)
             self._unread = result
         elif result.tokens == 0:
             pass  # every label is ignored: there is no mean, and nothing to learn from
-        else:
+        elif not result.skipped:
             self._require_finite(result)
             update(None, untouched)
+        if self._scale is not None:
+            self._scale.update(result._overflow())
+            if self._unread is None:
+                self._require_finite(result)
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -379,6 +402,8 @@ class StepRunner:
     def _require_finite(self, result: StepResult) -> None:
         if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
+        if self._scale is not None and not bool(self._scale.stuck):
+            return  # skipped
         self._statistics.restore()
         what = (
             f"the loss is {result.loss}"
@@ -398,6 +423,8 @@ class StepRunner:
         )
         if weights:
             where += f"; weights already not finite: {weights[0]}"
+        if result.loss_scale is not None:
+            where += f"; it overflows at every loss scale down to {result.loss_scale:g}"
         raise TrainingError(
             f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer warm-up, clipping, or "
             "the data of this step are the usual places to look"

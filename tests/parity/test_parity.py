@@ -34,7 +34,7 @@ PLANS: dict[str, dict] = {
     "selective": {"recompute": "selective", "zero": 1},
     "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},
 }
-COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16"], [1, 3], list(PLANS))
+COLUMNS = (list(CASES), [2, 3, 4], ["fp64", "fp32", "bf16", "fp16"], [1, 3], list(PLANS))
 
 
 def goes_together(case: str, size: int, precision: str, accumulation: int, plan: str) -> bool:
@@ -51,7 +51,7 @@ ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
 COVERING = set(pairwise(ROWS))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
-TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5)}
+TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5), "fp16": (2e-3, 2e-2, 1e-4)}
 # A ReLU whose input is within rounding of zero may fall to the other side: no change of the loss, one pixel's part of the gradient.
 WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 
@@ -96,7 +96,7 @@ def compare(trace: Trace, reference: Trace, loss: float, norm: float, gradient: 
         scale = float(value.abs().max())
         assert float((trace.gradients[name] - value).abs().max()) <= gradient * scale + 1e-12, f"gradient of {name} at step 1"
     assert trace.losses == pytest.approx(reference.losses, rel=loss)
-    assert trace.norms == pytest.approx(reference.norms, rel=norm)
+    assert trace.norms == pytest.approx(reference.norms, rel=norm, nan_ok=True)  # NaN: skipped under loss scaling
     assert trace.evaluation == pytest.approx(reference.evaluation, rel=max(loss, 1e-9) * 10)
     assert [list(aux) for aux in trace.aux] == [list(aux) for aux in reference.aux]
     for ours, theirs in zip(trace.aux, reference.aux, strict=True):

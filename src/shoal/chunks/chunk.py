@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards, Weights
 from shoal.chunks.exact import DIGITS, exact_sum
+from shoal.chunks.masters import Keeper
 from shoal.comm import Group
 from shoal.errors import UserError
 
@@ -88,10 +89,12 @@ class Chunk:
         allocate_gradient: Allocator | None = None,
         sparse: bool = False,
         shards: Shards | None = None,
+        keep: str = "whole",
     ) -> None:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards
+        self._keeper: Keeper | None = None
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
             ranks = shards.group.size
@@ -111,6 +114,9 @@ class Chunk:
                 gradient = allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own]
             part = self._part = self._stretch(gradient)
             part._master = part.data if same else allocate(part.size, master_dtype)
+        if not same and keep != "whole":
+            owned = self.owned
+            owned._keeper = Keeper(keep, owned.data, owned.master, owned.slots)
 
     @property
     def group(self) -> Group | None:
@@ -197,7 +203,17 @@ class Chunk:
     def master(self) -> Tensor:
         """What the optimizer updates, of the whole chunk; if it is cut and the masters are wider than the data, only `owned` has one."""
         assert self._master is not None, "the masters of a chunk that is cut are where it is owned"
+        if self._keeper is not None:
+            self._keeper.open()
         return self._master
+
+    def rest(self, turn: int = -1) -> None:
+        """Casts what is owned of the masters into the data, and gives back the memory of those that are kept in less between updates."""
+        owned = self.owned
+        if owned._keeper is not None:
+            owned._keeper.close(turn)
+        elif owned.master is not owned.data:
+            owned.data.copy_(owned.master)
 
     @classmethod
     def of_gradient(cls, index: int, slots: tuple[Slot, ...], flat: Tensor) -> Chunk:
@@ -219,10 +235,11 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes of data, gradient and master together, of what passes without what is there for a while."""
-        data = self.owned.data if self.passes else self.data
-        parts = [data] if self.owned.master is self.owned.data else [data, self.owned.master]
-        grad = self.grad if self.grad is not None else self.owned.grad
-        return sum(part.nbytes for part in parts + ([grad] if grad is not None else []))
+        owned = self.owned
+        parts = [owned.data if self.passes else self.data, self.grad if self.grad is not None else owned.grad]
+        if owned._keeper is None and owned._master is not owned.data:
+            parts.append(owned._master)
+        return sum(part.nbytes for part in parts if part is not None) + (owned._keeper.nbytes if owned._keeper is not None else 0)
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
@@ -259,11 +276,10 @@ class Chunk:
             self._shards.across.broadcast(self.owned.master, purpose="weights")
         self.publish()
 
-    def publish(self) -> None:
+    def publish(self, turn: int = -1) -> None:
         """Casts the updated master into what the module sees; nothing to do where they are one. Of a chunk that is cut all ranks call it,
-        and get each other's stretches, unless it passes."""
-        if self.owned.master is not self.owned.data:
-            self.owned.data.copy_(self.owned.master)
+        and get each other's stretches, unless it passes. `turn`: of which step, where rounding draws."""
+        self.rest(turn)
         if self.group is not None and self._weights is Weights.COMMON:
             self.group.barrier()
         elif self.group is not None and self._weights is Weights.WHOLE:

@@ -62,6 +62,7 @@ class ChunkMaker:
                 self._gradients,
                 bool(key.sparse),
                 self._shards if self._is_cut(key) else None,
+                self._precision.keep,
             )
             for index, (key, slots) in enumerate(cut)
         ]

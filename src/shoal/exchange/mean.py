@@ -18,19 +18,22 @@ def mean_of_replicas(module: nn.Module, chunks: Sequence[Chunk], group: Group) -
     """Inside, masters, weights and floating buffers of `module` are the mean over `group`, counters the largest; after it, this
     replica's own again. Takes a copy of the masters for that time."""
     buffers = [buffer for buffer in module.buffers() if not buffer.is_complex()]
-    ours = [chunk.master for chunk in chunks if chunk.trainable] + buffers
-    own = [tensor.clone() for tensor in ours]
+    own = [tensor.clone() for tensor in _ours(chunks, buffers)]
     try:
         with torch.no_grad():
-            for tensor in ours:
+            for tensor in _ours(chunks, buffers):
                 _average(tensor, group)
             _publish(chunks)
         yield
     finally:
         with torch.no_grad():
-            for tensor, before in zip(ours, own, strict=True):
+            for tensor, before in zip(_ours(chunks, buffers), own, strict=True):
                 tensor.copy_(before)
             _publish(chunks)
+
+
+def _ours(chunks: Sequence[Chunk], buffers: Sequence[Tensor]) -> list[Tensor]:
+    return [chunk.master for chunk in chunks if chunk.trainable] + list(buffers)
 
 
 def mean_of_optimizers(optimizer: ChunkOptimizer, group: Group) -> dict[tuple[str, str], Tensor]:

@@ -41,6 +41,7 @@ class Reducer:
         self.arrivals: list[str] = []
         self._armed = self._reduces = self._sums = False
         self._own_mean = torch.ones(())
+        self._unscale: Tensor | None = None
         self._round = self._rounds = self._turn = 0
         self._order: list[int] = []  # the chunks of this round
         self._front = 0  # in that order
@@ -59,8 +60,10 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self, step: int, microbatches: int = 1) -> None:
-        """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has."""
+    def begin(self, step: int, microbatches: int = 1, unscale: Tensor | None = None) -> None:
+        """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has.
+        `unscale` (0-dim): what gradients are multiplied with before they are exchanged, where the loss is scaled."""
+        self._unscale = unscale
         for chunk in self._chunks:
             if chunk.sparse:
                 clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
@@ -180,8 +183,11 @@ class Reducer:
             self._turn += 1
             self._lane.submit(work, f"chunk {chunk.index}")
 
+    @torch.no_grad()
     def _exchange(self, place: int) -> None:
         chunk = self._chunks[place]
+        if self._unscale is not None:
+            chunk.gradient.mul_(self._unscale)
         if chunk.sparse and self._sums:
             slot = chunk.slots[0]
             self.rows[slot.name] = sum_rows(
@@ -197,6 +203,8 @@ class Reducer:
         assert self._lender is not None
         chunk = self._chunks[place]
         lent = chunk.with_gradient(self._lender.to_reduce(turn, flat))
+        if self._unscale is not None:
+            lent.gradient.mul_(self._unscale)
         self._algorithm.reduce(lent, self._own_mean)
         if round_ == 0:
             chunk.owned.gradient.copy_(lent.owned.gradient)

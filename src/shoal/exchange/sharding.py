@@ -1,4 +1,4 @@
-"""Which algorithms go with chunks that are cut among the replicas (plan.zero)."""
+"""Which algorithms go with chunks that are cut among the replicas (plan.zero), and with masters that are not kept as fp32."""
 
 from __future__ import annotations
 
@@ -19,3 +19,11 @@ def check_sharding(chosen: Algorithm, option: Option, stage: int) -> None:
         reason = "it works on the whole gradient of a step, which is reduced microbatch by microbatch"
     if reason is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.zero = {stage}: {reason}')
+
+
+def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
+    """UserError where `chosen` exchanges the masters themselves, which `keep` rounds."""
+    if type(chosen).drifts is not Algorithm.drifts:
+        raise UserError(
+            f'plan.exchange = "{option_name(option, "exchange")}" exchanges fp32 weights, which precision master = "{keep}" does not keep'
+        )

@@ -39,3 +39,19 @@ void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t 
         }
     }
 }
+
+/* SplitMix64's finaliser, as `mix` in random.py. */
+static inline uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* data[i] (bf16) is master[i] (fp32) rounded up or down by 16 drawn bits; chunks/masters.py holds the torch form. */
+void shoal_round_stochastically(uint16_t *data, const uint32_t *master, int64_t elements, int64_t key, int64_t start) {
+    for (int64_t i = 0; i < elements; i++) {
+        uint32_t bits = master[i], finite = (bits & 0x7F800000u) != 0x7F800000u;
+        uint32_t draw = (uint32_t)(mix((uint64_t)(start + i) ^ (uint64_t)key) & 0xFFFFu);
+        data[i] = (uint16_t)((bits + (finite ? draw : 0)) >> 16);
+    }
+}

@@ -1,6 +1,6 @@
 """What a precision means, everywhere the same: the dtypes of what the module sees, of the masters, of the gradients.
 
-Under bf16 the module sees low-precision views; the fp32 master lives with the optimizer, gradients accumulate and are reduced in
+Under bf16 and fp16 the module sees low-precision views; the fp32 master lives with the optimizer, gradients accumulate and are reduced in
 fp32. Normalisation kernels accumulate in fp32 inside; BatchNorm keeps fp32 parameters and statistics; the model's floating
 inputs are cast down on the way in and its outputs up to fp32 on the way out, so the loss computes in fp32. Autocast is not
 used: autograd would save a low-precision copy of every weight outside its chunk.
@@ -8,7 +8,8 @@ used: autograd would save a low-precision copy of every weight outside its chunk
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,16 +18,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UserError, did_you_mean
+from shoal.precision.scaling import Scaling
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`model`: what the module computes in. `master`: what the optimizer updates. `grad`: accumulation and reduction."""
+    """`model`: what the module computes in. `master`: what the optimizer updates. `grad`: accumulation and reduction. `scaling`: of the loss, for
+    what has a small range. `tf32`: whether fp32 products may round their factors to tf32 where the device has it. `keep`: how masters are kept
+    between steps (see chunks.masters)."""
 
     name: str
     model: torch.dtype
     master: torch.dtype
     grad: torch.dtype
+    scaling: Scaling | None = None
+    tf32: bool = False
+    keep: str = "whole"
 
     @property
     def low(self) -> bool:
@@ -49,16 +56,38 @@ class Precision:
 
 PRECISIONS = {
     "fp32": Precision("fp32", torch.float32, torch.float32, torch.float32),
+    "tf32": Precision("tf32", torch.float32, torch.float32, torch.float32, tf32=True),
     "fp64": Precision("fp64", torch.float64, torch.float64, torch.float64),
     "bf16": Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
+    "fp16": Precision("fp16", torch.float16, torch.float32, torch.float32, Scaling()),
 }
+KEEPS = ("whole", "split", "kahan", "stochastic")
 
 
-def precision(name: str) -> Precision:
-    """The precision called `name`; UserError names the closest one."""
+def precision(option: str | Mapping[str, Any]) -> Precision:
+    """The precision of that name, or of a table {name = ..., parameter = ...}: those of `Scaling` for fp16, `master` (one of KEEPS) for bf16.
+
+    UserError names what is wrong and the closest that there is.
+    """
+    name = option if isinstance(option, str) else option.get("name")
+    parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     if name not in PRECISIONS:
-        raise UserError(f'precision "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(name, list(PRECISIONS))}')
-    return PRECISIONS[name]
+        raise UserError(f'precision "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}')
+    chosen = PRECISIONS[name]
+    known = [field.name for field in fields(Scaling)] if chosen.scaling else ["master"] if name == "bf16" else []
+    for key in parameters:
+        if key not in known:
+            raise UserError(
+                f'precision "{name}" has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known) or "none"}'
+            )
+    if chosen.scaling is not None:
+        return replace(chosen, scaling=Scaling(**parameters))
+    keep = parameters.get("master", "whole")
+    if keep not in KEEPS:
+        raise UserError(
+            f'precision "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}'
+        )
+    return replace(chosen, keep=keep)
 
 
 def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:

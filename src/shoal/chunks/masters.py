@@ -1,0 +1,102 @@
+"""How fp32 masters beside bf16 data are kept between updates, in less than their four bytes.
+
+    whole        4 bytes: as they are
+    split        2 bytes: what the data lacks to the exact fp32 value, the lower 16 bits. Nothing is lost
+    kahan        2 bytes: the rest that rounding to bf16 left, in bf16: about 16 bits of mantissa
+    stochastic   nothing: a master is rounded up or down to bf16 with a probability that makes its mean exact
+
+An update opens them: they are fp32 in memory of their own, which closing gives back. Data is the master rounded to nearest, but for "stochastic".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.native import library
+from shoal.random import mix, name_key
+
+
+class Part(Protocol):
+    """Where elements of a parameter lie: `numel` at `offset`, of its flat form those from `start` on."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class Keeper:
+    """Keeps `master` (fp32, 1-D) beside `data` (bf16, the same elements) as `how` says; they begin open. `slots` name the elements, so that what is
+    drawn for one does not depend on how the model was cut."""
+
+    def __init__(self, how: str, data: Tensor, master: Tensor, slots: Sequence[Part]) -> None:
+        self._how, self._data, self._master, self._slots = how, data, master, slots
+        dtype = {"split": torch.int16, "kahan": torch.bfloat16}.get(how)
+        self._rest = None if dtype is None else torch.zeros(data.numel(), dtype=dtype, device=data.device)
+        self._nbytes, self.is_open = master.nbytes, True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept while it is closed."""
+        return 0 if self._rest is None else self._rest.nbytes
+
+    @torch.no_grad()
+    def open(self) -> None:
+        """Makes the fp32 values."""
+        if self.is_open:
+            return
+        self._master.untyped_storage().resize_(self._nbytes)
+        self.is_open = True
+        if self._how == "split":
+            assert self._rest is not None
+            torch.add(self._data.view(torch.int16).int() << 16, self._rest, out=self._master.view(torch.int32))
+        else:
+            self._master.copy_(self._data)
+            if self._rest is not None:
+                self._master.add_(self._rest)
+
+    @torch.no_grad()
+    def close(self, turn: int) -> None:
+        """Rounds the fp32 values into the data and gives their memory back. `turn`: of which update, for what is drawn."""
+        if not self.is_open:
+            return
+        bits = self._master.view(torch.int32)
+        if self._how == "split":  # half up, in magnitude: the lower half then is within 16 bits
+            assert self._rest is not None
+            upper = (bits + 0x8000) >> 16
+            self._data.view(torch.int16).copy_(upper)
+            self._rest.copy_(bits - (upper << 16))
+        elif self._how == "kahan":
+            assert self._rest is not None
+            self._data.copy_(self._master)
+            self._rest.copy_(self._master - self._data)
+        else:
+            for slot in self._slots:
+                stretch = slice(slot.offset, slot.offset + slot.numel)
+                round_stochastically(self._data[stretch], self._master[stretch], name_key(f"{slot.name}@{turn}"), slot.start)
+        self._master.untyped_storage().resize_(0)
+        self.is_open = False
+
+
+def round_stochastically(data: Tensor, master: Tensor, key: int, start: int) -> None:
+    """Rounds `master` (fp32) up or down into `data` (bf16), element i by 16 bits of mix(key ^ (start + i)) beside its lower half; what is not finite
+    stays so."""
+    kernels = library() if data.is_cpu and data.is_contiguous() and master.is_contiguous() else None
+    if kernels is not None:
+        pointers = ctypes.c_void_p(data.data_ptr()), ctypes.c_void_p(master.data_ptr())
+        kernels.shoal_round_stochastically(*pointers, master.numel(), key, start)
+        return
+    place = torch.arange(start, start + master.numel(), device=data.device)
+    draws = (mix(place ^ key) & 0xFFFF).int()
+    bits = master.view(torch.int32)
+    up = torch.where(master.isfinite(), bits + draws, bits)
+    data.view(torch.int16).copy_(up >> 16)
