@@ -40,7 +40,7 @@ from shoal.objective import Objective
 from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan
-from shoal.precision import LossScale, cast_at_the_border
+from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness
 from shoal.recompute import recompute
@@ -53,7 +53,7 @@ class Engine:
     `model`: a factory without arguments, or a ready module. `loss(model, microbatch)` returns (sum, count) or (sum, count, {name:
     auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
     parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, and must
-    be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16",
+    be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16", "fp8",
     or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient.
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
     parameter's group. `sync_bn`: BatchNorm statistics over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
@@ -104,6 +104,7 @@ class Engine:
             self._randomness.take_over(self.module, repeated if repeated != [self.module] else [])
         elif dropout != "fused":
             raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
+        set_products(self.module, self.precision, self.device)
         if self.plan.recompute != "none":
             again = self._randomness.again if self._keyed else None
             self.recomputed = recompute(recomputable(self.module), self.plan.recompute, again)

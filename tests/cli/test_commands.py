@@ -113,10 +113,10 @@ def test_the_doctor_names_what_is_missing_and_what_to_do(monkeypatch, capsys):
     assert (ranks.state, links) == ("FAIL", [])
     monkeypatch.setattr(doctor.torch, "__version__", "2.9.1+cu128")
     assert [check.state for check in doctor._versions()][:2] == ["OK", "FAIL"]
-    doctor.show([compiler, ranks], [], as_json=True)
+    doctor.show([compiler, ranks], [], {"fp32": 1e12}, as_json=True)
     assert [check["state"] for check in json.loads(capsys.readouterr().out)["checks"]] == ["WARN", "FAIL"]
     link = Link("loopback", 2, "sockets", ((1024, 5e-5), (2**20, 1e-3)))
-    doctor.show([compiler], [link], as_json=False)
+    doctor.show([compiler], [link], {"fp32": 1e12, "bf16": 2e12}, as_json=False)
     shown = capsys.readouterr().out
     assert "-> install gcc" in shown
     rows = {line[:8]: line.split()[-1] for line in shown.splitlines() if "iB/s" in line}

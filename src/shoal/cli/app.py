@@ -68,8 +68,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON
     """Looks at this machine: what is there, what is missing, and what to do about it. Exit code 1 if something fails."""
     from shoal.cli.doctor import examine, show
 
-    checks, links = examine()
-    show(checks, links, as_json)
+    checks, links, peaks = examine()
+    show(checks, links, peaks, as_json)
     raise typer.Exit(int(any(check.state == "FAIL" for check in checks)))
 
 

@@ -21,13 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal import native
+from shoal.cli.format_table import format_table, measure_formats
 from shoal.cli.link_table import link_table
 from shoal.comm import Link
 from shoal.errors import ShoalError
 from shoal.launch import launch
-from shoal.precision import PRECISIONS
 from shoal.report import units
-from shoal.report.flops import measure_peak_flops
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -45,21 +44,23 @@ class Check:
     fix: str = ""
 
 
-def examine() -> tuple[list[Check], list[Link]]:
-    """All checks, in the order in which a run would meet what they look at, and what links between ranks were measured to do; about ten
-    seconds."""
+def examine() -> tuple[list[Check], list[Link], dict[str, float]]:
+    """All checks, in the order in which a run would meet what they look at, what links between ranks were measured to do, and the FLOP/s of
+    matrix products by format; about ten seconds."""
     looks: list[Callable[[], list[Check]]] = [
-        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler, _peaks,
+        _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler,
     ]  # fmt: skip
     checks = [check for look in looks for check in look()]
+    peak, peaks = _peaks()
     check, links = _two_ranks()
-    return [*checks, check], links
+    return [*checks, peak, check], links, peaks
 
 
-def show(checks: list[Check], links: list[Link], as_json: bool) -> None:
-    """Prints the checks and the links as tables, or as one JSON object."""
+def show(checks: list[Check], links: list[Link], peaks: dict[str, float], as_json: bool) -> None:
+    """Prints the checks, the links and the formats as tables, or as one JSON object."""
     if as_json:
-        print(json.dumps({"checks": [asdict(check) for check in checks], "links": [asdict(link) for link in links]}, indent=1))
+        parts = {"checks": [asdict(check) for check in checks], "links": [asdict(link) for link in links], "matmul_flops": peaks}
+        print(json.dumps(parts, indent=1))
         return
     colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -71,6 +72,7 @@ def show(checks: list[Check], links: list[Link], as_json: bool) -> None:
     console.print(table)
     if links:
         console.print("", link_table(links), sep="\n")
+    console.print("", format_table(peaks, _first_device()), sep="\n")
 
 
 def _versions() -> list[Check]:
@@ -97,6 +99,10 @@ def _missing(package: str) -> bool:
     except PackageNotFoundError:
         return True
     return False
+
+
+def _first_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _devices() -> list[Check]:
@@ -184,10 +190,10 @@ def _two_ranks() -> tuple[Check, list[Link]]:
     return Check("two ranks", "OK", f"started, met and measured in {units.duration(seconds)}; {found}"), links
 
 
-def _peaks() -> list[Check]:
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    peaks = {name: measure_peak_flops(device, precision.model) for name, precision in PRECISIONS.items()}
+def _peaks() -> tuple[Check, dict[str, float]]:
+    device = _first_device()
+    peaks = measure_formats(device)
     found = ", ".join(f"{name} {units.flops_rate(peak)}" for name, peak in peaks.items())
     slow = peaks["bf16"] < peaks["fp32"]
     fix = 'precision = "fp32" is the faster one here' if slow else ""
-    return [Check("matmul peak", "WARN" if slow else "OK", found, fix)]
+    return Check("matmul peak", "WARN" if slow else "OK", found, fix), peaks

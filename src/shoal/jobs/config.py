@@ -35,7 +35,7 @@ class Data:
 class Train:
     """`[train]`: the mathematics of the run. It stops at the first of `steps`, `epochs` and `seconds` (of training, over all attempts).
 
-    `optimizer`: a name of torch's, or a table {name = "sgd", momentum = 0.9}. `schedule`: "cosine", "linear" (both fall to a tenth)
+    `precision`: a name, or a table {name = "fp16", hysteresis = 1}. `optimizer`: a name of torch's, or a table {name = "sgd", momentum = 0.9}. `schedule`: "cosine", "linear" (both fall to a tenth)
     or "constant", after `warmup` steps. `weight_decay` acts on matrices only. `clip`: the largest norm of the gradient, 0 for none.
     """
 
@@ -44,7 +44,7 @@ class Train:
     seconds: float | None = None
     global_batch: int = 32
     microbatch: int | None = None
-    precision: str = "fp32"
+    precision: str | dict[str, Any] = "fp32"
     optimizer: str | dict[str, Any] = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.1

@@ -124,7 +124,7 @@ class Recorder:
             step=result.step + 1,
             epoch=result.epoch,
             loss=result.loss,
-            grad_norm=result.grad_norm,
+            grad_norm=None if result.skipped else result.grad_norm,
             lr=result.lr[0],
             tokens=tokens,
             seconds=seconds,
@@ -132,6 +132,8 @@ class Recorder:
             mfu=share,
             memory_bytes=self._memory.read().bytes,
             time=time.time(),
+            loss_scale=result.loss_scale,
+            skipped=result.skipped,
         )
         self._write(record)
         self._progress.update(record)

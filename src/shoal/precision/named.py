@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UserError, did_you_mean
+from shoal.precision.fp8 import products_in_fp8
 from shoal.precision.scaling import Scaling
 
 
@@ -25,7 +26,7 @@ from shoal.precision.scaling import Scaling
 class Precision:
     """`model`: what the module computes in. `master`: what the optimizer updates. `grad`: accumulation and reduction. `scaling`: of the loss, for
     what has a small range. `tf32`: whether fp32 products may round their factors to tf32 where the device has it. `keep`: how masters are kept
-    between steps (see chunks.masters)."""
+    between steps (see chunks.masters). `fp8`: whether linear layers multiply in fp8."""
 
     name: str
     model: torch.dtype
@@ -34,6 +35,7 @@ class Precision:
     scaling: Scaling | None = None
     tf32: bool = False
     keep: str = "whole"
+    fp8: bool = False
 
     @property
     def low(self) -> bool:
@@ -59,6 +61,7 @@ PRECISIONS = {
     "tf32": Precision("tf32", torch.float32, torch.float32, torch.float32, tf32=True),
     "fp64": Precision("fp64", torch.float64, torch.float64, torch.float64),
     "bf16": Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
+    "fp8": Precision("fp8", torch.bfloat16, torch.float32, torch.float32, fp8=True),
     "fp16": Precision("fp16", torch.float16, torch.float32, torch.float32, Scaling()),
 }
 KEEPS = ("whole", "split", "kahan", "stochastic")
@@ -88,6 +91,14 @@ def precision(option: str | Mapping[str, Any]) -> Precision:
             f'precision "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}'
         )
     return replace(chosen, keep=keep)
+
+
+def set_products(module: nn.Module, chosen: Precision, device: torch.device) -> None:
+    """Which matrix products the device may use: tf32 is a switch of torch's for the whole process, which "fp32" leaves as it is."""
+    if chosen.fp8:
+        products_in_fp8(module, device)
+    if chosen.tf32 and device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
 
 def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:

@@ -34,7 +34,8 @@ class StepRecord:
     """One committed step of the whole global batch.
 
     `loss` is the mean over `tokens` (or samples), `seconds` the wall time of the step, `memory_bytes` the use of rank 0,
-    `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known.
+    `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known. `loss_scale`: what the loss was multiplied
+    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated.
     """
 
     step: int
@@ -48,6 +49,8 @@ class StepRecord:
     mfu: float | None
     memory_bytes: int
     time: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

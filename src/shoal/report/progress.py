@@ -110,6 +110,7 @@ def status_line(record: StepRecord, total: int | None, pace: Pace) -> str:
         f"{units.count(pace.tokens_per_second)} tok/s",
         f"ETA {units.duration(remaining)}" if remaining is not None else "",
         f"LR {record.lr:.2e}",
+        f"loss scale {record.loss_scale:g}" if record.loss_scale is not None else "",
         f"MFU {record.mfu:.0%}" if record.mfu is not None else "",
         units.size(record.memory_bytes),
     ]
@@ -147,6 +148,9 @@ def summary_table(records: RunRecords) -> Table:
         shares = [record.mfu for record in records.steps if record.mfu is not None]
         if shares:
             table.add_row("MFU", f"{sum(shares) / len(shares):.0%} of the measured matmul peak")
+        if any(record.loss_scale is not None for record in records.steps):
+            skipped = sum(record.skipped for record in records.steps)
+            table.add_row("loss scale", f"{records.steps[-1].loss_scale:g} at the end, {skipped} steps skipped")
         table.add_row("memory", f"{units.size(max(record.memory_bytes for record in records.steps))} at most")
     if records.checkpoints:
         table.add_row("last checkpoint", Text(records.checkpoints[-1].path))

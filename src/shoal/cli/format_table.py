@@ -1,0 +1,48 @@
+"""The number formats as a table: what they hold, and how fast this machine multiplies matrices in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from rich.table import Table
+
+from shoal.precision.formats import FORMATS, multiplies
+from shoal.report import units
+from shoal.report.flops import measure_peak_flops
+
+BAR = 12
+"""Characters of the highest rate."""
+
+
+def measure_formats(device: torch.device) -> dict[str, float]:
+    """The FLOP/s of matrix products on `device` by format, of those that torch.mm has."""
+    peaks = {}
+    for kind in FORMATS:
+        if kind.stored.itemsize == 1 or not multiplies(kind, device):
+            continue
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = kind.name == "tf32"
+        try:
+            peaks[kind.name] = measure_peak_flops(device, kind.stored)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+    return peaks
+
+
+def format_table(peaks: Mapping[str, float], device: torch.device) -> Table:
+    """A row a format (bits of sign, exponent and mantissa); bars are rates, the highest full."""
+    table = Table(title=f"number formats, and matrix products on {device.type}", title_justify="left", box=None, pad_edge=False)
+    table.add_column("format", no_wrap=True)
+    for heading in ("bits", "largest", "smallest", "epsilon", "matrix products"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.columns[-1].justify = "left"
+    most = max(peaks.values(), default=1.0)
+    for kind in FORMATS:
+        peak = peaks.get(kind.name)
+        rate = f"{units.flops_rate(peak):>14} {'█' * max(1, round(peak / most * BAR))}" if peak else "-"
+        if peak is None and multiplies(kind, device):
+            rate = "has them"
+        numbers = (f"{value:.2g}" for value in (kind.largest, kind.smallest, kind.epsilon))
+        table.add_row(kind.name, f"1+{kind.exponent_bits}+{kind.mantissa_bits}", *numbers, rate)
+    return table
