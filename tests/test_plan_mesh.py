@@ -29,7 +29,6 @@ pytestmark = pytest.mark.fast
         ({"dp": 6, "shard": 3}, "plan.shard = 3 with plan.zero = 0: nothing is sharded"),
         ({"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
         ({"recompute": 3}, "plan.recompute = 3: give a name, or a table"),
-        ({"memory": "auto"}, "plan.memory = 'auto' is not implemented yet (memory tiers)"),
         ({"exchange": 3}, "plan.exchange = 3: give a name, or a table"),
         ({"compile": 1.5}, "plan.compile = 1.5: give true, false or"),
     ],

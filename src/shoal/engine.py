@@ -19,7 +19,7 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import ChunkMaker, Executor, Passing, adopt, move
+from shoal.chunks import ChunkMaker, Executor, Passing, Tier, adopt, budget, move
 from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
@@ -116,9 +116,11 @@ class Engine:
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
+        allowed = budget(self.plan.memory, self.device)
+        self.tier = None if allowed is None else Tier("plan.memory.device", allowed.device, self.device)
         shards = self._shards()
-        if self.plan.zero:
-            check_sharding(exchange, self.plan.exchange, self.plan.zero)
+        if self.plan.zero or self.tier is not None:
+            check_sharding(exchange, self.plan.exchange, self.plan.zero, self.tier is not None)
         if self.precision.keep != "whole":
             check_masters(exchange, self.plan.exchange, self.precision.keep)
         self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
@@ -143,7 +145,7 @@ class Engine:
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
-        lender = self._maker.lender(trainable, shared)
+        lender = self._maker.lender(trainable, shared, self.tier)
         exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, lender))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
@@ -375,14 +377,17 @@ class Engine:
         return self.world.group(f"dp-{name}", [self._group.ranks[place] for place in places])
 
     def _shards(self) -> Shards | None:
-        """Among whom chunks are cut."""
+        """Among whom chunks are cut, and where they are at home."""
         within, copies = self.mesh.shards()
-        if not self.plan.zero or len(within) == 1:
+        if not self.plan.zero and self._group.size > 1:
+            within, copies = [self.world.rank], self._group.ranks
+        if len(within) == 1 and self.tier is None:
             return None
         inside = self._group if len(copies) == 1 else self.world.group("dp-inside", within)
         across = None if len(copies) == 1 else self.world.group("dp-across", copies)
-        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 else inside
-        return Shards(weights, inside, across, self.device, self.plan.zero)
+        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 or self.tier is not None else inside
+        home = None if self.tier is None else Private(torch.device("cpu"), pinned=self.device.type == "cuda")
+        return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home)
 
     def _pass_weights(self) -> Passing | None:
         """Watches the weights that are whole only while they are used, if there are such."""
@@ -391,7 +396,7 @@ class Engine:
         if not passing:
             return None
         together = blocks(self.module) if self.plan.compile else []
-        return Passing(self.module, passing, Executor(passing, self._weights_lane), together)
+        return Passing(self.module, passing, Executor(passing, self._weights_lane, self.tier), together, self.tier)
 
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""

@@ -97,7 +97,6 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("ep", (1,), "expert parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
-    ("memory", (None,), "memory tiers"),
 )
 """(field, values that exist, what the field is): later strategies leave this table one by one."""
 

@@ -30,6 +30,7 @@ PLANS: dict[str, dict] = {
         "zero": 3
     },  # each rank as if on a host of its own: weights are gathered and let go; elsewhere all see one memory
     "hybrid": {"zero": 2, "shard": 2},
+    "offload": {"memory": {}},  # how much the device may hold changes no bit: tests/test_memory.py
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective", "zero": 1},
     "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},

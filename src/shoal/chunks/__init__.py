@@ -8,6 +8,7 @@ from shoal.chunks.executor import Executor
 from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker
 from shoal.chunks.passing import Passing
+from shoal.chunks.tier import Tier, budget
 
 __all__ = [
     "Chunk",
@@ -17,8 +18,10 @@ __all__ = [
     "Lender",
     "Passing",
     "Slot",
+    "Tier",
     "adopt",
     "assign",
+    "budget",
     "move",
     "sum_of_squares",
     "value_of",

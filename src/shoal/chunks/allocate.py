@@ -22,13 +22,14 @@ class Allocator(Protocol):
 
 
 class Private:
-    """Storage of this process on `device`, from torch's allocator, which aligns to at least 64 bytes on CPU and CUDA."""
+    """Storage of this process on `device`, from torch's allocator, which aligns to at least 64 bytes on CPU and CUDA. `pinned`: of the host, where a
+    GPU reaches it by itself."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        self.device, self._pinned = device, pinned
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
 
 
 class Weights(Enum):
@@ -45,7 +46,8 @@ class Shards:
     weights (1, 2) or its stretch (3). Weights lie in one memory for all ranks where they have such.
 
     `group` talks about weights, `inside` about gradients: two groups of the same ranks, since at stage 3 both go on at once. `across`: the ranks
-    that keep the same stretch, of other groups, if there are such (hybrid sharding); None: there is one copy of it.
+    that keep the same stretch, of other groups, if there are such (hybrid sharding); None: there is one copy of it. `home`: what is kept is on the
+    host, and comes to `device` while it is used, also where there is a single rank.
     """
 
     group: Group
@@ -53,6 +55,7 @@ class Shards:
     across: Group | None
     device: torch.device
     stage: int
+    home: Private | None = None
 
     @property
     def keep_gradients(self) -> bool:
@@ -69,7 +72,7 @@ class Shards:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Weights]:
         """Storage for whole weights, and how it is kept; zeroed, or without memory if it is PASSING. Ranks allocate alike."""
-        common = self.group.allocate_common(numel, dtype) if self.device.type == "cpu" else None
+        common = self.group.allocate_common(numel, dtype) if self.device.type == "cpu" and self.home is None else None
         if common is not None:
             return common, Weights.COMMON
         if self.stage < 3:

@@ -97,6 +97,7 @@ class Chunk:
         self._keeper: Keeper | None = None
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
+            allocate = shards.home or allocate
             ranks = shards.group.size
             self.size = ranks * aligned(-(-self.size // ranks), min(dtype.itemsize, grad_dtype.itemsize))
             self.data, self._weights = shards.allocate(self.size, dtype)
@@ -172,7 +173,9 @@ class Chunk:
     def fill(self) -> None:
         """Gathers the data of a chunk that passes; all its ranks call it."""
         assert self.group is not None
-        if self.data.is_cpu:  # a few microseconds beside the transfer; on GPUs the host would have to wait
+        if (
+            self.data.is_cpu and self.group.size > 1
+        ):  # a few microseconds beside the transfer; on GPUs the host would have to wait
             asked = self.group.all_gather(
                 torch.empty(self.group.size), torch.tensor([float(self.index)]), purpose="which weights"
             )
@@ -182,7 +185,13 @@ class Chunk:
                     f"{self.index}). Where weights are gathered (plan.zero = 3 without shared memory) all ranks must run the same modules in the "
                     "same order; plan.zero = 2 does not ask for that"
                 )
-        self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
+        if self.owned.data.device == self.data.device and self.group.size > 1:
+            self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
+            return
+        mine = self.data[self._own]
+        mine.copy_(self.owned.data, non_blocking=True)
+        if self.group.size > 1:
+            self.group.all_gather(self.data, mine, purpose=f"weights {self.index}")
 
     def let_go(self) -> None:
         """Frees the memory of the data of a chunk that passes; nobody may read it any more."""
@@ -304,4 +313,4 @@ def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     """The exact sum (see exact) of the squares of the norms of `pieces`."""
     if not pieces:
         return torch.zeros(DIGITS, dtype=torch.float64, device=device)
-    return exact_sum(torch.stack(torch._foreach_norm(list(pieces))).double().square())
+    return exact_sum(torch.stack(torch._foreach_norm(list(pieces))).double().square()).to(device)

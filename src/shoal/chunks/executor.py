@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Protocol
 
 from shoal.chunks.movement import Tick, Trace, plan
+from shoal.chunks.tier import MOVING, Tier
 from shoal.comm import Lane
 from shoal.comm.lane import Ticket
 from shoal.errors import BudgetExceeded
@@ -35,14 +36,14 @@ class State(Enum):
 
 
 class Executor:
-    """Moves `blocks`, known by their places, on `lane`, at most `capacity` bytes of them at a time.
+    """Moves `blocks`, known by their places, on `lane`, within what `tier` has left beside its other users.
 
-    Without a `capacity` what is used together fits, and one more: the one on its way. `bytes_in` counts what has come, `most` is the
-    most that was there at a time.
+    Without a tier, what is used together fits and one more: the one on its way. `bytes_in` counts what has come, `most` is the most that was there
+    at a time.
     """
 
-    def __init__(self, blocks: Sequence[Movable], lane: Lane, capacity: int | None = None, ahead: int = 1) -> None:
-        self._blocks, self._lane, self._capacity, self._ahead = blocks, lane, capacity, ahead
+    def __init__(self, blocks: Sequence[Movable], lane: Lane, tier: Tier | None = None, ahead: int = 1) -> None:
+        self._blocks, self._lane, self._tier, self._ahead = blocks, lane, tier, ahead
         self._sizes = [block.nbytes_whole for block in blocks]
         self._states = [State.ABSENT] * len(blocks)
         self._tickets: dict[int, Ticket] = {}
@@ -51,23 +52,39 @@ class Executor:
         self._key: Hashable = None
         self._follows: tuple[Trace, tuple[Tick, ...]] | None = None
         self._trace: list[frozenset[int]] = []
+        self._others: list[int] = []  # bytes that others have at most at each tick
         self._held = 0
         self.active = False
         self.bytes_in = self.most = 0
+        if tier is not None:
+            tier.relieve = self._relieve
 
     def begin(self, key: Hashable) -> None:
         """A pass of the kind `key`."""
-        self._key, self._trace, self.active = key, [], True
+        self._key, self._trace, self._others, self.active = key, [], [], True
         self._follows = self._plans.get(key)
+        if self._tier is not None:
+            self._tier.measures = self._follows is None
+            self._tier.most_others()
 
     def end(self) -> None:
-        """The pass is over: all goes."""
+        """The pass is over: all goes. Raises BudgetExceeded, with the smallest budget that would do, if it was the first of its kind and the tier is too
+        small for it."""
         for place, state in enumerate(self._states):
             if state is State.COMING:
                 self._arrive(place)
         trace = self._all_goes()
         if trace and (self._follows is None or self._follows[0] != trace):
-            self._plans[self._key] = (trace, plan(trace, self._sizes, self._room(trace), self._ahead))
+            room = self._room(trace)
+            needed = [sum(self._sizes[place] for place in blocks) for blocks in trace]
+            short = [(need - left, need) for need, left in zip(needed, room, strict=True) if need > left]
+            if short:
+                assert self._tier is not None and self._tier.capacity is not None
+                capacity = self._tier.capacity
+                raise BudgetExceeded(
+                    capacity + max(short)[0], capacity, f"{self._tier.name} memory for weights in use and all else"
+                )
+            self._plans[self._key] = (trace, plan(trace, self._sizes, room, self._ahead))
 
     def forget(self) -> None:
         """The pass was cut short by an error: all goes, nothing is learned."""
@@ -79,6 +96,9 @@ class Executor:
         for place, state in enumerate(self._states):
             if state is not State.ABSENT:
                 self._release(place)
+        if self._tier is not None:
+            self._tier.measures = False
+            self._others.append(self._tier.most_others())
         self.active, self._trace, trace = False, [], tuple(self._trace)
         return trace
 
@@ -89,6 +109,8 @@ class Executor:
             return
         tick = len(self._trace)
         self._trace.append(blocks)
+        if self._tier is not None:
+            self._others.append(self._tier.most_others())
         if self._follows is not None and not (tick < len(self._follows[0]) and self._follows[0][tick] == blocks):
             self._follows = None  # another pass than the one that was planned
         if self._follows is not None:
@@ -113,31 +135,46 @@ class Executor:
 
     def _make_room(self, blocks: frozenset[int]) -> None:
         """Lets go what was used longest ago until `blocks` fit."""
-        room = self._capacity if self._capacity is not None else self._room((blocks,))
-        needed = sum(self._sizes[place] for place in blocks)
-        if needed > room:
-            raise BudgetExceeded(needed, room, f"chunks {sorted(blocks)} are used together")
+        if self._tier is None:
+            room = self._room((blocks,))[0]
+        elif self._tier.capacity is None:
+            return
+        else:
+            room = self._tier.capacity - self._tier.others()
         missing = sum(self._sizes[place] for place in blocks if self._states[place] is State.ABSENT)
-        others = [place for place, state in enumerate(self._states) if state is not State.ABSENT and place not in blocks]
+        self._let_go(self._held + missing - room, blocks)
+
+    def _relieve(self, nbytes: int) -> None:
+        """The tier asks for that much."""
+        self._let_go(nbytes, self._trace[-1] if self._trace else frozenset())
+
+    def _let_go(self, nbytes: int, needed: frozenset[int]) -> None:
+        """Frees that much, or all that there is but for what is `needed`; what was used longest ago first."""
+        others = [place for place, state in enumerate(self._states) if state is not State.ABSENT and place not in needed]
+        target = self._held - nbytes
         for place in sorted(others, key=lambda place: self._used_at[place]):
-            if self._held + missing <= room:
+            if self._held <= target:
                 break
             if self._states[place] is State.COMING:
                 self._arrive(place)
             self._release(place)
 
-    def _room(self, trace: Trace) -> int:
-        """The capacity that is set, or the largest that `trace` uses together and one block more."""
-        if self._capacity is not None:
-            return self._capacity
-        return max(sum(self._sizes[place] for place in blocks) for blocks in trace) + max(self._sizes)
+    def _room(self, trace: Trace) -> list[int]:
+        """Of each tick: what the tier has left beside the others, or the largest that `trace` uses together and one block more."""
+        if self._tier is None:
+            return [max(sum(self._sizes[place] for place in blocks) for blocks in trace) + max(self._sizes)] * len(trace)
+        if self._tier.capacity is None:
+            return [sum(self._sizes)] * len(trace)
+        return [self._tier.capacity - others for others in self._others[1 : len(trace) + 1]]
 
     def _fetch(self, place: int) -> None:
-        block = self._blocks[place]
+        block, size = self._blocks[place], self._sizes[place]
+        if self._tier is not None:
+            self._tier.take(MOVING, size, f"the weights of chunk {place}")
         block.open()
-        self._held += self._sizes[place]
+        self._held += size
         self.most = max(self.most, self._held)
-        self.bytes_in += self._sizes[place]
+        self.bytes_in += size
         self._states[place] = State.COMING
         self._tickets[place] = self._lane.submit(block.fill, f"weights {place}")
 
@@ -150,3 +187,5 @@ class Executor:
         self._blocks[place].let_go()
         self._states[place] = State.ABSENT
         self._held -= self._sizes[place]
+        if self._tier is not None:
+            self._tier.give(MOVING, self._sizes[place])

@@ -7,26 +7,38 @@ memory of this rank's own and copied when its turn comes.
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from shoal.chunks.allocate import Shared
+from shoal.chunks.tier import Tier
+from shoal.comm.lane import Ticket
 
 BUFFERS = 2
+ON_LOAN = "gradients on loan"
+"""Their role in the tier."""
 
 
 class Lender:
-    """Lends flat tensors of `dtype` on `device`, of at most `size` elements. `shared` allocates alike on all ranks."""
+    """Lends flat tensors of `dtype` on `device`, of at most `size` elements. `shared` allocates alike on all ranks. `tier`: where they are counted; in a
+    tier no memory is shared, and at most BUFFERS gradients are on their way at a time."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, shared: Shared) -> None:
-        self._dtype, self._device = dtype, device
-        self._buffers = shared.buffers(BUFFERS, size, dtype)
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device, shared: Shared, tier: Tier | None = None) -> None:
+        self._dtype, self._device, self._tier = dtype, device, tier
+        self._buffers = shared.buffers(BUFFERS, size, dtype) if tier is None else []
         self._ended = 0
+        self._loans: deque[tuple[Ticket, int]] = deque()  # handed over, and not waited for yet
 
     def borrow(self, turn: int, numel: int) -> Tensor:
         """Uninitialised, for the gradient that is reduced in `turn`."""
         if self._buffers and turn - self._ended < BUFFERS:
             return self._buffers[turn % BUFFERS][:numel]
+        if self._tier is not None:
+            while len(self._loans) >= BUFFERS:
+                self._take_back()
+            self._tier.take(ON_LOAN, numel * self._dtype.itemsize, "the gradient of a chunk")
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def to_reduce(self, turn: int, flat: Tensor) -> Tensor:
@@ -41,3 +53,19 @@ class Lender:
     def end(self, turn: int) -> None:
         """On the lane: the buffer of `turn` may be filled again."""
         self._ended = turn + 1
+
+    def handed_over(self, ticket: Ticket, flat: Tensor) -> None:
+        """`flat` was given to the lane; it ends with `ticket`."""
+        if self._tier is not None:
+            self._loans.append((ticket, flat.nbytes))
+
+    def settle(self) -> None:
+        """Waits for all that was handed over."""
+        while self._loans:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        assert self._tier is not None
+        ticket, size = self._loans.popleft()
+        self._tier.give(ON_LOAN, size)
+        ticket.wait()

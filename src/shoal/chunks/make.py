@@ -11,6 +11,7 @@ from shoal.chunks.allocate import Allocator, Shards, Shared
 from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.lender import Lender
+from shoal.chunks.tier import Tier
 from shoal.precision import Precision
 
 PAYS = 0.05
@@ -70,13 +71,13 @@ class ChunkMaker:
     def _is_cut(self, key: ChunkKey) -> bool:
         return self._shards is not None and not key.sparse and (key.trainable or self._shards.cut_frozen)
 
-    def lender(self, chunks: Sequence[Chunk], shared: Shared) -> Lender | None:
-        """Of whole gradients for those of `chunks` that borrow them; None if none does."""
+    def lender(self, chunks: Sequence[Chunk], shared: Shared, tier: Tier | None = None) -> Lender | None:
+        """Of whole gradients for those of `chunks` that borrow them, counted in `tier`; None if none does."""
         borrowing = [chunk for chunk in chunks if chunk.borrows]
         if not borrowing:
             return None
         largest = max(chunk.size for chunk in borrowing)
-        return Lender(largest, self._precision.grad, borrowing[0].data.device, shared)
+        return Lender(largest, self._precision.grad, borrowing[0].data.device, shared, tier)
 
     def better(self, chunk_bytes: int, order: Sequence[str]) -> Cut | None:
         """The cut for a recorded `order`, if gradients leave enough earlier than by the expected one."""

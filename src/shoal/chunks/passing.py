@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.chunks.activations import Activations
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
+from shoal.chunks.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,16 @@ class _Saved:
 class Passing:
     """Watches `module`, whose parameters are views of `chunks` among others, and asks `executor` for those in time.
 
-    `whole`: modules that run as one, since hooks inside them would be compiled.
+    `whole`: modules that run as one, since hooks inside them would be compiled. `tier`: where what backward keeps is counted, on a CPU.
     """
 
-    def __init__(self, module: nn.Module, chunks: Sequence[Chunk], executor: Executor, whole: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, chunks: Sequence[Chunk], executor: Executor, whole: Sequence[nn.Module], tier: Tier | None = None
+    ) -> None:
         self._chunks, self.executor = chunks, executor
         self._place = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
         self._storage = {chunk.data.untyped_storage()._cdata: place for place, chunk in enumerate(chunks)}
+        self._activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
         self._running: list[frozenset[int]] = []  # of the modules whose forward is under way, innermost last
         self._until_gradients: dict[int, set[str]] = {}
         self._node: Any = None
@@ -161,6 +166,8 @@ class Passing:
         plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         place = self._storage.get(tensor.untyped_storage()._cdata) if plain else None
         if place is None:
+            if self._activations is not None:
+                self._activations.keep(tensor)
             return tensor
         return _Saved(place, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 

@@ -97,6 +97,8 @@ class Reducer:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
         while self._round < self._rounds:
             self._end_round()
+        if self._lender is not None:
+            self._lender.settle()
         self._lane.wait()
 
     @torch.no_grad()
@@ -176,12 +178,14 @@ class Reducer:
             place = self._order[self._front]
             self._front += 1
             chunk = self._chunks[place]
-            if chunk.borrows:
-                work = partial(self._exchange_lent, place, self._turn, self._lent.pop(place), self._round)
-            else:
-                work = partial(self._exchange, place)
             self._turn += 1
-            self._lane.submit(work, f"chunk {chunk.index}")
+            if chunk.borrows:
+                assert self._lender is not None
+                flat = self._lent.pop(place)
+                work = partial(self._exchange_lent, place, self._turn - 1, flat, self._round)
+                self._lender.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
+            else:
+                self._lane.submit(partial(self._exchange, place), f"chunk {chunk.index}")
 
     @torch.no_grad()
     def _exchange(self, place: int) -> None:
@@ -209,7 +213,7 @@ class Reducer:
         if round_ == 0:
             chunk.owned.gradient.copy_(lent.owned.gradient)
         else:
-            chunk.owned.gradient.add_(lent.owned.gradient)
+            chunk.owned.gradient.add_(lent.owned.gradient.to(chunk.owned.gradient.device))
         self._lender.end(turn)
         if round_ == self._rounds - 1:
             self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)

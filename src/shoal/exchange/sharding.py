@@ -7,18 +7,19 @@ from shoal.exchange.algorithm import Algorithm
 from shoal.plan import Option, option_name
 
 
-def check_sharding(chosen: Algorithm, option: Option, stage: int) -> None:
-    """UserError with the reason where `chosen` needs on each replica what ZeRO leaves to one of them."""
+def check_sharding(chosen: Algorithm, option: Option, stage: int, offloads: bool = False) -> None:
+    """UserError with the reason where `chosen` needs on each replica what ZeRO leaves to one of them, or on the device what is offloaded."""
     kind = type(chosen)
     reason = None
     if kind.drifts is not Algorithm.drifts:
         reason = "its replicas train apart, so each needs all of its own weights and optimizer state"
     elif kind.update is not Algorithm.update:
         reason = "it updates every parameter on every replica itself"
-    elif stage >= 2 and kind.holds is not Algorithm.holds:
+    elif (stage >= 2 or offloads) and kind.holds is not Algorithm.holds:
         reason = "it works on the whole gradient of a step, which is reduced microbatch by microbatch"
     if reason is not None:
-        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.zero = {stage}: {reason}')
+        plan = "plan.memory" if offloads else f"plan.zero = {stage}"
+        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with {plan}: {reason}')
 
 
 def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
