@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -490,3 +492,15 @@ print(first > last + 0.5)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True"
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(recompute="full"), Plan(memory={}), Plan(compile="aot_eager")], ids=str)
+def test_nothing_of_an_engine_outlives_it(plan):
+    """Hooks on parameters would keep all of it, memory shared among ranks included."""
+    running = engine("gpt", "fp32", 1, plan=plan)
+    running.step(next(running.batches(CASES["gpt"].data())))
+    running.close()
+    kept = [weakref.ref(each) for each in (running, running.module, running.chunks[0])]
+    del running
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3

@@ -121,5 +121,5 @@ def test_wrong_tables_are_refused_by_name(memory, message):
 
 
 def test_exchanges_that_need_weights_or_whole_gradients_are_refused():
-    with pytest.raises(UserError, match='"local_sgd" does not go with plan.memory'):
+    with pytest.raises(UserError, match=r'"local_sgd" does not go with plan\.memory'):
         Engine(teacher.student, regression, teacher.ADAMW, Plan(memory={}, exchange="local_sgd"), global_batch=16)

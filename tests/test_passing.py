@@ -183,3 +183,109 @@ def test_the_next_weights_are_fetched_before_the_last_ones_are_done():
     fetches = [index for index, what in enumerate(seen) if what.startswith("fetch")]
     early = sum(seen[index + 1].split()[1] != seen[index].split()[1] for index in fetches if index + 1 < len(seen))
     assert early > len(fetches) / 2, "most are on their way while others are in use"
+
+
+class Reads(nn.Module):
+    """Weights that are read otherwise than by their own module's forward: scales beside children, lists of parameters, a child's weight given to a
+    function, all of them in a penalty."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(3))
+        self.list = nn.ParameterList(nn.Parameter(torch.full((teacher.INPUTS,), 0.1 * (place + 1))) for place in range(3))
+        self.one, self.two = nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.Linear(teacher.INPUTS, teacher.INPUTS)
+        self.outward = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        one, two = self.one.weight, self.two.weight
+        x = self.two(self.one(x)) + x @ one @ two + torch.stack([each * x for each in self.list]).sum(0)
+        return self.outward(x)
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.Tanh(), nn.Linear(teacher.INPUTS, teacher.INPUTS)
+        )
+        self.scale = nn.Parameter(torch.full((teacher.INPUTS,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.inner(x)
+
+
+def penalised(model: nn.Module, mb: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    total, count = regression(model, mb)[:2]
+    return total + 0.01 * count * sum(parameter.square().sum() for parameter in model.parameters()), count
+
+
+def read(world: World, zero: int, loss, recompute: str, directory=None) -> tuple[list[float], list[float]]:
+    torch.set_num_threads(1)
+    running = Engine(
+        Reads, loss, teacher.ADAMW, Plan(dp=world.size, zero=zero, recompute=recompute, exchange={"name": "allreduce", "chunk_bytes": 128}),
+        global_batch=16, microbatch=2, dropout="fused", world=world,
+    )  # fmt: skip
+    try:
+        results = [running.step(batch) for batch in running.batches(teacher.data(), steps=3)]
+        if directory is not None:
+            running.export(directory)
+            with running.whole_weights(), running.whole_weights():
+                inside = running.evaluate(teacher.data()).loss
+                assert all(parameter.isfinite().all() for parameter in running.module.parameters())
+            assert inside == running.evaluate(teacher.data()).loss
+            with pytest.raises(UserError, match="nothing to count"):
+                running.evaluate([])
+        return [r.loss for r in results], [r.grad_norm for r in results]
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("loss", [regression, penalised], ids=["loss", "penalised"])
+def test_weights_may_be_read_by_anybody(loss, recompute):
+    passing, whole = (simulate_world(2, read, zero, loss, recompute) for zero in (3, 0))
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5) and passing[0][1] == pytest.approx(whole[0][1], rel=1e-4)
+
+
+def test_export_and_evaluation(tmp_path):
+    from safetensors.torch import load_file
+
+    for zero in (0, 3):
+        simulate_world(2, read, zero, regression, "none", tmp_path / str(zero))
+    ours, theirs = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("3", "0"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+def keep_a_graph(world: World) -> str:
+    kept = []
+
+    def loss(model, mb):
+        result = regression(model, mb)
+        kept.append(model(mb["inputs"]).sum())
+        return result
+
+    running = Engine(
+        teacher.student,
+        loss,
+        teacher.ADAMW,
+        Plan(dp=world.size, zero=3),
+        global_batch=16,
+        microbatch=8,
+        dropout="fused",
+        world=world,
+    )
+    running.step(next(running.batches(teacher.data())))
+    with pytest.raises(UserError) as failure:
+        kept[0].backward()
+    running.close()
+    return str(failure.value)
+
+
+def test_a_graph_that_outlives_its_step_is_refused():
+    for message in simulate_world(2, keep_a_graph):
+        assert "weights of a step that is over" in message

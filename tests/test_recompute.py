@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from shoal import Engine, Plan, UserError
+from shoal.comm.simulation import simulate_world
 from shoal.compiling import recomputable
-from shoal.models import GPT, MLP, GPTConfig, regression
-from shoal.recompute import recompute
+from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
+from shoal.recompute import Recompute
 from tests.exchange import teacher
+from tests.parity.cases import text
 
 LAYERS = 4
 
@@ -25,7 +28,7 @@ def kept(option: object, steps: int = 2) -> tuple[int, list[int]]:
     """Bytes that autograd keeps of one forward, weights not counted, and which blocks are computed again; in the last of `steps` forwards."""
     torch.manual_seed(0)
     model = gpt()
-    chosen = recompute(recomputable(model), option)  # type: ignore[arg-type]
+    recompute = Recompute(recomputable(model), option)  # type: ignore[arg-type]
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     ids = torch.randint(0, 61, (4, 32))
     for _ in range(steps):
@@ -39,8 +42,9 @@ def kept(option: object, steps: int = 2) -> tuple[int, list[int]]:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = model(ids)
+        recompute.decide(lambda chosen: chosen)
     output.sum().backward()
-    return sum(found.values()), chosen()
+    return sum(found.values()), recompute.chosen
 
 
 def test_what_is_kept():
@@ -61,6 +65,7 @@ def test_what_is_kept():
     [
         ("ful", 'plan.recompute = "ful" is not one of none, full, blocks, selective, budget. Did you mean "full"?'),
         ({"name": "blocks"}, "give either which = [places] or every = 2"),
+        ({"name": "blocks", "every": -1}, "give either which = [places] or every = 2"),
         ({"name": "blocks", "which": [9]}, "which = [9]: the model has the blocks 0 to 3"),
         ({"name": "selective", "save": ["matmull"]}, "save = ['matmull']: give a list of matmul, attention, convolution"),
         ({"name": "budget", "keep": 2}, "keep = 2: give the part of the bytes to keep, 0 to 1"),
@@ -69,14 +74,16 @@ def test_what_is_kept():
 )
 def test_wrong_options_are_refused_by_name(option, message):
     with pytest.raises(UserError) as error:
-        recompute(recomputable(gpt()), option)
+        Recompute(recomputable(gpt()), option)
     assert message in str(error.value)
 
 
 def test_a_model_without_repeated_parts_is_told():
     with pytest.raises(UserError, match=r"repeated blocks .* has none"):
         recomputable(nn.LSTM(3, 4))
-    assert len(recomputable(MLP((10, 32, 3), "tanh", 0.0))) > 1
+    assert len(recomputable(MLP((10, 32, 3), "tanh", 0.0))) == 1, "a chain of plain layers is one part"
+    pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)])])
+    assert [type(part) for part in recomputable(pairs)] == [nn.Linear] * 3, "containers have no forward"
 
 
 class Shared(nn.Module):
@@ -105,13 +112,109 @@ def test_a_block_that_is_called_twice_draws_the_same_again(dropout):
     assert losses["full"] == losses["none"]
 
 
-@pytest.mark.parametrize("option", ["full", "selective", {"name": "budget", "keep": 0.5}], ids=["full", "selective", "budget"])
-def test_compiled_blocks_are_computed_again_as_well(option):
-    losses = {}
-    for name, plan in (("plain", Plan()), ("compiled", Plan(compile="aot_eager", recompute=option))):
-        running = Engine(
-            partial(MLP, (teacher.INPUTS, 24, 24, teacher.OUTPUTS), "tanh", 0.0), regression, teacher.ADAMW, plan, global_batch=16, microbatch=8
-        )  # fmt: skip
-        losses[name] = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+class Moody(nn.Module):
+    """Blocks with what a second forward could get wrong: buffers that are read and changed, in place and re-bound, dropout, a hook that changes the
+    input, arguments called like those of torch's checkpoint."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Mood(dropout) for _ in range(3))
+        self.outward = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, debug=0.5, function=2.0)
+        return self.outward(x)
+
+
+class _Mood(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(teacher.INPUTS, teacher.INPUTS))
+        self.dropout = dropout
+        self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, debug: float, function: float) -> torch.Tensor:
+        y = self.inner(x * self.mean) * debug * function
+        if self.training:
+            self.mean = self.mean * 0.9 + y.detach().square().mean() * 0.1
+            self.count += 1
+        return nn.functional.dropout(y, self.dropout, self.training).tanh()
+
+
+def trained(model, plan: Plan, steps: int = 4, **more) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    running = Engine(model, regression, teacher.ADAMW, plan, global_batch=16, microbatch=8, **more)
+    try:
+        results = [running.step(batch) for batch in running.batches(teacher.data(), steps=steps)]
+        return [r.loss for r in results], [r.grad_norm for r in results], dict(running.module.named_buffers())
+    finally:
         running.close()
-    assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "option", ["full", {"name": "blocks", "which": [1]}, "selective", {"name": "budget", "keep": 0.3}], ids=str
+)
+@pytest.mark.parametrize("dropout", ["keyed", "fused"])
+def test_a_second_forward_finds_all_as_the_first(option, dropout):
+    plain, again = (trained(Moody, Plan(recompute=each), dropout=dropout) for each in ("none", option))
+    assert again[:2] == plain[:2]
+    assert all(torch.equal(value, again[2][name]) for name, value in plain[2].items())
+    assert all(float(value) == 8 for name, value in again[2].items() if name.endswith("count")), "two microbatches of four steps"
+
+
+@pytest.mark.parametrize("option", ["full", {"name": "budget", "keep": 0.3}], ids=str)
+@pytest.mark.parametrize("model", [partial(Moody, 0.0), Moody, Shared], ids=["plain", "dropout", "shared"])
+def test_compiled_blocks_are_computed_again_as_well(option, model):
+    plain, again = (trained(model, Plan(recompute=each, compile="aot_eager")) for each in ("none", option))
+    assert again[0] == pytest.approx(plain[0], rel=1e-6) and again[1] == pytest.approx(plain[1], rel=1e-5)
+
+
+def test_operations_inside_compiled_blocks_cannot_be_selected():
+    with pytest.raises(UserError, match="sees no operations inside compiled blocks"):
+        trained(Moody, Plan(recompute="selective", compile="aot_eager"))
+
+
+def test_a_copy_of_the_module_has_its_own_weights():
+    running = Engine(Shared, regression, teacher.ADAMW, Plan(recompute="full"), global_batch=16, microbatch=8)
+    other = copy.deepcopy(running.module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert float(other(torch.ones(2, teacher.INPUTS)).abs().max()) == 0
+
+
+@pytest.mark.parametrize("transform", [False, True], ids=["backward", "torch.func"])
+def test_the_objective_is_the_same(transform):
+    gradients = {}
+    for option in ("none", "full"):
+        running = Engine(Shared, regression, teacher.ADAMW, Plan(recompute=option), global_batch=16, microbatch=8)
+        objective = running.objective(next(running.batches(teacher.data())))
+        parameters = {name: value.detach().clone().requires_grad_() for name, value in running.parameters.items()}
+        if transform:
+            gradients[option] = torch.func.grad(objective)(parameters)
+        else:
+            objective(parameters).backward()
+            gradients[option] = {name: value.grad for name, value in parameters.items()}
+    for name, gradient in gradients["none"].items():
+        assert torch.equal(gradient, gradients["full"][name])
+
+
+def budget_of_uneven_ranks(world) -> list[int]:
+    running = teacher.engine(world, "allreduce")
+    running.close()
+    running = Engine(
+        gpt, causal_lm, teacher.ADAMW, Plan(dp=world.size, zero=3, recompute={"name": "budget", "keep": 0.5}),
+        global_batch=5, microbatch=3, dropout="fused", world=world,
+    )  # fmt: skip
+    for batch in running.batches(text(sequence=32), steps=3):
+        running.step(batch)
+    running.close()
+    return running.recompute.chosen
+
+
+def test_ranks_agree_on_a_budget():
+    first, second = simulate_world(2, budget_of_uneven_ranks)
+    assert first == second and 0 < len(first) <= LAYERS

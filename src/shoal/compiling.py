@@ -11,11 +11,11 @@ from shoal.errors import UserError
 
 
 def recomputable(module: nn.Module) -> list[nn.Module]:
-    """The parts whose activations can be computed again one by one: the blocks, or what the model's outermost Sequentials run one after the other;
-    UserError if there is neither."""
+    """The parts whose activations can be computed again one by one: the blocks, or, where there are none, what the outermost Sequentials run one after
+    the other; a Sequential of plain layers is one part. UserError if there is neither."""
     found = blocks(module)
     if found == [module]:
-        found = _children(module, nn.Sequential)
+        found = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
     if not found:
         raise UserError(
             "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
@@ -24,16 +24,29 @@ def recomputable(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _parts(sequence: nn.Module) -> list[nn.Module]:
+    children = list(sequence.children())
+    return children if any(list(child.children()) for child in children) else [sequence]
+
+
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the children of its outermost ModuleLists, or the model itself where it has none."""
-    return _children(module, nn.ModuleList) or [module]
+    """The repeated parts of a model: the children of its outermost ModuleLists, or the model itself where it has none. A child without a forward, a
+    container of containers, stands for its own children."""
+    return [block for found in _outermost(module, nn.ModuleList) for block in _running(found)] or [module]
 
 
-def _children(module: nn.Module, container: type[nn.ModuleList | nn.Sequential]) -> list[nn.Module]:
-    """The children of the outermost modules of the type `container`, in order."""
-    if isinstance(module, container):
-        return list(module.children())
-    return [found for child in module.children() for found in _children(child, container)]
+def _running(container: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in container.children():
+        found += _running(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    """The outermost modules of the type `kind`, in order."""
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
 
 
 def compile_blocks(module: nn.Module, backend: bool | str) -> None:

@@ -39,11 +39,11 @@ from shoal.models.export import export_model
 from shoal.objective import Objective
 from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
 from shoal.parallel.layout import Layout
-from shoal.plan import Plan
+from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness
-from shoal.recompute import recompute
+from shoal.recompute import Recompute
 from shoal.step import Loss, StepResult, StepRunner, choose_microbatch
 
 
@@ -105,11 +105,9 @@ class Engine:
         elif dropout != "fused":
             raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
         set_products(self.module, self.precision, self.device)
-        if self.plan.recompute != "none":
-            again = self._randomness.again if self._keyed else None
-            self.recomputed = recompute(recomputable(self.module), self.plan.recompute, again)
         if self.plan.compile:
             compile_blocks(self.module, self.plan.compile)
+        self.recompute = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
         exchange = self._exchange = algorithm(self.plan.exchange)
@@ -131,6 +129,8 @@ class Engine:
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self.passing = self._pass_weights()
+        if self.passing is not None and self.recompute is not None:
+            self.recompute.again.append(self.passing.again)
         self._agree()
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
@@ -212,6 +212,8 @@ class Engine:
         self.ledger.step = batch.step
         result = self._runner.run(batch)
         self.step_index += 1
+        if self.recompute is not None and self.recompute.is_open:
+            self.recompute.decide(self._group.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
         return result
@@ -375,6 +377,16 @@ class Engine:
     def _among(self, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the data-parallel ranks, by their places."""
         return self.world.group(f"dp-{name}", [self._group.ranks[place] for place in places])
+
+    def _recompute(self) -> Recompute | None:
+        if option_name(self.plan.recompute, "recompute") == "none":
+            return None
+        if self.plan.compile and option_name(self.plan.recompute, "recompute") == "selective":
+            raise UserError(
+                'plan.recompute = "selective" sees no operations inside compiled blocks: take another, or compile = false'
+            )
+        again = [self._randomness.again] if self._keyed else []
+        return Recompute(recomputable(self.module), self.plan.recompute, again)
 
     def _shards(self) -> Shards | None:
         """Among whom chunks are cut, and where they are at home."""

@@ -47,7 +47,7 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
     mine = [(pieces[i], 1) for i in share(len(pieces), group.rank, group.size)]
-    if passing is not None:  # weights come together: every rank runs as many forwards
+    if passing is not None and pieces:  # weights come together: every rank runs as many forwards
         mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size)) - len(mine))
     module.eval()
     try:

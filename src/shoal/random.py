@@ -13,7 +13,8 @@ import ctypes
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,23 +150,27 @@ class Randomness:
         for layer in self._layers:
             layer.forward_calls, layer.calls = layer.calls, 0
 
-    def again(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Within what this returns, `module` draws once more what it draws in the forward that begins now."""
+    def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts in which `module` draws once more what it draws in the forward that begins now."""
         inside = set(module.modules())
         layers = {layer: layer.calls for layer in self._layers if layer in inside}
-        return self._again(layers, dict(self._calls))
+        return partial(self._again, layers, dict(self._calls), self.samples, self.module, self.active)
 
     @contextmanager
-    def _again(self, layers: Mapping[KeyedDropout, int], calls: dict[str, int]) -> Iterator[None]:
-        before = {layer: (layer.calls, layer.forward_calls) for layer in layers}, self._calls, self._forward_calls, self.module
-        self._calls, self._forward_calls = dict(calls), {}
+    def _again(
+        self, layers: Mapping[KeyedDropout, int], calls: dict[str, int], samples: Tensor, module: str, active: bool
+    ) -> Iterator[None]:
+        before = {layer: (layer.calls, layer.forward_calls) for layer in layers}
+        others = self._calls, self._forward_calls, self.samples, self.module, self.active
+        self._calls, self._forward_calls, self.samples, self.module = dict(calls), {}, samples, module
         for layer, count in layers.items():
             layer.calls, layer.forward_calls = count, 0
         try:
-            yield
+            with keyed_functional(self) if active else nullcontext():
+                yield
         finally:
-            counts, self._calls, self._forward_calls, self.module = before
-            for layer, (now, forward) in counts.items():
+            self._calls, self._forward_calls, self.samples, self.module, self.active = others
+            for layer, (now, forward) in before.items():
                 layer.calls, layer.forward_calls = now, forward
 
     def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
@@ -251,13 +256,13 @@ _torch_attention = F.scaled_dot_product_attention
 @contextmanager
 def keyed_functional(randomness: Randomness) -> Iterator[None]:
     """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules."""
-    randomness.active = True
+    before = F.dropout, F.scaled_dot_product_attention, randomness.active
     F.dropout, F.scaled_dot_product_attention = randomness.functions
+    randomness.active = True
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = _torch_dropout, _torch_attention
-        randomness.active = False
+        F.dropout, F.scaled_dot_product_attention, randomness.active = before
 
 
 def _keyed_functions(randomness: Randomness) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -9,6 +9,7 @@ from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker
 from shoal.chunks.passing import Passing
 from shoal.chunks.tier import Tier, budget
+from shoal.chunks.weakly import weakly
 
 __all__ = [
     "Chunk",
@@ -25,4 +26,5 @@ __all__ = [
     "move",
     "sum_of_squares",
     "value_of",
+    "weakly",
 ]

@@ -114,6 +114,8 @@ class Chunk:
             if trainable:
                 gradient = allocate(own.stop - own.start, grad_dtype) if self.grad is None else self.grad[own]
             part = self._part = self._stretch(gradient)
+            if self.passes:
+                self._master = None
             part._master = part.data if same else allocate(part.size, master_dtype)
         if not same and keep != "whole":
             owned = self.owned

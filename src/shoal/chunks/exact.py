@@ -1,5 +1,5 @@
-"""Sums of numbers from 0 on that have the same bits in whatever order and grouping they are added: how a model was cut, and who added what, cannot
-be seen in them.
+"""Sums of numbers from 0 on that have the same bits in whatever order and grouping they are added: which parameters share a chunk, and who added what,
+cannot be seen in them.
 
 A sum is a row of digits of 32 bits, each a whole number in fp64: digit d counts multiples of 2^(32 d + LOWEST). Rows add up elementwise, without
 rounding for up to two million numbers; only `value_of` rounds. What is below 2^LOWEST is left out. (Demmel, Nguyen: Parallel reproducible summation, 2015,

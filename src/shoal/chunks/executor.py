@@ -60,7 +60,8 @@ class Executor:
             tier.relieve = self._relieve
 
     def begin(self, key: Hashable) -> None:
-        """A pass of the kind `key`."""
+        """A pass of the kind `key`; whatever an earlier one left is let go."""
+        self._all_goes()
         self._key, self._trace, self._others, self.active = key, [], [], True
         self._follows = self._plans.get(key)
         if self._tier is not None:

@@ -9,6 +9,7 @@ before. (Cao, Felten, Karlin, Li: A study of integrated prefetching and caching 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,11 @@ class Tick:
 
 @dataclass
 class _Stay:
-    """A block is there from tick `start` to tick `stop`, both included; it is first used at `needed`."""
+    """A block is there from tick `start` to tick `stop`, both included."""
 
     block: int
     start: int
     stop: int
-    needed: int
 
 
 def plan(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int], ahead: int = 1) -> tuple[Tick, ...]:
@@ -84,7 +84,8 @@ def _furthest(trace: Trace) -> Callable[[int, int], float]:
             uses.setdefault(block, []).append(tick)
 
     def next_use(tick: int, block: int) -> float:
-        return next((use for use in uses[block] if use > tick), math.inf)
+        place = bisect_right(uses[block], tick)
+        return uses[block][place] if place < len(uses[block]) else math.inf
 
     return next_use
 
@@ -105,7 +106,7 @@ def _stays(trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Ca
             del here[block]
             held -= sizes[block]
         for block in missing:
-            here[block] = _Stay(block, tick, tick, tick)
+            here[block] = _Stay(block, tick, tick)
             stays.append(here[block])
         for block in blocks:
             here[block].stop = tick

@@ -3,17 +3,20 @@
     forward     a module that is about to run, or an access to a parameter, says what is needed
     backward    autograd asks for the weight that it saved: kept is only which part of which chunk it was
 
-A module's weights stay while it runs. Those of a module that runs again in the middle of a backward (recompute) stay until their gradients
-have come, since what was saved then is out of our hands; frozen ones until the end of that backward.
+What a module asked for stays while it runs, its own weights from the beginning; what the loss function itself asks for, while it runs. Those of a module
+that runs again in the middle of a backward (recompute) stay until their gradients have come, since what was saved then is out of our hands; frozen ones
+until the end of that backward.
 
 Between passes a parameter shows NaN of its shape, so that who reads it there by mistake neither reads freed memory nor goes on unnoticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from shoal.chunks.activations import Activations
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
 from shoal.chunks.tier import Tier
+from shoal.chunks.weakly import weakly
+from shoal.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,41 +44,55 @@ class _Saved:
 class Passing:
     """Watches `module`, whose parameters are views of `chunks` among others, and asks `executor` for those in time.
 
-    `whole`: modules that run as one, since hooks inside them would be compiled. `tier`: where what backward keeps is counted, on a CPU.
+    `together`: modules that run as one, since hooks inside them would be compiled. `tier`: where what backward keeps is counted, on a CPU.
     """
 
     def __init__(
-        self, module: nn.Module, chunks: Sequence[Chunk], executor: Executor, whole: Sequence[nn.Module], tier: Tier | None = None
+        self,
+        module: nn.Module,
+        chunks: Sequence[Chunk],
+        executor: Executor,
+        together: Sequence[nn.Module],
+        tier: Tier | None = None,
     ) -> None:
         self._chunks, self.executor = chunks, executor
         self._place = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
         self._storage = {chunk.data.untyped_storage()._cdata: place for place, chunk in enumerate(chunks)}
         self._activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
-        self._running: list[frozenset[int]] = []  # of the modules whose forward is under way, innermost last
+        self._running: list[set[int]] = []  # what the loss and the modules whose forward is under way asked for, innermost last
         self._until_gradients: dict[int, set[str]] = {}
         self._node: Any = None
         self._of_node: frozenset[int] = frozenset()
-        names = _names(module)
+        self._all_there = 0
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._views = [(p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._place]
+        self._needs: dict[nn.Module, set[str]] = {}
         self._show(False)
-        closed = {id(inner) for outer in whole for inner in outer.modules()}
+        closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
         for each in module.modules():
-            below = {names[id(p)] for p in each.parameters()} & self._place.keys()
-            own = {names[id(p)] for p in each.parameters(recurse=False)} & self._place.keys()
-            inside = id(each) in closed
-            runs_as_one = any(each is outer for outer in whole) or (not inside and isinstance(each, nn.MultiheadAttention))
-            if runs_as_one or (not inside and own and own == below):
-                self._watch(each, below if runs_as_one else own, module)
-            if own and not inside:
-                each._parameters = _Asked(each._parameters, self._asked(names))
+            if id(each) in closed:
+                continue
+            as_one = any(each is outer for outer in together) or isinstance(each, nn.RNNBase)
+            needs = {self._names[id(p)] for p in each.parameters(recurse=as_one)} & self._place.keys()
+            runs_alone = as_one or all(child is each for child in each.modules())
+            self._needs[each] = needs if runs_alone else set()
+            each.register_forward_pre_hook(self._enter, prepend=True)
+            each.register_forward_hook(self._leave, always_call=True)
+            if not as_one:
+                each._parameters = _Asked(each._parameters, self._asked)
         for name, parameter in module.named_parameters():
             if name in self._place and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._came(name))
+                parameter.register_post_accumulate_grad_hook(partial(weakly(self._came), name))
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
         """Around a pass that is the same each time for the same `kind`: all microbatches of a step, or an evaluation."""
+        if self._all_there:
+            yield
+            return
         self._show(True)
+        self._running.append(set())
         self.executor.begin(kind)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -89,84 +108,105 @@ class Passing:
             self._show(False)
 
     def backward_is_over(self) -> None:
-        """Nothing that this backward recomputed is needed any more."""
+        """Nothing is needed any more of what the loss function asked for, or of what this backward recomputed."""
+        if self._running:
+            self._running[0].clear()
         self._until_gradients.clear()
         self._node, self._of_node = None, frozenset()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, all weights are there. All ranks come alike."""
-        for chunk in self._chunks:
-            chunk.open()
-        self._show(True)
-        try:
+        if self.executor.active:
+            raise UserError("all weights are asked for in the middle of a step: do it between steps")
+        if not self._all_there:
             for chunk in self._chunks:
+                chunk.open()
                 chunk.fill()
+            self._show(True)
+        self._all_there += 1
+        try:
             yield
         finally:
-            self._show(False)
-            for chunk in self._chunks:
-                chunk.let_go()
+            self._all_there -= 1
+            if not self._all_there:
+                self._show(False)
+                for chunk in self._chunks:
+                    chunk.let_go()
+
+    def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts for a second forward of `module`, whose hooks do not run then."""
+        return partial(self._again, module)
+
+    @contextmanager
+    def _again(self, module: nn.Module) -> Iterator[None]:
+        self._enter(module)
+        try:
+            yield
+        finally:
+            self._leave()
 
     def _show(self, views: bool) -> None:
         """Parameters are views of their chunks, or blank."""
         for parameter, view, blank in self._views:
             parameter.data = view if views else blank
 
+    def __deepcopy__(self, _: Any) -> Passing:
+        """A copy of the module is watched no more, but the hooks that it copies need somebody."""
+        return self
+
     def _clear(self) -> None:
         self._running.clear()
         self.backward_is_over()
 
-    def _watch(self, module: nn.Module, names: set[str], root: nn.Module) -> None:
-        places = frozenset(self._place[name] for name in names)
-        trainable = {name for name in names if root.get_parameter(name).requires_grad}
-        by_place = {place: {name for name in trainable if self._place[name] == place} for place in places}
+    def _enter(self, module: nn.Module, *_: Any) -> None:
+        if self.executor.active:
+            self._running.append(set())
+            self._ask(self._needs.get(module, set()))
 
-        def enter(*_: Any) -> None:
-            if not self.executor.active:
-                return
-            self._running.append(places)
-            if torch._C._current_graph_task_id() != -1:
-                for place, waits_for in by_place.items():
-                    self._until_gradients.setdefault(place, set()).update(waits_for or {""})
+    def _leave(self, *_: Any) -> None:
+        if self.executor.active and len(self._running) > 1:
+            self._running.pop()
+
+    def _asked(self, parameter: Tensor) -> None:
+        """A module's parameter was read, by whomever."""
+        name = self._names.get(id(parameter))
+        if self.executor.active and name in self._place:
+            self._ask({name})
+
+    def _ask(self, names: set[str]) -> None:
+        """`names` are needed while what runs now goes on; in a second forward, until their gradients have come."""
+        places = {self._place[name] for name in names}
+        if torch._C._current_graph_task_id() != -1:
+            for name in names:
+                self._until_gradients.setdefault(self._place[name], set()).add("" if name in self._frozen else name)
+        elif places <= set().union(*self._running) and places:
+            self._running[-1] |= places
+            return
+        if places:
+            self._running[-1] |= places
             self._use(places)
 
-        def leave(*_: Any) -> None:
-            if self._running:
-                self._running.pop()
-
-        module.register_forward_pre_hook(enter, prepend=True)
-        module.register_forward_hook(leave, always_call=True)
-
-    def _asked(self, names: Mapping[int, str]) -> Callable[[Tensor], None]:
-        def asked(parameter: Tensor) -> None:
-            name = names.get(id(parameter))
-            if self.executor.active and name in self._place:
-                place = self._place[name]
-                if not any(place in running for running in self._running):
-                    self._use(frozenset((place,)))
-
-        return asked
-
-    def _came(self, name: str) -> Callable[[Tensor], None]:
+    def _came(self, name: str, _: Tensor) -> None:
         place = self._place[name]
+        if (waits_for := self._until_gradients.get(place)) is not None:
+            waits_for.discard(name)
+            if not waits_for:
+                del self._until_gradients[place]
 
-        def came(_: Tensor) -> None:
-            if (waits_for := self._until_gradients.get(place)) is not None:
-                waits_for.discard(name)
-                if not waits_for:
-                    del self._until_gradients[place]
-
-        return came
-
-    def _use(self, places: frozenset[int]) -> None:
-        self.executor.use(places.union(*self._running, self._until_gradients))
+    def _use(self, places: Iterable[int]) -> None:
+        if not self.executor.active:
+            raise UserError(
+                "backward asks for weights of a step that is over: keep no graph beyond the loss function that made it"
+            )
+        self.executor.use(frozenset(places).union(*self._running, self._until_gradients))
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
         plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         place = self._storage.get(tensor.untyped_storage()._cdata) if plain else None
-        if place is None:
-            if self._activations is not None:
+        if place is None or tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.detach()  # itself it would keep its own graph alive
+            if self._activations is not None and plain:
                 self._activations.keep(tensor)
             return tensor
         return _Saved(place, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -190,19 +230,28 @@ class _Asked(dict[str, Any]):
         super().__init__(parameters)
         self._asked = asked
 
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
+    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
+        return {name: copy.deepcopy(parameter, memo) for name, parameter in super().items()}
+
+    def _told(self, parameter: Any) -> Any:
         if parameter is not None:
             self._asked(parameter)
         return parameter
+
+    def __getitem__(self, name: str) -> Any:
+        return self._told(super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._told(super().get(name, default)) if name in self else default
+
+    def values(self) -> Any:
+        return (self._told(parameter) for parameter in super().values())
+
+    def items(self) -> Any:
+        return ((name, self._told(parameter)) for name, parameter in super().items())
 
 
 def _blank(parameter: Tensor) -> Tensor:
     """NaN (0 of integers) of the parameter's shape, in the memory of one element."""
     value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
     return torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-
-
-def _names(module: nn.Module) -> dict[int, str]:
-    """The first name of each parameter, by its identity."""
-    return {id(parameter): name for name, parameter in module.named_parameters()}

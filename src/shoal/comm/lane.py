@@ -17,12 +17,13 @@ from shoal.comm.ledger import Ledger, Span
 
 
 class Ticket:
-    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises what the lane raised."""
+    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises why it did not."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._event: torch.cuda.Event | None = None
         self.done = False
+        self.error: BaseException | None = None
 
     def wait(self) -> None:
         if self._event is not None:
@@ -72,7 +73,7 @@ class Lane:
             return
         with self._ledger.span("wait", "lane", phase="wait"), self._done:
             self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)
-            error = self._error
+            error = self._error if ticket is None else ticket.error
             if self._pending == 0:  # until then what is queued behind a failed one is dropped
                 self._error = None
         if error is not None:
@@ -106,7 +107,7 @@ class Lane:
                 except BaseException as caught:  # handed to the trainer's thread, which raises it in `wait`
                     error = caught
             with self._done:
-                self._error = self._error or error
+                self._error = ticket.error = self._error or error
                 self._pending -= 1
                 ticket.done = True
                 self._done.notify_all()

@@ -9,14 +9,14 @@ microbatch is a round of those chunks, whose sums are added up in the stretch; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk, Slot, sum_of_squares
+from shoal.chunks import Slot, sum_of_squares, weakly
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.rows import add_rows, clear, sum_rows
@@ -48,10 +48,14 @@ class Reducer:
         self._missing: dict[int, set[str]] = {}
         self._lent: dict[int, Tensor] = {}
         self._hooks = []
+        self._views = {
+            slot.name: slot.view(chunk.gradient) for chunk in self._chunks if not chunk.borrows for slot in chunk.slots
+        }
+        arrived = weakly(self._arrived)
         for place, chunk in enumerate(self._chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                hook = self._hook(place, slot, self._borrowed(place, slot) if chunk.borrows else self._kept(slot, chunk))
+                hook = partial(arrived, place, slot)
                 self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
         self._pieces = [chunk.norm_pieces(self._group.rank, self._group.size) for chunk in self._chunks]
 
@@ -116,53 +120,39 @@ class Reducer:
         if self._round < self._rounds:
             self._begin_round()
 
-    def _hook(self, place: int, slot: Slot, take: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        name = slot.name
-
-        @torch.no_grad()
-        def arrived(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            take(parameter.grad)
-            parameter.grad, self.touched[name] = None, True
-            if not self._armed:
-                return
-            self.arrivals.append(name)
-            if place in self._missing:
-                if name not in self._missing[place]:
-                    raise UserError(
-                        f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
-                        "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                    )
-                self._missing[place].discard(name)
-                if self._front < len(self._order) and place == self._order[self._front]:
-                    self._advance()
-
-        return arrived
-
-    def _kept(self, slot: Slot, chunk: Chunk) -> Callable[[Tensor], None]:
-        """Takes a gradient into the chunk's own: what comes in a step adds up there."""
-        name, view = slot.name, slot.view(chunk.gradient)
-
-        def take(gradient: Tensor) -> None:
-            if gradient.is_sparse:
-                self.rows[name] = add_rows(view, gradient, self.rows[name])
-            elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
-                self.rows[name] = None
-                view.add_(gradient)
-            elif self.touched[name]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-
-        return take
-
-    def _borrowed(self, place: int, slot: Slot) -> Callable[[Tensor], None]:
-        """Takes a gradient into what the chunk is lent for this round."""
-
-        def take(gradient: Tensor) -> None:
+    @torch.no_grad()
+    def _arrived(self, place: int, slot: Slot, parameter: Tensor) -> None:
+        gradient, name = parameter.grad, slot.name
+        assert gradient is not None
+        if self._chunks[place].borrows:
             slot.view(self._flat(place)).copy_(gradient)
+        else:
+            self._keep(name, self._views[name], gradient)
+        parameter.grad, self.touched[name] = None, True
+        if not self._armed:
+            return
+        self.arrivals.append(name)
+        if place in self._missing:
+            if name not in self._missing[place]:
+                raise UserError(
+                    f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
+                    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            self._missing[place].discard(name)
+            if self._front < len(self._order) and place == self._order[self._front]:
+                self._advance()
 
-        return take
+    def _keep(self, name: str, view: Tensor, gradient: Tensor) -> None:
+        """Takes a gradient into the chunk's own: what comes in a step adds up there."""
+        if gradient.is_sparse:
+            self.rows[name] = add_rows(view, gradient, self.rows[name])
+        elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
+            self.rows[name] = None
+            view.add_(gradient)
+        elif self.touched[name]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
 
     def _flat(self, place: int) -> Tensor:
         """The whole gradient that the chunk at `place` has been lent for this round."""

@@ -145,8 +145,10 @@ class _Run:
     def _look(self) -> None:
         self._evaluate()
         job, engine = self.job, self.engine
-        if job.run.sample and self.first and can_write(self.settled.model.loss):
-            with self.recorder.pause():
+        if not (job.run.sample and can_write(self.settled.model.loss)):
+            return
+        with self.recorder.pause(), engine.whole_weights():
+            if self.first:
                 text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
                 self.recorder.sample(engine.step_index, job.run.sample, text)
 

@@ -1,0 +1,19 @@
+"""Hooks that do not keep alive who listens. A tensor's hooks are out of the garbage collector's sight: what they hold would live as long as the tensor,
+and the tensor as long as what holds it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls `method`, a bound one, as long as its object lives; then nothing."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
