@@ -169,23 +169,20 @@ class _Block:
 
         self.module.forward = MethodType(recomputed, self.module)
 
-    def _buffers(self, names: set[str] | None) -> dict[str, tuple[Tensor, int, Tensor]]:
-        """Of all buffers, or of `names`: the tensor, its version, a copy."""
-        return {
-            name: (buffer, buffer._version, buffer.clone())
-            for name, buffer in self.module.named_buffers()
-            if names is None or name in names
-        }
+    def _buffers(self, names: set[str] | None) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of all buffers, or of `names`: the tensor and a copy."""
+        return {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers() if names is None or name in names}
 
-    def _changed(self, found: Mapping[str, tuple[Tensor, int, Tensor]]) -> set[str]:
+    def _changed(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
+        """By value: what a kernel changes, such as BatchNorm's statistics, need not count as a version."""
         now = dict(self.module.named_buffers())
-        return {name for name, (buffer, version, _) in found.items() if now.get(name) is not buffer or buffer._version != version}
+        return {name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not torch.equal(buffer, copy)}
 
     @contextmanager
-    def _as_found(self, found: Mapping[str, tuple[Tensor, int, Tensor]]) -> Iterator[None]:
+    def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
         """Buffers that the first forward changed are as it found them; afterwards what they are now, so that none is changed twice."""
         places = []
-        for name, (_, _, copy) in found.items():
+        for name, (_, copy) in found.items():
             owner, _, attribute = name.rpartition(".")
             module = self.module.get_submodule(owner)
             places.append((module, attribute, module._buffers[attribute]))
