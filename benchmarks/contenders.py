@@ -24,11 +24,16 @@ class Entry:
     precisions: tuple[str, ...] = ("fp32", "bf16")
 
 
-def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0) -> Step:
-    """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer."""
+def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0, apart: bool = False) -> Step:
+    """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer. `apart`: each rank as if on a
+    host of its own, so that they share no memory."""
     from shoal import Engine, Plan
+    from shoal.comm import World
+    from shoal.launch import join
 
-    ranks = int(os.environ["WORLD_SIZE"])
+    ranks, world = int(os.environ["WORLD_SIZE"]), join()
+    if apart:
+        world = World(world.rank, world.size, store=world.store, host_id=f"host {world.rank}")
     engine = Engine(
         build_model,
         sum_loss,
@@ -37,6 +42,7 @@ def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0
         global_batch=case.batch,
         microbatch=case.batch // ranks,
         precision=precision,
+        world=world,
     )
     batches = engine.batches(Tokens(case.sequence))
     return lambda: engine.step(next(batches))
@@ -53,5 +59,21 @@ CONTENDERS: dict[str, Entry] = {
     "ddp-pure-bf16": Entry(peers.ddp_pure, "torch DDP; weights, gradients, exchange, AdamW all bf16: LOWER PRECISION", ("bf16",)),
     "fsdp2": Entry(peers.fsdp2, "torch FSDP2; bf16: parameters bf16, reduce fp32"),
     "accelerate": Entry(peers.accelerate, "Accelerate's prepare; bf16: autocast over fp32 weights"),
-    "deepspeed-zero1": Entry(peers.deepspeed_zero1, "DeepSpeed ZeRO-1; bf16: weights and exchange bf16, fp32 masters sharded"),
+    "deepspeed-zero1": Entry(
+        partial(peers.deepspeed_zero, stage=1), "DeepSpeed ZeRO-1; bf16: weights and exchange bf16, fp32 masters sharded"
+    ),
 }
+ZERO: dict[int, dict[str, Entry]] = {
+    stage: {
+        LIMIT: CONTENDERS[LIMIT],
+        "shoal": Entry(partial(shoal, zero=stage), f"plan.zero = {stage}; weights in one memory of the host"),
+        "deepspeed": Entry(partial(peers.deepspeed_zero, stage=stage), f"DeepSpeed ZeRO-{stage}"),
+    }
+    for stage in (1, 2, 3)
+}
+"""By stage: those who shard as much."""
+ZERO[1]["zero-redundancy"] = Entry(peers.zero_redundancy, "torch DDP with ZeroRedundancyOptimizer")
+ZERO[3]["shoal-apart"] = Entry(
+    partial(shoal, zero=3, apart=True), "the same without shared memory: over sockets, weights gathered and let go"
+)
+ZERO[3]["fsdp2"] = CONTENDERS["fsdp2"]

@@ -117,9 +117,9 @@ def accelerate(case: Case, precision: str) -> Step:
     return step
 
 
-def deepspeed_zero1(case: Case, precision: str) -> Step:
-    """DeepSpeed ZeRO stage 1: optimizer state sharded. bf16: its bf16 mode, weights in bf16, gradients exchanged in bf16, fp32
-    masters sharded with the state. Its shared-memory collectives for one host are compiled at the first use (needs ninja)."""
+def deepspeed_zero(case: Case, precision: str, stage: int) -> Step:
+    """DeepSpeed ZeRO: optimizer state (stage 1), gradients (2), parameters (3) sharded. bf16: its bf16 mode, weights in bf16, gradients exchanged in bf16,
+    fp32 masters sharded with the state. Its shared-memory collectives for one host are compiled at the first use (needs ninja)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -131,7 +131,7 @@ def deepspeed_zero1(case: Case, precision: str) -> Step:
         optimizer=_adamw(model),
         config={
             "train_micro_batch_size_per_gpu": case.batch // size,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": stage},
             "bf16": {"enabled": precision == "bf16"},
             "steps_per_print": 1_000_000,
         },
@@ -141,6 +141,23 @@ def deepspeed_zero1(case: Case, precision: str) -> Step:
         tokens, labels = next(shares)
         engine.backward(mean_loss(engine(tokens), labels))
         engine.step()
+
+    return step
+
+
+def zero_redundancy(case: Case, precision: str) -> Step:
+    """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters. bf16: autocast over fp32 weights."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank, size = _init_gloo()
+    shares, context = _shares(case, rank, size), _autocast(precision)
+    model = nn.parallel.DistributedDataParallel(build_model(), gradient_as_bucket_view=True, static_graph=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+
+    def step() -> None:
+        _forward_backward(model, *next(shares), context)
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

@@ -13,6 +13,7 @@ from shoal.models.gpt import GPT
 from shoal.models.presets import PRESETS
 
 MODEL = PRESETS["33m"]
+"""What `build_model` builds; a benchmark that asks for another one sets it in each process."""
 LEARNING_RATE = 3e-4
 SAMPLES = 64
 """Rows of tokens that the steps go round; enough that no batch repeats within a turn of the small case."""

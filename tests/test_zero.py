@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from functools import partial
 from pathlib import Path
@@ -283,19 +284,6 @@ def test_ranks_that_own_nothing_of_a_group(stage):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def adafactor(world) -> str:
-    try:
-        make(world, 1, "fp32", partial(torch.optim.Adafactor, lr=1e-3))
-    except UserError as error:
-        return str(error)
-    return "no error"
-
-
-def test_an_optimizer_of_whole_matrices_is_refused():
-    for said in run_ranks(adafactor, 2):
-        assert "plan.zero cuts parameters" in said and "Adafactor keeps second moments by rows and columns" in said
-
-
 def not_finite(world) -> str:
     """A weight of the last stretch goes bad on its owner; everybody names it."""
     running = make(world, 1, "fp32")
@@ -322,3 +310,88 @@ def test_the_report_of_what_is_not_finite_is_the_same_for_all_owners():
         and "weights already not finite: token_embedding.weight" in first
     )
     assert all(other == first for other in others)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's direction, as long as the weight itself: it needs the norm of the whole weight."""
+
+    def __init__(self, params, lr=1e-2, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["m"], state["v"], state["norms"] = torch.zeros_like(p), torch.zeros_like(p), torch.zeros(2)
+                    state["m"].lerp_(p.grad, 1 - group["betas"][0])
+                    state["v"].lerp_(p.grad.square(), 1 - group["betas"][1])
+                    direction = state["m"] / (state["v"].sqrt() + 1e-6)
+                    state["norms"].copy_(torch.stack([p.norm(), direction.norm()]))
+                    p.sub_(direction * (p.norm() / (direction.norm() + 1e-6)), alpha=group["lr"])
+
+
+class Matrices(torch.nn.Module):
+    """Weights only, as Muon takes them; one is much larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [teacher.INPUTS, 40, 7, 9, teacher.OUTPUTS]
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+WHOLE = {"muon": partial(torch.optim.Muon, lr=1e-2), "adafactor": partial(torch.optim.Adafactor, lr=1e-2), "lamb": Lamb}
+
+
+def of_matrices(world, name: str, zero: Stage, directory: Path, steps: int) -> tuple:
+    """Trains on from what is in `directory`, if there is something, and saves; losses, masters, whether a parameter was cut, elements of padding."""
+    torch.set_num_threads(1)
+    running = Engine(
+        Matrices, teacher.regression, WHOLE[name], plan_of(world, zero), global_batch=16, microbatch=4,
+        world=apart(world) if zero == "hosts" else world, clip=0.5,
+    )  # fmt: skip
+    if steps > 4:
+        running.load(directory)
+    losses = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=steps - running.step_index)]
+    running.save(directory)
+    masters = gathered(running, {key: value.detach() for key, value in running.optimizer.parameters.items()})
+    cut = any(slot.whole is not None for slot in running.optimizer.slots.values())
+    running.close()
+    return losses, masters, cut
+
+
+@pytest.mark.parametrize("name", list(WHOLE))
+@pytest.mark.parametrize(("size", "zero"), [(2, 1), (3, 2), (3, 3), (3, "hosts"), (4, "hybrid")])
+def test_optimizers_of_whole_matrices_get_whole_parameters(name, size, zero, tmp_path):
+    """Trained on with another number of owners, too: their state is that of the parameters."""
+    whole = [run_ranks(of_matrices, 1, name, 0, tmp_path / "whole", steps)[0] for steps in (4, 8)]
+    first = run_ranks(of_matrices, size, name, zero, tmp_path / "cut", 4)[0]
+    second = run_ranks(of_matrices, 5 - size if size < 4 else 3, name, 1, tmp_path / "cut", 8)[0]
+    assert not first[2] and not second[2]
+    assert first[0] + second[0] == pytest.approx(whole[0][0] + whole[1][0], rel=1e-3)
+    for key, value in whole[1][1].items():
+        torch.testing.assert_close(second[1][key], value, rtol=1e-2, atol=1e-3)
+
+
+class Together(torch.optim.SGD):
+    """Divides all gradients by the norm of all."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_all_parameters_is_refused():
+    with pytest.raises(UserError, match="Together updates parameters by what it sees of the others"):
+        simulate_world(2, partial(teacher.train, zero=1, optimizer=Together), "allreduce")

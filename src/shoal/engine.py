@@ -37,7 +37,7 @@ from shoal.lr import Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_model
 from shoal.objective import Objective
-from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options
+from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options, needs_whole_parameters
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
@@ -116,7 +116,7 @@ class Engine:
         gradients = shared if exchange.reduces_in_place else private
         allowed = budget(self.plan.memory, self.device)
         self.tier = None if allowed is None else Tier("plan.memory.device", allowed.device, self.device)
-        shards = self._shards()
+        shards = self._shards(optimizer, options)
         if self.plan.zero or self.tier is not None:
             check_sharding(exchange, self.plan.exchange, self.plan.zero, self.tier is not None)
         if self.precision.keep != "whole":
@@ -388,8 +388,8 @@ class Engine:
         again = [self._randomness.again] if self._keyed else []
         return Recompute(recomputable(self.module), self.plan.recompute, again)
 
-    def _shards(self) -> Shards | None:
-        """Among whom chunks are cut, and where they are at home."""
+    def _shards(self, optimizer: OptimizerFactory, options: list[dict[str, Any]]) -> Shards | None:
+        """Among whom chunks are cut, where they are at home, and whether the optimizer wants whole parameters."""
         within, copies = self.mesh.shards()
         if not self.plan.zero and self._group.size > 1:
             within, copies = [self.world.rank], self._group.ranks
@@ -399,7 +399,8 @@ class Engine:
         across = None if len(copies) == 1 else self.world.group("dp-across", copies)
         weights = self.world.group("dp-weights", within) if self.plan.zero == 3 or self.tier is not None else inside
         home = None if self.tier is None else Private(torch.device("cpu"), pinned=self.device.type == "cuda")
-        return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home)
+        whole = needs_whole_parameters(optimizer, options, self.precision.master)
+        return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home, whole)
 
     def _pass_weights(self) -> Passing | None:
         """Watches the weights that are whole only while they are used, if there are such."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shoal.chunks import Chunk, Slot
 from shoal.errors import UserError
-from shoal.fused import FlatOptimizer, refusal
+from shoal.fused import FlatOptimizer, coupled, refusal
+from shoal.fused.host_adam import HostAdam
 from shoal.fused.optimizer import OptimizerFactory
 
 GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any]]
@@ -38,6 +39,19 @@ def group_options(
             groups.append(options)
         member[name] = groups.index(options)
     return groups, member
+
+
+def needs_whole_parameters(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> bool:
+    """Whether the optimizer of `factory` may not update a parameter in parts, as it looks at whole matrices (Muon, Adafactor, LAMB). Raises UserError if
+    it looks at several parameters at once: then each replica must have all of them."""
+    groups = [{**each, "params": [nn.Parameter(torch.zeros(2, 2, dtype=dtype))]} for each in options]
+    if _is_fused(_make(factory, groups)) or refusal(factory, groups) is None:
+        return False
+    if (why := coupled(factory, groups)) is not None:
+        raise UserError(
+            f"plan.zero and plan.memory leave each parameter's update to one owner: {why}. Take plan.zero = 0 without plan.memory"
+        )
+    return True
 
 
 class ChunkOptimizer:
@@ -79,18 +93,24 @@ class ChunkOptimizer:
         ]
         self.members = [names for names in members if names]
         # With a stand-in for each group's parameters: every rank decides alike, also one that owns none of a group.
-        like = nn.Parameter(chunks[0].owned.master.new_zeros(()))
-        stand_ins = [{**group, "params": [like]} for group in groups]
+        stand_ins = (
+            [{**group, "params": [nn.Parameter(self._owned[0].master.new_zeros(2, 2))]} for group in groups]
+            if self._owned
+            else []
+        )
         self.torch = _make(factory, groups)
-        against = None if _is_fused(self.torch) else refusal(factory, stand_ins)
-        if against is not None and any(chunk.is_cut for chunk in chunks):
-            raise UserError(
-                f"plan.zero cuts parameters, which only an elementwise optimizer may update in parts: {against}, with plan.zero = 0"
-            )
-        if not _is_fused(self.torch) and against is None:
+        against = "" if not stand_ins or _is_fused(self.torch) else refusal(factory, stand_ins)
+        if against is None:
             self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
+        self._host = self._host_step()
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))
+
+    def _host_step(self) -> HostAdam | None:
+        """Our own kernel in place of torch's fused one, where it does the same."""
+        if not _is_fused(self.torch) or not HostAdam.takes(self.torch, self._owned):
+            return None
+        return HostAdam(self.torch, self._owned, self._parameters)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -109,6 +129,7 @@ class ChunkOptimizer:
         self.slots = {slot.name: slot for chunk in chunks for slot in chunk.owned.slots}
         if isinstance(self.torch, FlatOptimizer):
             self.torch.follow(self._owned)
+        self._host = self._host_step()
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Updates with gradients times `factor` (0-dim), then publishes the masters.
@@ -116,6 +137,12 @@ class ChunkOptimizer:
         `untouched` parameters are left alone, as torch leaves those whose gradient is None. `skip` (0-dim float, on the device)
         not zero leaves everything alone without the host having to know; only fused optimizers take it.
         """
+        if self._host is not None:
+            if skip is None or not bool(skip):
+                self._host.step(float(factor), set(untouched))
+            for chunk in self._chunks:
+                chunk.publish(self.turn)
+            return
         if self._scales:
             self.torch.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
             self.torch.found_inf = skip  # type: ignore[attr-defined]
@@ -173,4 +200,5 @@ def _make(factory: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.opti
 
 
 def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
+    """Whether it runs torch's fused kernel; a subclass may do anything beside."""
+    return type(optimizer).__module__.startswith("torch.optim.") and all(group.get("fused") for group in optimizer.param_groups)

@@ -47,7 +47,7 @@ class Shards:
 
     `group` talks about weights, `inside` about gradients: two groups of the same ranks, since at stage 3 both go on at once. `across`: the ranks
     that keep the same stretch, of other groups, if there are such (hybrid sharding); None: there is one copy of it. `home`: what is kept is on the
-    host, and comes to `device` while it is used, also where there is a single rank.
+    host, and comes to `device` while it is used, also where there is a single rank. `whole_parameters`: no cut goes through a parameter.
     """
 
     group: Group
@@ -56,6 +56,7 @@ class Shards:
     device: torch.device
     stage: int
     home: Private | None = None
+    whole_parameters: bool = False
 
     @property
     def keep_gradients(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,20 @@ def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int
     for key in list(open_chunks):
         close(key)
     return [(key, slots) for _, key, slots in sorted(done, key=lambda entry: entry[0])]
+
+
+def deal(slots: Sequence[Slot], ranks: int, itemsize: int) -> tuple[tuple[Slot, ...], int]:
+    """The same parameters laid out so that an even cut among `ranks` goes through none of them, and the size of it all: the largest first, each to the
+    rank that has least so far."""
+    lengths = [0] * ranks
+    dealt: list[tuple[int, Slot]] = []
+    for slot in sorted(slots, key=lambda slot: -slot.numel):
+        rank = lengths.index(min(lengths))
+        dealt.append((rank, replace(slot, offset=lengths[rank])))
+        lengths[rank] += aligned(slot.numel, itemsize)
+    each = aligned(max(lengths), itemsize)
+    placed = (replace(slot, offset=rank * each + slot.offset) for rank, slot in dealt)
+    return tuple(sorted(placed, key=lambda slot: slot.offset)), ranks * each
 
 
 def departure(cut: Cut, order: Sequence[str]) -> float:

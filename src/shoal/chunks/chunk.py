@@ -90,16 +90,18 @@ class Chunk:
         sparse: bool = False,
         shards: Shards | None = None,
         keep: str = "whole",
+        size: int | None = None,
     ) -> None:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards
         self._keeper: Keeper | None = None
+        self.data_is_new = False  # an update has written the owned data as well as the master
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
             allocate = shards.home or allocate
             ranks = shards.group.size
-            self.size = ranks * aligned(-(-self.size // ranks), min(dtype.itemsize, grad_dtype.itemsize))
+            self.size = size or ranks * aligned(-(-self.size // ranks), min(dtype.itemsize, grad_dtype.itemsize))
             self.data, self._weights = shards.allocate(self.size, dtype)
         else:
             self.data = allocate(self.size, dtype)
@@ -218,12 +220,25 @@ class Chunk:
             self._keeper.open()
         return self._master
 
+    @property
+    def master_like(self) -> Tensor:
+        """The master for its dtype and place only: it may have no memory now."""
+        assert self._master is not None
+        return self._master
+
+    @property
+    def lower_halves(self) -> Tensor | None:
+        """Where masters rest split: the int16 that `data` lacks to the fp32 values."""
+        return self._keeper.lower_halves if self._keeper is not None else None
+
     def rest(self, turn: int = -1) -> None:
-        """Casts what is owned of the masters into the data, and gives back the memory of those that are kept in less between updates."""
+        """Casts what is owned of the masters into the data, unless an update has done that already, and gives back the memory of those that are kept in
+        less between updates."""
         owned = self.owned
+        done, owned.data_is_new = owned.data_is_new, False
         if owned._keeper is not None:
             owned._keeper.close(turn)
-        elif owned.master is not owned.data:
+        elif owned.master is not owned.data and not done:
             owned.data.copy_(owned.master)
 
     @classmethod

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from shoal.chunks.allocate import Allocator, Shards, Shared
-from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure
-from shoal.chunks.chunk import Chunk
+from shoal.chunks.assign import ChunkKey, Cut, Described, assign, deal, departure
+from shoal.chunks.chunk import Chunk, Slot
 from shoal.chunks.lender import Lender
 from shoal.chunks.tier import Tier
 from shoal.precision import Precision
@@ -51,22 +51,26 @@ class ChunkMaker:
 
     def make(self, cut: Cut) -> list[Chunk]:
         """Zeroed storage for `cut`; all ranks make it alike."""
-        return [
-            Chunk(
-                index,
-                slots,
-                key.dtype,
-                self._precision.master if key.dtype.is_floating_point else key.dtype,
-                self._precision.grad,
-                key.trainable,
-                self._allocate,
-                self._gradients,
-                bool(key.sparse),
-                self._shards if self._is_cut(key) else None,
-                self._precision.keep,
-            )
-            for index, (key, slots) in enumerate(cut)
-        ]
+        return [self._chunk(index, key, slots) for index, (key, slots) in enumerate(cut)]
+
+    def _chunk(self, index: int, key: ChunkKey, slots: tuple[Slot, ...]) -> Chunk:
+        shards, size = self._shards if self._is_cut(key) else None, None
+        if shards is not None and shards.whole_parameters:
+            slots, size = deal(slots, shards.group.size, min(key.dtype.itemsize, self._precision.grad.itemsize))
+        return Chunk(
+            index,
+            slots,
+            key.dtype,
+            self._precision.master if key.dtype.is_floating_point else key.dtype,
+            self._precision.grad,
+            key.trainable,
+            self._allocate,
+            self._gradients,
+            bool(key.sparse),
+            shards,
+            self._precision.keep,
+            size,
+        )
 
     def _is_cut(self, key: ChunkKey) -> bool:
         return self._shards is not None and not key.sparse and (key.trainable or self._shards.cut_frozen)

@@ -49,6 +49,11 @@ class Keeper:
         """Bytes kept while it is closed."""
         return 0 if self._rest is None else self._rest.nbytes
 
+    @property
+    def lower_halves(self) -> Tensor | None:
+        """What "split" keeps, while it is closed: whoever changes it changes the data too."""
+        return self._rest if self._how == "split" and not self.is_open else None
+
     @torch.no_grad()
     def open(self) -> None:
         """Makes the fp32 values."""

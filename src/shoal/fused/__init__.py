@@ -12,6 +12,6 @@ from shoal.fused.fuse import fuse
 from shoal.fused.optimizer import BLOCK, FlatOptimizer
 from shoal.fused.pieces import FlatChunk, Piece
 from shoal.fused.storage import flatten
-from shoal.fused.trial import refusal
+from shoal.fused.trial import coupled, refusal
 
-__all__ = ["BLOCK", "FlatChunk", "FlatOptimizer", "Piece", "flatten", "fuse", "refusal"]
+__all__ = ["BLOCK", "FlatChunk", "FlatOptimizer", "Piece", "coupled", "flatten", "fuse", "refusal"]

@@ -50,6 +50,28 @@ def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
     )
 
 
+def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the optimizer of `factory` cannot update each parameter by itself, or None if it can: three updates of two matrices must give the same bits as
+    of each alone."""
+    generator = torch.Generator().manual_seed(0)
+    dtype, options = groups[0]["params"][0].dtype, {key: value for key, value in groups[0].items() if key != "params"}
+    values = [torch.randn(4, 6, generator=generator).to(dtype) for _ in range(2)]
+    gradients = [[torch.randn(4, 6, generator=generator).to(dtype) for _ in values] for _ in range(3)]
+    together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizers = [factory([{**options, "params": together}]), *(factory([{**options, "params": [each]}]) for each in alone)]
+    name = type(optimizers[0]).__name__
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        return f"{name} {NOT_ELEMENTWISE[torch.optim.LBFGS]}"
+    for row in gradients:
+        for parameters in (together, alone):
+            for parameter, gradient in zip(parameters, row, strict=True):
+                parameter.grad = gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    same = all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    return None if same else f"{name} updates parameters by what it sees of the others, or draws random numbers"
+
+
 def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> bool:
     """Whether four updates over parameters and over flat storage give the same."""
     generator = torch.Generator().manual_seed(0)
