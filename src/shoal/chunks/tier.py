@@ -26,10 +26,9 @@ AUTO_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Budget:
-    """`device`, `host`: bytes of each tier, None for no limit."""
+    """`device`: bytes of that tier, None for no limit."""
 
     device: int | None = None
-    host: int | None = None
 
 
 def budget(option: Option | None, device: torch.device) -> Budget | None:
@@ -40,8 +39,8 @@ def budget(option: Option | None, device: torch.device) -> Budget | None:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
         return Budget(int(free * AUTO_SHARE) if free is not None else None)
     if not isinstance(option, Mapping):
-        raise UserError(f'plan.memory = {option!r}: give "auto", or a table such as {{device = "12GiB", host = "64GiB"}}')
-    known = ["device", "host"]
+        raise UserError(f'plan.memory = {option!r}: give "auto", or a table such as {{device = "12GiB"}}')
+    known = ["device"]
     for key in option:
         if key not in known:
             raise UserError(f'plan.memory has no key "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')

@@ -6,6 +6,7 @@ python -m shoal.launch.rank -m module ARGS...
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import os
@@ -13,6 +14,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from shoal.launch.failure import failure_of, write_failure
 
@@ -30,7 +32,16 @@ def main() -> None:
     except Exception as error:
         failure = failure_of(error, int(os.environ["SHOAL_RANK"]))
         write_failure(failure, Path(os.environ["SHOAL_FAILURE_FILE"]))
-        sys.exit(failure.exit_code)
+        _leave(failure.exit_code)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process after a failure, its at-exit functions included, but not Python itself: a thread that is in native code then, waiting for a rank
+    that is gone, would abort the process."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_launcher(launcher: int) -> None:
