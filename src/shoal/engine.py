@@ -212,7 +212,7 @@ class Engine:
         self.ledger.step = batch.step
         result = self._runner.run(batch)
         self.step_index += 1
-        if self.recompute is not None and self.recompute.is_open:
+        if self.recompute is not None:
             self.recompute.decide(self._group.broadcast_object)
         if self._order_is_open:
             self._order_chunks()

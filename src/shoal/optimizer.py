@@ -92,16 +92,13 @@ class ChunkOptimizer:
             if names
         ]
         self.members = [names for names in members if names]
-        # With a stand-in for each group's parameters: every rank decides alike, also one that owns none of a group.
-        stand_ins = (
-            [{**group, "params": [nn.Parameter(self._owned[0].master.new_zeros(2, 2))]} for group in groups]
-            if self._owned
-            else []
-        )
         self.torch = _make(factory, groups)
-        against = "" if not stand_ins or _is_fused(self.torch) else refusal(factory, stand_ins)
-        if against is None:
-            self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
+        if self._owned and not _is_fused(self.torch):
+            # with a stand-in for each group's parameters: every owner decides alike, also one that has none of a group
+            like = self._owned[0].master
+            stand_ins = [{**group, "params": [nn.Parameter(like.new_zeros(2, 2))]} for group in groups]
+            if refusal(factory, stand_ins) is None:
+                self.torch = FlatOptimizer(factory, groups, self._owned, self.parameters)
         self._host = self._host_step()
         fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
         self._scales = fp32 and _is_fused(self.torch) and bool(getattr(self.torch, "_step_supports_amp_scaling", False))

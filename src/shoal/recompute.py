@@ -73,13 +73,8 @@ class Recompute:
         """The places of the blocks that are computed again."""
         return [place for place, block in enumerate(self._blocks) if block.flag]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `decide` has something to decide."""
-        return self._decide is not None
-
     def decide(self, agree: Callable[[list[int]], list[int]]) -> None:
-        """After a step: which blocks a budget takes. `agree` gives all ranks the first one's choice; they call alike."""
+        """After a step: which blocks a budget takes, once. `agree` gives all ranks the first one's choice; they call alike."""
         if self._decide is not None:
             self._decide()
             chosen, self._decide = agree(self.chosen), None

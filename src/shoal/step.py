@@ -368,7 +368,8 @@ class StepRunner:
         """Where chunks are cut, also the names that their other owners have found; in the order of the module."""
         if any(chunk.is_cut for chunk in self._algorithm.replica.chunks):
             names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
-        return [name for name in self._parameters if name in set(names)]
+        found = set(names)
+        return [name for name in self._parameters if name in found]
 
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all

@@ -177,9 +177,8 @@ class Chunk:
     def fill(self) -> None:
         """Gathers the data of a chunk that passes; all its ranks call it."""
         assert self.group is not None
-        if (
-            self.data.is_cpu and self.group.size > 1
-        ):  # a few microseconds beside the transfer; on GPUs the host would have to wait
+        alone = self.group.size == 1
+        if self.data.is_cpu and not alone:  # a few microseconds beside the transfer; on GPUs the host would have to wait
             asked = self.group.all_gather(
                 torch.empty(self.group.size), torch.tensor([float(self.index)]), purpose="which weights"
             )
@@ -189,12 +188,10 @@ class Chunk:
                     f"{self.index}). Where weights are gathered (plan.zero = 3 without shared memory) all ranks must run the same modules in the "
                     "same order; plan.zero = 2 does not ask for that"
                 )
-        if self.owned.data.device == self.data.device and self.group.size > 1:
-            self.group.all_gather(self.data, self.owned.data, purpose=f"weights {self.index}")
-            return
-        mine = self.data[self._own]
-        mine.copy_(self.owned.data, non_blocking=True)
-        if self.group.size > 1:
+        mine = self.owned.data
+        if alone or mine.device != self.data.device:
+            mine = self.data[self._own].copy_(mine, non_blocking=True)
+        if not alone:
             self.group.all_gather(self.data, mine, purpose=f"weights {self.index}")
 
     def let_go(self) -> None:

@@ -78,13 +78,11 @@ class Executor:
         if trace and (self._follows is None or self._follows[0] != trace):
             room = self._room(trace)
             needed = [sum(self._sizes[place] for place in blocks) for blocks in trace]
-            short = [(need - left, need) for need, left in zip(needed, room, strict=True) if need > left]
-            if short:
+            short = max(need - left for need, left in zip(needed, room, strict=True))
+            if short > 0:
                 assert self._tier is not None and self._tier.capacity is not None
                 capacity = self._tier.capacity
-                raise BudgetExceeded(
-                    capacity + max(short)[0], capacity, f"{self._tier.name} memory for weights in use and all else"
-                )
+                raise BudgetExceeded(capacity + short, capacity, f"{self._tier.name} memory for weights in use and all else")
             self._plans[self._key] = (trace, plan(trace, self._sizes, room, self._ahead))
 
     def forget(self) -> None:

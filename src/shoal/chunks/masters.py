@@ -63,7 +63,7 @@ class Keeper:
         self.is_open = True
         if self._how == "split":
             assert self._rest is not None
-            torch.add(self._data.view(torch.int16).int() << 16, self._rest, out=self._master.view(torch.int32))
+            join_halves(self._data, self._rest, out=self._master)
         else:
             self._master.copy_(self._data)
             if self._rest is not None:
@@ -74,12 +74,9 @@ class Keeper:
         """Rounds the fp32 values into the data and gives their memory back. `turn`: of which update, for what is drawn."""
         if not self.is_open:
             return
-        bits = self._master.view(torch.int32)
-        if self._how == "split":  # half up, in magnitude: the lower half then is within 16 bits
+        if self._how == "split":
             assert self._rest is not None
-            upper = (bits + 0x8000) >> 16
-            self._data.view(torch.int16).copy_(upper)
-            self._rest.copy_(bits - (upper << 16))
+            part_halves(self._data, self._rest, self._master)
         elif self._how == "kahan":
             assert self._rest is not None
             self._data.copy_(self._master)
@@ -90,6 +87,19 @@ class Keeper:
                 round_stochastically(self._data[stretch], self._master[stretch], name_key(f"{slot.name}@{turn}"), slot.start)
         self._master.untyped_storage().resize_(0)
         self.is_open = False
+
+
+def join_halves(upper: Tensor, lower: Tensor, out: Tensor) -> None:
+    """Makes `out` (fp32) of `upper` (bf16) and `lower` (int16), what it lacks; exactly what `part_halves` was given."""
+    torch.add(upper.view(torch.int16).int() << 16, lower, out=out.view(torch.int32))
+
+
+def part_halves(upper: Tensor, lower: Tensor, whole: Tensor) -> None:
+    """Splits `whole` (fp32) into `upper` (bf16), rounded half up in magnitude, so that `lower` (int16), what it lacks, is within 16 bits."""
+    bits = whole.view(torch.int32)
+    rounded = (bits + 0x8000) >> 16
+    upper.view(torch.int16).copy_(rounded)
+    lower.copy_(bits - (rounded << 16))
 
 
 def round_stochastically(data: Tensor, master: Tensor, key: int, start: int) -> None:

@@ -176,15 +176,15 @@ class Passing:
 
     def _ask(self, names: set[str]) -> None:
         """`names` are needed while what runs now goes on; in a second forward, until their gradients have come."""
-        places = {self._place[name] for name in names}
-        if torch._C._current_graph_task_id() != -1:
-            for name in names:
-                self._until_gradients.setdefault(self._place[name], set()).add("" if name in self._frozen else name)
-        elif places <= set().union(*self._running) and places:
-            self._running[-1] |= places
+        if not names:
             return
-        if places:
-            self._running[-1] |= places
+        places = {self._place[name] for name in names}
+        in_backward = torch._C._current_graph_task_id() != -1
+        for name in names if in_backward else ():
+            self._until_gradients.setdefault(self._place[name], set()).add("" if name in self._frozen else name)
+        are_held = places <= set().union(*self._running)
+        self._running[-1] |= places
+        if in_backward or not are_held:
             self._use(places)
 
     def _came(self, name: str, _: Tensor) -> None:

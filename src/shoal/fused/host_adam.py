@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.chunks import Chunk, Slot
+from shoal.chunks.masters import join_halves, part_halves
 from shoal.native import library
 
 MASTER_SPLIT, GRAD_BF16, DECOUPLED = 1, 2, 4
@@ -139,7 +140,8 @@ def _in_torch(tensors: Sequence[Tensor | None], a: _Arguments, kind: int) -> Non
     p = master
     if kind & MASTER_SPLIT:
         assert weights is not None
-        p = ((weights.view(torch.int16).int() << 16) + master).view(torch.float32)
+        p = torch.empty_like(exp_avg)
+        join_halves(weights, master, out=p)
     g = grad.float() * a.grad_factor
     if not kind & DECOUPLED:
         g = g + p * a.weight_decay
@@ -149,9 +151,6 @@ def _in_torch(tensors: Sequence[Tensor | None], a: _Arguments, kind: int) -> Non
     p.mul_(keep).sub_(a.step_size * exp_avg / (exp_avg_sq.sqrt() / a.bias2_sqrt + a.eps))
     if kind & MASTER_SPLIT:
         assert weights is not None
-        bits = p.view(torch.int32)
-        upper = (bits + 0x8000) >> 16
-        weights.view(torch.int16).copy_(upper)
-        master.copy_(bits - (upper << 16))
+        part_halves(weights, master, p)
     elif weights is not None:
         weights.copy_(p)
