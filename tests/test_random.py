@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -155,6 +157,31 @@ def test_torch_is_itself_again_outside_and_in_evaluation():
         assert torch.equal(net(torch.ones(2, 3)), torch.ones(2, 4, 3))
     assert (F.dropout, F.scaled_dot_product_attention) == before
     assert isinstance(net.first, KeyedDropout) and net.train()(torch.ones(2, 3)).shape == (2, 4, 3)
+
+
+@pytest.mark.fast
+def test_threads_draw_each_for_themselves():
+    """The first that opened leaves first."""
+    before, both, first_left = F.dropout, threading.Barrier(2, timeout=10), threading.Event()
+
+    def run(seed: int, threads: bool = True) -> torch.Tensor:
+        randomness = Randomness(seed, CPU)
+        randomness.begin(0, [0, 1, 2])
+        with keyed_functional(randomness):
+            if threads:
+                both.wait()
+            drawn = F.dropout(torch.ones(3, 64), 0.5)
+            if threads:
+                both.wait()
+            if threads and seed == 2:
+                first_left.wait(10)
+        first_left.set()
+        return drawn
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, (1, 2))
+    assert F.dropout is before
+    assert torch.equal(first, run(1, False)) and torch.equal(second, run(2, False)) and not torch.equal(first, second)
 
 
 @pytest.mark.fast

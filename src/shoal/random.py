@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -129,7 +130,6 @@ class Randomness:
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
         self._forward_calls: dict[str, int] = {}
-        self.functions = _keyed_functions(self)  # made once: compiled blocks are compiled again for a new function
 
     def begin(self, step: int, ids: Sequence[int]) -> None:
         """Everything drawn until the next call belongs to the samples `ids` of `step`."""
@@ -253,45 +253,84 @@ _torch_dropout = F.dropout
 _torch_attention = F.scaled_dot_product_attention
 
 
+class _Open:
+    """Whose draws `F.dropout` makes, by thread; a thread that opened none, as those of backward on a GPU, makes those of the only one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_thread: dict[int, list[Randomness]] = {}
+
+    def enter(self, randomness: Randomness) -> None:
+        with self._lock:
+            if not self._by_thread:
+                F.dropout, F.scaled_dot_product_attention = _stand_ins
+            self._by_thread.setdefault(threading.get_ident(), []).append(randomness)
+
+    def leave(self) -> None:
+        with self._lock:
+            mine = self._by_thread[threading.get_ident()]
+            mine.pop()
+            if not mine:
+                del self._by_thread[threading.get_ident()]
+            if not self._by_thread:
+                F.dropout, F.scaled_dot_product_attention = _torch_dropout, _torch_attention
+
+    def here(self) -> Randomness | None:
+        """Whose draws this thread makes; None: torch's own."""
+        with self._lock:
+            mine = self._by_thread.get(threading.get_ident())
+            if mine:
+                return mine[-1]
+            return next(iter(self._by_thread.values()))[-1] if len(self._by_thread) == 1 else None
+
+
+_open = _Open()
+
+
 @contextmanager
 def keyed_functional(randomness: Randomness) -> Iterator[None]:
-    """While open, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own modules."""
-    before = F.dropout, F.scaled_dot_product_attention, randomness.active
-    F.dropout, F.scaled_dot_product_attention = randomness.functions
+    """While open in this thread, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own
+    modules."""
+    before = randomness.active
+    _open.enter(randomness)
     randomness.active = True
     try:
         yield
     finally:
-        F.dropout, F.scaled_dot_product_attention, randomness.active = before
+        randomness.active = before
+        _open.leave()
 
 
-def _keyed_functions(randomness: Randomness) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """What stands in for `F.dropout` and `F.scaled_dot_product_attention`, whose kernels draw inside: with dropout the attention is
-    computed explicitly."""
+@torch.compiler.disable
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Stands in for `F.dropout`."""
+    randomness = _open.here()
+    if randomness is None:
+        return _torch_dropout(input, p, training, inplace)
+    if not training or p == 0.0:
+        return input
+    dropped = randomness.drop(input, p, randomness.next_key())
+    return input.copy_(dropped) if inplace else dropped
 
-    @torch.compiler.disable
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        dropped = randomness.drop(input, p, randomness.next_key())
-        return input.copy_(dropped) if inplace else dropped
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **rest: Any,
-    ) -> Tensor:
-        if dropout_p == 0.0:
-            return _torch_attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
-        weights = attention_weights(query, key, attn_mask, is_causal, **rest)
-        groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
-        return dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **rest: Any,
+) -> Tensor:
+    """Stands in for `F.scaled_dot_product_attention`, whose kernels draw inside: with dropout the attention is computed explicitly."""
+    if dropout_p == 0.0:
+        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
+    weights = attention_weights(query, key, attn_mask, is_causal, **rest)
+    groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
+    return _dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)
 
-    return dropout, attention
+
+_stand_ins: tuple[Any, Any] = (_dropout, _attention)
 
 
 def attention_weights(

@@ -1,8 +1,8 @@
 """Whole worlds whose ranks are threads of one process: an engine trains in each of them as real ranks would, with the same bits.
 
-    losses = simulate_world(4, train)           # def train(world): engine = Engine(..., world=world, dropout="fused") ...
+    losses = simulate_world(4, train)           # def train(world): engine = Engine(..., world=world) ...
 
-Keyed dropout stands in for functions of torch while a step runs, for the whole process: such an engine takes dropout="fused".
+The threads draw from one generator of torch: dropout="fused" gives other draws in every run, keyed dropout (the default) the same ones.
 """
 
 from __future__ import annotations
