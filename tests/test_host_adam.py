@@ -63,7 +63,7 @@ def test_split_masters_are_updated_as_whole_ones(form):
     keeper = Keeper("split", weights, master, [])
     keeper.close(0)
     for step in (1, 2, 3):
-        adam_update(keeper._rest, g, m, v, step, decoupled=True, weights=weights, **OPTIONS)
+        adam_update(keeper.rest, g, m, v, step, decoupled=True, weights=weights, **OPTIONS)
         adam_update(p, g, m2, v2, step, decoupled=True, **OPTIONS)
     keeper.open()
     assert torch.equal(master, p) and torch.equal(m, m2) and torch.equal(v, v2)

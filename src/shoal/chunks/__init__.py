@@ -5,18 +5,25 @@ from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
 from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
+from shoal.chunks.later import Later
 from shoal.chunks.lender import Lender
 from shoal.chunks.make import ChunkMaker
+from shoal.chunks.pager import Pager
 from shoal.chunks.passing import Passing
-from shoal.chunks.tier import Tier, budget
+from shoal.chunks.places import move_to_device, on_device, on_disk
+from shoal.chunks.search import search
+from shoal.chunks.tier import Budget, Tier, budget
 from shoal.chunks.weakly import weakly
 
 __all__ = [
+    "Budget",
     "Chunk",
     "ChunkKey",
     "ChunkMaker",
     "Executor",
+    "Later",
     "Lender",
+    "Pager",
     "Passing",
     "Slot",
     "Tier",
@@ -24,6 +31,10 @@ __all__ = [
     "assign",
     "budget",
     "move",
+    "move_to_device",
+    "on_device",
+    "on_disk",
+    "search",
     "sum_of_squares",
     "value_of",
     "weakly",

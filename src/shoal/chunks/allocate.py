@@ -71,6 +71,12 @@ class Shards:
         """Which of how many copies of the whole state this rank has a stretch of."""
         return (0, 1) if self.across is None else (self.across.rank, self.across.size)
 
+    def weights_pass(self) -> bool:
+        """Whether what is allocated will be PASSING; ranks ask alike."""
+        if self.stage < 3 or self.device.type != "cpu" or self.home is not None:
+            return self.stage == 3
+        return self.group.allocate_common(0, torch.uint8) is None
+
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Weights]:
         """Storage for whole weights, and how it is kept; zeroed, or without memory if it is PASSING. Ranks allocate alike."""
         common = self.group.allocate_common(numel, dtype) if self.device.type == "cpu" and self.home is None else None

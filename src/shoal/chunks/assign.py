@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.chunks.chunk import Slot, aligned
+from shoal.chunks.chunk import Slot, aligned, evenly
 
 Described = tuple[str, torch.Size, "ChunkKey"]
 Cut = list[tuple["ChunkKey", tuple[Slot, ...]]]
@@ -66,6 +66,13 @@ def deal(slots: Sequence[Slot], ranks: int, itemsize: int) -> tuple[tuple[Slot, 
     each = aligned(max(lengths), itemsize)
     placed = (replace(slot, offset=rank * each + slot.offset) for rank, slot in dealt)
     return tuple(sorted(placed, key=lambda slot: slot.offset)), ranks * each
+
+
+def lay_out(slots: Sequence[Slot], ranks: int, itemsize: int, whole_parameters: bool) -> tuple[tuple[Slot, ...], int]:
+    """The slots of a chunk that is cut evenly among `ranks`, and its size in elements; `whole_parameters`: no cut goes through one."""
+    if whole_parameters:
+        return deal(slots, ranks, itemsize)
+    return tuple(slots), evenly(slots[-1].offset + slots[-1].numel, ranks, itemsize)
 
 
 def departure(cut: Cut, order: Sequence[str]) -> float:

@@ -18,7 +18,7 @@ not cut a rank owns all: `owned` is the chunk itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards, Weights
 from shoal.chunks.exact import DIGITS, exact_sum
 from shoal.chunks.masters import Keeper
+from shoal.chunks.page import Page
 from shoal.comm import Group
 from shoal.errors import UserError
 
@@ -95,13 +96,14 @@ class Chunk:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards
-        self._keeper: Keeper | None = None
+        self._keeper: Keeper | Page | None = None
+        self.before_fill: Callable[[Chunk], None] | None = None  # waits for an update that is under way
         self.data_is_new = False  # an update has written the owned data as well as the master
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
         if shards is not None:
             allocate = shards.home or allocate
             ranks = shards.group.size
-            self.size = size or ranks * aligned(-(-self.size // ranks), min(dtype.itemsize, grad_dtype.itemsize))
+            self.size = size or evenly(self.size, ranks, min(dtype.itemsize, grad_dtype.itemsize))
             self.data, self._weights = shards.allocate(self.size, dtype)
         else:
             self.data = allocate(self.size, dtype)
@@ -177,6 +179,7 @@ class Chunk:
     def fill(self) -> None:
         """Gathers the data of a chunk that passes; all its ranks call it."""
         assert self.group is not None
+        self.settle()
         alone = self.group.size == 1
         if self.data.is_cpu and not alone:  # a few microseconds beside the transfer; on GPUs the host would have to wait
             asked = self.group.all_gather(
@@ -194,9 +197,31 @@ class Chunk:
         if not alone:
             self.group.all_gather(self.data, mine, purpose=f"weights {self.index}")
 
+    def settle(self) -> None:
+        """Returns when no update of it is under way."""
+        if self.before_fill is not None:
+            self.before_fill(self)
+
     def let_go(self) -> None:
         """Frees the memory of the data of a chunk that passes; nobody may read it any more."""
         self.data.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def stay(self) -> None:
+        """From now on the weights of a chunk that passes, and what this rank owns of gradient and masters, are on the device."""
+        self.open()
+        self.fill()
+        self._weights = Weights.WHOLE
+        owned, data = self.owned, self.data[self._own]
+        if isinstance(owned._keeper, Keeper):
+            owned._master = owned._keeper.move(data)
+        elif owned.master_like is owned.data:
+            owned._master = data
+        else:
+            owned._master = owned.master_like.to(data.device)
+        owned.data = self._home = data
+        if owned.grad is not None:  # kernels of the device want the masters' dtype
+            owned.grad = owned.grad.to(data.device, owned.grad.dtype if data.is_cpu else owned.master_like.dtype)
 
     @property
     def borrows(self) -> bool:
@@ -224,6 +249,20 @@ class Chunk:
         return self._master
 
     @property
+    def keeps_masters(self) -> bool:
+        """Whether its masters lie in memory between updates, as they are."""
+        return self._keeper is None
+
+    @property
+    def rest_of_masters(self) -> Tensor | None:
+        """What is kept of masters beside the data, where that is less than all."""
+        return self._keeper.rest if isinstance(self._keeper, Keeper) else None
+
+    def kept_by(self, page: Page) -> None:
+        """Its masters come and go with `page` from now on."""
+        self._keeper = page
+
+    @property
     def lower_halves(self) -> Tensor | None:
         """Where masters rest split: the int16 that `data` lacks to the fp32 values."""
         return self._keeper.lower_halves if self._keeper is not None else None
@@ -234,7 +273,7 @@ class Chunk:
         owned = self.owned
         done, owned.data_is_new = owned.data_is_new, False
         if owned._keeper is not None:
-            owned._keeper.close(turn)
+            owned._keeper.close(turn, done)
         elif owned.master is not owned.data and not done:
             owned.data.copy_(owned.master)
 
@@ -303,6 +342,10 @@ class Chunk:
         """Casts the updated master into what the module sees; nothing to do where they are one. Of a chunk that is cut all ranks call it,
         and get each other's stretches, unless it passes. `turn`: of which step, where rounding draws."""
         self.rest(turn)
+        self.share()
+
+    def share(self) -> None:
+        """The second half of `publish`: of a chunk that is cut the ranks get each other's stretches, unless it passes."""
         if self.group is not None and self._weights is Weights.COMMON:
             self.group.barrier()
         elif self.group is not None and self._weights is Weights.WHOLE:
@@ -312,9 +355,15 @@ class Chunk:
         """The master of the whole chunk. Of one that is cut it is gathered, if need be, on the first rank, from all, which call it alike;
         the others get None then."""
         if self._master is not None or self.group is None:
-            return self.master
-        whole = self.owned.master.new_empty(self.size) if self.group.rank == 0 else None
-        return self.group.gather(whole, self.owned.master, purpose=f"masters {self.index}")
+            return self.master_to_read
+        mine = self.owned.master_to_read
+        whole = mine.new_empty(self.size) if self.group.rank == 0 else None
+        return self.group.gather(whole, mine, purpose=f"masters {self.index}")
+
+    @property
+    def master_to_read(self) -> Tensor:
+        """The master, which is not to be changed: if it is on a disk, as it lies there."""
+        return self._keeper.master if isinstance(self._keeper, Page) else self.master
 
 
 def aligned(numel: int, itemsize: int) -> int:
@@ -323,8 +372,17 @@ def aligned(numel: int, itemsize: int) -> int:
     return -(-numel // per_line) * per_line
 
 
+def evenly(numel: int, ranks: int, itemsize: int) -> int:
+    """`numel` rounded up so that it is cut into even, aligned stretches among `ranks`."""
+    return ranks * aligned(-(-numel // ranks), itemsize)
+
+
 def sum_of_squares(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
     """The exact sum (see exact) of the squares of the norms of `pieces`."""
     if not pieces:
         return torch.zeros(DIGITS, dtype=torch.float64, device=device)
-    return exact_sum(torch.stack(torch._foreach_norm(list(pieces))).double().square()).to(device)
+    if pieces[0].dtype == torch.bfloat16:  # whose norms would be rounded to it
+        norms = [torch.linalg.vector_norm(piece.float()) for piece in pieces]
+    else:
+        norms = list(torch._foreach_norm(list(pieces)))
+    return exact_sum(torch.stack(norms).double().square()).to(device)

@@ -8,11 +8,11 @@ recorded one goes on as the first did, and is recorded instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from typing import Protocol
 
-from shoal.chunks.movement import Tick, Trace, plan
+from shoal.chunks.movement import Planned, Tick, Trace, plan
 from shoal.chunks.tier import MOVING, Tier
 from shoal.comm import Lane
 from shoal.comm.lane import Ticket
@@ -20,13 +20,15 @@ from shoal.errors import BudgetExceeded
 
 
 class Movable(Protocol):
-    """A block: `open` makes room for it, on the caller's thread; `fill` brings its bytes, on the lane; `let_go` frees the room."""
+    """A block: `open` makes room for it, on the caller's thread; `fill` brings its bytes, on the lane; `let_go` frees the room. `settle` waits for what
+    `fill` waits for, where it comes from."""
 
     @property
     def nbytes_whole(self) -> int: ...
     def open(self) -> None: ...
     def fill(self) -> None: ...
     def let_go(self) -> None: ...
+    def settle(self) -> None: ...
 
 
 class State(Enum):
@@ -39,23 +41,33 @@ class Executor:
     """Moves `blocks`, known by their places, on `lane`, within what `tier` has left beside its other users.
 
     Without a tier, what is used together fits and one more: the one on its way. `bytes_in` counts what has come, `most` is the most that was there
-    at a time.
+    at a time. `agree`: gives the smallest of what all ranks have, elementwise, where they bring blocks together: then all of them must make the same moves,
+    whatever else each has in its tier. `spare`: what the tier would have left at any moment of the last recorded pass if all blocks were there.
     """
 
-    def __init__(self, blocks: Sequence[Movable], lane: Lane, tier: Tier | None = None, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Movable],
+        lane: Lane,
+        tier: Tier | None = None,
+        ahead: int = 1,
+        agree: Callable[[list[int]], list[int]] | None = None,
+    ) -> None:
+        self._agree = agree
         self._blocks, self._lane, self._tier, self._ahead = blocks, lane, tier, ahead
         self._sizes = [block.nbytes_whole for block in blocks]
         self._states = [State.ABSENT] * len(blocks)
         self._tickets: dict[int, Ticket] = {}
         self._used_at = [0] * len(blocks)
-        self._plans: dict[Hashable, tuple[Trace, tuple[Tick, ...]]] = {}
+        self._plans: dict[Hashable, Planned] = {}
         self._key: Hashable = None
-        self._follows: tuple[Trace, tuple[Tick, ...]] | None = None
+        self._follows: Planned | None = None
         self._trace: list[frozenset[int]] = []
         self._others: list[int] = []  # bytes that others have at most at each tick
         self._held = 0
         self.active = False
         self.bytes_in = self.most = 0
+        self.spare = 0
         if tier is not None:
             tier.relieve = self._relieve
 
@@ -75,15 +87,28 @@ class Executor:
             if state is State.COMING:
                 self._arrive(place)
         trace = self._all_goes()
-        if trace and (self._follows is None or self._follows[0] != trace):
+        if trace and (self._follows is None or self._follows.trace != trace):
+            self._follows = None
             room = self._room(trace)
+            room = self._agree(room) if self._agree is not None else room
             needed = [sum(self._sizes[place] for place in blocks) for blocks in trace]
             short = max(need - left for need, left in zip(needed, room, strict=True))
             if short > 0:
                 assert self._tier is not None and self._tier.capacity is not None
                 capacity = self._tier.capacity
                 raise BudgetExceeded(capacity + short, capacity, f"{self._tier.name} memory for weights in use and all else")
-            self._plans[self._key] = (trace, plan(trace, self._sizes, room, self._ahead))
+            self._plans[self._key] = Planned(trace, plan(trace, self._sizes, room, self._ahead), tuple(self._sizes), tuple(room))
+            self.spare = min(room) - sum(self._sizes)
+
+    @property
+    def followed(self) -> Planned | None:
+        """The plan of the pass that is under way, or of the last one; None if that went another way, or was the first of its kind."""
+        return self._follows
+
+    def forget_block(self, place: int) -> None:
+        """The block at `place` is always there, and nobody's to move; passes are recorded anew."""
+        self._sizes[place] = 0
+        self._plans.clear()
 
     def forget(self) -> None:
         """The pass was cut short by an error: all goes, nothing is learned."""
@@ -110,10 +135,10 @@ class Executor:
         self._trace.append(blocks)
         if self._tier is not None:
             self._others.append(self._tier.most_others())
-        if self._follows is not None and not (tick < len(self._follows[0]) and self._follows[0][tick] == blocks):
+        if self._follows is not None and self._follows.trace[tick : tick + 1] != (blocks,):
             self._follows = None  # another pass than the one that was planned
         if self._follows is not None:
-            self._move(self._follows[1][tick])
+            self._move(self._follows.moves[tick], blocks)
         else:
             self._make_room(blocks)
         for place in sorted(blocks):
@@ -124,13 +149,20 @@ class Executor:
             if self._states[place] is State.COMING:
                 self._arrive(place)
 
-    def _move(self, moves: Tick) -> None:
+    def _move(self, moves: Tick, blocks: frozenset[int]) -> None:
+        """Makes `moves`, but what is not among `blocks` comes later if others have taken its room; where ranks move together none can wait alone."""
         for place in moves.release:
             if self._states[place] is State.HERE:
                 self._release(place)
         for place in moves.fetch:
-            if self._states[place] is State.ABSENT:
+            may_wait = place not in blocks and self._agree is None
+            if self._states[place] is State.ABSENT and not (may_wait and self._is_taken(place)):
                 self._fetch(place)
+
+    def _is_taken(self, place: int) -> bool:
+        """Whether the tier has no room for the block at `place`."""
+        tier = self._tier
+        return tier is not None and tier.capacity is not None and tier.used + self._sizes[place] > tier.capacity
 
     def _make_room(self, blocks: frozenset[int]) -> None:
         """Lets go what was used longest ago until `blocks` fit."""
@@ -138,14 +170,17 @@ class Executor:
             room = self._room((blocks,))[0]
         elif self._tier.capacity is None:
             return
+        elif self._agree is not None:
+            room = 0
         else:
             room = self._tier.capacity - self._tier.others()
         missing = sum(self._sizes[place] for place in blocks if self._states[place] is State.ABSENT)
         self._let_go(self._held + missing - room, blocks)
 
     def _relieve(self, nbytes: int) -> None:
-        """The tier asks for that much."""
-        self._let_go(nbytes, self._trace[-1] if self._trace else frozenset())
+        """The tier asks for that much. Where ranks move together none can help itself."""
+        if self._agree is None:
+            self._let_go(nbytes, self._trace[-1] if self._trace else frozenset())
 
     def _let_go(self, nbytes: int, needed: frozenset[int]) -> None:
         """Frees that much, or all that there is but for what is `needed`; what was used longest ago first."""
@@ -178,7 +213,8 @@ class Executor:
         self._tickets[place] = self._lane.submit(block.fill, f"weights {place}")
 
     def _arrive(self, place: int) -> None:
-        self._tickets[place].wait()
+        self._blocks[place].settle()  # so that this wait and that for the transfer are told apart
+        self._tickets[place].wait("weights")
         self._states[place] = State.HERE
 
     def _release(self, place: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.chunks.allocate import Allocator, Shards, Shared
-from shoal.chunks.assign import ChunkKey, Cut, Described, assign, deal, departure
+from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure, lay_out
 from shoal.chunks.chunk import Chunk, Slot
 from shoal.chunks.lender import Lender
 from shoal.chunks.tier import Tier
@@ -36,17 +36,17 @@ class ChunkMaker:
         shards: Shards | None = None,
     ) -> None:
         self._precision, self._allocate, self._gradients, self._shards = precision, allocate, gradients, shards
-        self._parameters = _described(module, member, precision, group)
+        self.described = described(module, member, precision, group)
 
     @property
     def gradient_bytes(self) -> int:
         """Of all trainable parameters."""
-        return sum(shape.numel() for _, shape, key in self._parameters if key.trainable) * self._precision.grad.itemsize
+        return sum(shape.numel() for _, shape, key in self.described if key.trainable) * self._precision.grad.itemsize
 
     def cut(self, chunk_bytes: int, order: Sequence[str] = ()) -> Cut:
         """Chunks of about `chunk_bytes` of gradient. Parameters in `order`, the others, or all, as expected: last registered first."""
         place = {name: index for index, name in enumerate(order)}
-        ordered = sorted(self._parameters, key=lambda described: place.get(described[0], len(place)))
+        ordered = sorted(self.described, key=lambda each: place.get(each[0], len(place)))
         return assign(ordered, chunk_bytes, self._precision.grad.itemsize)
 
     def make(self, cut: Cut) -> list[Chunk]:
@@ -55,8 +55,9 @@ class ChunkMaker:
 
     def _chunk(self, index: int, key: ChunkKey, slots: tuple[Slot, ...]) -> Chunk:
         shards, size = self._shards if self._is_cut(key) else None, None
-        if shards is not None and shards.whole_parameters:
-            slots, size = deal(slots, shards.group.size, min(key.dtype.itemsize, self._precision.grad.itemsize))
+        if shards is not None:
+            itemsize = min(key.dtype.itemsize, self._precision.grad.itemsize)
+            slots, size = lay_out(slots, shards.group.size, itemsize, shards.whole_parameters)
         return Chunk(
             index,
             slots,
@@ -89,16 +90,17 @@ class ChunkMaker:
         return then if departure(then, order) < departure(now, order) - PAYS else None
 
 
-def _described(module: nn.Module, member: Mapping[str, int], precision: Precision, group: str) -> list[Described]:
+def described(module: nn.Module, member: Mapping[str, int], precision: Precision, group: str) -> list[Described]:
+    """The parameters of `module` as `assign` takes them, last registered first, which is about the order of their gradients."""
     owners = {
         f"{prefix}.{name}".lstrip("."): owner
         for prefix, owner in module.named_modules()
         for name, _ in owner.named_parameters(recurse=False)
     }
-    described = []
+    found = []
     for name, parameter in reversed(list(module.named_parameters())):
         dtype = precision.parameter_dtype(parameter.dtype, owners[name])
         rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
         key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
-        described.append((name, torch.Size(parameter.shape), key))
-    return described
+        found.append((name, torch.Size(parameter.shape), key))
+    return found

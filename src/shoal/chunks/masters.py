@@ -41,18 +41,28 @@ class Keeper:
     def __init__(self, how: str, data: Tensor, master: Tensor, slots: Sequence[Part]) -> None:
         self._how, self._data, self._master, self._slots = how, data, master, slots
         dtype = {"split": torch.int16, "kahan": torch.bfloat16}.get(how)
-        self._rest = None if dtype is None else torch.zeros(data.numel(), dtype=dtype, device=data.device)
+        self.rest = None if dtype is None else torch.zeros(data.numel(), dtype=dtype, device=data.device)
         self._nbytes, self.is_open = master.nbytes, True
 
     @property
     def nbytes(self) -> int:
         """Bytes kept while it is closed."""
-        return 0 if self._rest is None else self._rest.nbytes
+        return 0 if self.rest is None else self.rest.nbytes
 
     @property
     def lower_halves(self) -> Tensor | None:
         """What "split" keeps, while it is closed: whoever changes it changes the data too."""
-        return self._rest if self._how == "split" and not self.is_open else None
+        return self.rest if self._how == "split" and not self.is_open else None
+
+    def move(self, data: Tensor) -> Tensor:
+        """The same values of the data lie in `data` now, perhaps on another device, where the rest goes too; returns the master there."""
+        self._data = data
+        self.rest = self.rest.to(data.device) if self.rest is not None else None
+        if data.device != self._master.device:
+            assert not self.is_open
+            self._master = torch.empty(data.numel(), dtype=self._master.dtype, device=data.device)
+            self._master.untyped_storage().resize_(0)
+        return self._master
 
     @torch.no_grad()
     def open(self) -> None:
@@ -62,25 +72,30 @@ class Keeper:
         self._master.untyped_storage().resize_(self._nbytes)
         self.is_open = True
         if self._how == "split":
-            assert self._rest is not None
-            join_halves(self._data, self._rest, out=self._master)
+            assert self.rest is not None
+            join_halves(self._data, self.rest, out=self._master)
         else:
             self._master.copy_(self._data)
-            if self._rest is not None:
-                self._master.add_(self._rest)
+            if self.rest is not None:
+                self._master.add_(self.rest)
 
     @torch.no_grad()
-    def close(self, turn: int) -> None:
-        """Rounds the fp32 values into the data and gives their memory back. `turn`: of which update, for what is drawn."""
+    def close(self, turn: int, is_cast: bool = False) -> None:
+        """Rounds the fp32 values into the data, unless it `is_cast` to nearest already, and gives their memory back. `turn`: of which update, for what is
+        drawn."""
         if not self.is_open:
             return
         if self._how == "split":
-            assert self._rest is not None
-            part_halves(self._data, self._rest, self._master)
+            assert self.rest is not None
+            part_halves(self._data, self.rest, self._master)
         elif self._how == "kahan":
-            assert self._rest is not None
-            self._data.copy_(self._master)
-            self._rest.copy_(self._master - self._data)
+            assert self.rest is not None
+            if not is_cast:
+                self._data.copy_(self._master)
+            self.rest.copy_(self._master - self._data)
+            kept = self._master.copy_(self._data).add_(self.rest)  # what opening will make of it
+            self._data.copy_(kept)  # a rest of just half a step may count from the other side: saved and read, it would
+            self.rest.copy_(kept - self._data)
         else:
             for slot in self._slots:
                 stretch = slice(slot.offset, slot.offset + slot.numel)

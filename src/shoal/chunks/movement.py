@@ -26,6 +26,27 @@ class Tick:
     fetch: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """The `moves` for a `trace` of blocks of `sizes`, with at most `room[tick]` bytes there."""
+
+    trace: Trace
+    moves: tuple[Tick, ...]
+    sizes: tuple[int, ...]
+    room: tuple[int, ...]
+
+    def fetched(self) -> int:
+        """The bytes that it brings in."""
+        return fetched(self.moves, self.sizes)
+
+    def fetched_otherwise(self) -> dict[str, int]:
+        """The bytes that would come in by the rules that others follow."""
+        return {
+            "least recently used goes": fetched_by_recency(self.trace, self.sizes, self.room),
+            "each goes after its use": fetched_and_released(self.trace, self.sizes),
+        }
+
+
 @dataclass
 class _Stay:
     """A block is there from tick `start` to tick `stop`, both included."""
@@ -60,14 +81,10 @@ def fetched(moves: Sequence[Tick], sizes: Sequence[int]) -> int:
 def fetched_by_recency(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int]) -> int:
     """The bytes that would come in if the block went that was used longest ago (LRU), on demand."""
     room = [capacity] * len(trace) if isinstance(capacity, int) else list(capacity)
-    last: dict[int, int] = {}
+    uses = _uses(trace)
 
     def longest_ago(tick: int, block: int) -> float:
-        for seen in range(tick, -1, -1):
-            if block in trace[seen]:
-                last[block] = seen
-                break
-        return -last[block]
+        return -uses[block][bisect_right(uses[block], tick) - 1]
 
     return sum(sizes[stay.block] for stay in _stays(trace, sizes, room, longest_ago))
 
@@ -78,16 +95,22 @@ def fetched_and_released(trace: Trace, sizes: Sequence[int]) -> int:
 
 
 def _furthest(trace: Trace) -> Callable[[int, int], float]:
-    uses: dict[int, list[int]] = {}
-    for tick, blocks in enumerate(trace):
-        for block in blocks:
-            uses.setdefault(block, []).append(tick)
+    uses = _uses(trace)
 
     def next_use(tick: int, block: int) -> float:
         place = bisect_right(uses[block], tick)
         return uses[block][place] if place < len(uses[block]) else math.inf
 
     return next_use
+
+
+def _uses(trace: Trace) -> dict[int, list[int]]:
+    """The ticks at which each block is used."""
+    uses: dict[int, list[int]] = {}
+    for tick, blocks in enumerate(trace):
+        for block in blocks:
+            uses.setdefault(block, []).append(tick)
+    return uses
 
 
 def _stays(trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Callable[[int, int], float]) -> list[_Stay]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shoal.chunks.activations import Activations
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
+from shoal.chunks.saved import OnHost, Saved, check_unchanged
 from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
 from shoal.errors import UserError
@@ -41,6 +42,14 @@ class _Saved:
     offset: int
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What else autograd has saved, and its version then."""
+
+    tensor: Tensor
+    version: int
+
+
 class Passing:
     """Watches `module`, whose parameters are views of `chunks` among others, and asks `executor` for those in time.
 
@@ -54,11 +63,14 @@ class Passing:
         executor: Executor,
         together: Sequence[nn.Module],
         tier: Tier | None = None,
+        on_host: Callable[[Activations | None], OnHost] | None = None,
     ) -> None:
         self._chunks, self.executor = chunks, executor
         self._place = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
         self._storage = {chunk.data.untyped_storage()._cdata: place for place, chunk in enumerate(chunks)}
+        self._always = {p.untyped_storage()._cdata for name, p in module.named_parameters() if name not in self._place}
         self._activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
+        self.on_host = on_host(self._activations) if on_host is not None else None
         self._running: list[set[int]] = []  # what the loss and the modules whose forward is under way asked for, innermost last
         self._until_gradients: dict[int, set[str]] = {}
         self._node: Any = None
@@ -66,7 +78,7 @@ class Passing:
         self._all_there = 0
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._views = [(p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._place]
+        self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._place}
         self._needs: dict[nn.Module, set[str]] = {}
         self._show(False)
         closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
@@ -89,23 +101,44 @@ class Passing:
     def step(self, kind: Hashable) -> Iterator[None]:
         """Around a pass that is the same each time for the same `kind`: all microbatches of a step, or an evaluation."""
         if self._all_there:
+            if torch.is_grad_enabled():
+                raise UserError("a step inside engine.whole_weights(): it would not see what it updates. Train outside")
             yield
             return
-        self._show(True)
-        self._running.append(set())
-        self.executor.begin(kind)
+        self.begin(kind)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with self.watching():
                 yield
         except BaseException:
-            self._clear()
-            self.executor.forget()
+            self.abandon()
             raise
-        else:
+        self.end()
+
+    def begin(self, kind: Hashable) -> None:
+        """A pass begins, for those whose passes are no block of code: forwards `watching` and backwards, until `end` or `abandon`."""
+        if not self._all_there:
+            self._show(True)
+            self._running.append(set())
+            self.executor.begin(kind)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Around what makes a graph: autograd keeps of weights only where they lie."""
+        return nullcontext() if self._all_there else torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """The pass is over. Raises BudgetExceeded if it was the first of its kind and needs more than there is."""
+        try:
             self._clear()
-            self.executor.end()
+            if self.executor.active:
+                self.executor.end()
         finally:
-            self._show(False)
+            self._show(bool(self._all_there))
+
+    def abandon(self) -> None:
+        """The pass was cut short: nothing is learned from it."""
+        self._clear()
+        self.executor.forget()
+        self._show(bool(self._all_there))
 
     def backward_is_over(self) -> None:
         """Nothing is needed any more of what the loss function asked for, or of what this backward recomputed."""
@@ -113,6 +146,8 @@ class Passing:
             self._running[0].clear()
         self._until_gradients.clear()
         self._node, self._of_node = None, frozenset()
+        if self.on_host is not None:
+            self.on_host.begin()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -120,7 +155,7 @@ class Passing:
         if self.executor.active:
             raise UserError("all weights are asked for in the middle of a step: do it between steps")
         if not self._all_there:
-            for chunk in self._chunks:
+            for chunk in self._passing():
                 chunk.open()
                 chunk.fill()
             self._show(True)
@@ -131,8 +166,25 @@ class Passing:
             self._all_there -= 1
             if not self._all_there:
                 self._show(False)
-                for chunk in self._chunks:
+                for chunk in self._passing():
                     chunk.let_go()
+
+    def _passing(self) -> list[Chunk]:
+        return [chunk for chunk in self._chunks if chunk.passes]
+
+    def stays(self, chunk: Chunk) -> None:
+        """The weights of `chunk` are always there from now on."""
+        place = self._chunks.index(chunk)
+        storage = chunk.data.untyped_storage()._cdata
+        del self._storage[storage]
+        self._always.add(storage)
+        for slot in chunk.slots:
+            del self._place[slot.name]
+            parameter, view, _ = self._views.pop(slot.name)
+            parameter.data = view
+            for needs in self._needs.values():
+                needs.discard(slot.name)
+        self.executor.forget_block(place)
 
     def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """Makes contexts for a second forward of `module`, whose hooks do not run then."""
@@ -148,7 +200,7 @@ class Passing:
 
     def _show(self, views: bool) -> None:
         """Parameters are views of their chunks, or blank."""
-        for parameter, view, blank in self._views:
+        for parameter, view, blank in self._views.values():
             parameter.data = view if views else blank
 
     def __deepcopy__(self, _: Any) -> Passing:
@@ -188,7 +240,7 @@ class Passing:
             self._use(places)
 
     def _came(self, name: str, _: Tensor) -> None:
-        place = self._place[name]
+        place = self._place.get(name, -1)
         if (waits_for := self._until_gradients.get(place)) is not None:
             waits_for.discard(name)
             if not waits_for:
@@ -201,22 +253,38 @@ class Passing:
             )
         self.executor.use(frozenset(places).union(*self._running, self._until_gradients))
 
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | _Kept | _Saved | Saved:
         plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        place = self._storage.get(tensor.untyped_storage()._cdata) if plain else None
-        if place is None or tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.detach()  # itself it would keep its own graph alive
-            if self._activations is not None and plain:
-                self._activations.keep(tensor)
-            return tensor
+        storage = tensor.untyped_storage()._cdata if plain else 0
+        place = self._storage.get(storage)
+        lazy = plain and (tensor.is_conj() or tensor.is_neg())
+        if place is not None and lazy:
+            return tensor.detach().resolve_conj().resolve_neg()
+        if place is None:
+            kept = tensor.detach()  # itself it would keep its own graph alive
+            if not plain or storage in self._always:
+                return kept
+            here = not lazy and kept.device == self._chunks[0].data.device
+            if here and self.on_host is not None and (away := self.on_host.save(kept)):
+                return away
+            if self._activations is not None:
+                self._activations.keep(kept)
+            return _Kept(kept, kept._version)
         return _Saved(place, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def _unpack(self, saved: Tensor | _Kept | _Saved | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if isinstance(saved, _Kept):
+            check_unchanged(saved.tensor, saved.version)
+            return saved.tensor
         node = torch._C._current_autograd_node()  # what it unpacks one after the other it uses together
-        if node is None or node is not self._node:
+        first = node is None or node is not self._node
+        if first:
             self._node, self._of_node = node, frozenset()
+        if isinstance(saved, Saved):
+            assert self.on_host is not None
+            return self.on_host.restore(saved, self._chunks[0].data.device, first)
         self._of_node |= {saved.place}
         self._use(self._of_node)
         data = self._chunks[saved.place].data

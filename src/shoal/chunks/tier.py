@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shoal.comm.ledger import Ledger
 from shoal.errors import BudgetExceeded, UserError, did_you_mean
 from shoal.plan import Option
 
@@ -20,15 +22,32 @@ UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, let
 UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 MOVING = "weights in use"
 """The role of what an Executor moves."""
+UPDATES = ("auto", "at once", "deferred", "streamed")
+ALL_ELSE = "all else"
+"""On a GPU: what its allocator has given out beside what is counted, activations above all."""
 AUTO_SHARE = 0.9
 """Of the device's free memory, what "auto" takes."""
 
 
 @dataclass(frozen=True)
+class DiskBudget:
+    """A directory, and the bytes that a rank may take there; None: what there is."""
+
+    path: Path
+    size: int | None = None
+
+
+@dataclass(frozen=True)
 class Budget:
-    """`device`: bytes of that tier, None for no limit."""
+    """What a rank may use: bytes of `device` and of `host` (None: no limit), and a `disk` for what the host does not hold. `update`: when and where what is
+    at home on the host is updated, one of UPDATES. `chunk`: bytes of gradient of a chunk, None where Shoal chooses. `activations`: the share of what backward keeps that waits on the host."""
 
     device: int | None = None
+    host: int | None = None
+    disk: DiskBudget | None = None
+    update: str = "auto"
+    chunk: int | None = None
+    activations: float = 0.0
 
 
 def budget(option: Option | None, device: torch.device) -> Budget | None:
@@ -36,15 +55,49 @@ def budget(option: Option | None, device: torch.device) -> Budget | None:
     if option is None:
         return None
     if option == "auto":
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-        return Budget(int(free * AUTO_SHARE) if free is not None else None)
+        return Budget(_free(device))
     if not isinstance(option, Mapping):
         raise UserError(f'plan.memory = {option!r}: give "auto", or a table such as {{device = "12GiB"}}')
-    known = ["device"]
-    for key in option:
+    _check_keys(option, [each.name for each in fields(Budget)], "plan.memory")
+    on_device, host, update = option.get("device"), option.get("host"), option.get("update", "auto")
+    if update not in UPDATES:
+        raise UserError(f"plan.memory.update = {update!r}: give one of {', '.join(UPDATES)}")
+    return Budget(
+        _free(device) if on_device == "auto" else None if on_device is None else nbytes(on_device, "plan.memory.device"),
+        None if host is None else nbytes(host, "plan.memory.host"),
+        _disk(option["disk"]) if "disk" in option else None,
+        update,
+        None if option.get("chunk") is None else nbytes(option["chunk"], "plan.memory.chunk"),
+        _share(option.get("activations", 0.0)),
+    )
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UserError(
+            f"plan.memory.activations = {value!r}: give the share of what backward keeps that waits on the host, 0 to 1"
+        )
+    return float(value)
+
+
+def _free(device: torch.device) -> int | None:
+    return int(torch.cuda.mem_get_info(device)[0] * AUTO_SHARE) if device.type == "cuda" else None
+
+
+def _disk(option: Any) -> DiskBudget:
+    table = {"path": option} if isinstance(option, str) else option
+    if not isinstance(table, Mapping) or not isinstance(table.get("path"), str):
+        raise UserError(
+            f'plan.memory.disk = {option!r}: give a directory, or a table such as {{path = "/scratch", size = "1TB"}}'
+        )
+    _check_keys(table, ["path", "size"], "plan.memory.disk")
+    return DiskBudget(Path(table["path"]), nbytes(table["size"], "plan.memory.disk.size") if "size" in table else None)
+
+
+def _check_keys(table: Mapping[str, Any], known: list[str], what: str) -> None:
+    for key in table:
         if key not in known:
-            raise UserError(f'plan.memory has no key "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
-    return Budget(**{key: nbytes(value, f"plan.memory.{key}") for key, value in option.items()})
+            raise UserError(f'{what} has no key "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
 
 
 def nbytes(value: Any, what: str) -> int:
@@ -62,7 +115,7 @@ class Tier:
     """`capacity` bytes (None: no limit) of which `held[role]` are in use. `most`: by role, at a time; `most_in_all`: together.
 
     `relieve(bytes)` is asked to free that much before a tier overflows. `measures`: while it is set nothing is refused; `most_in_all` then says what would
-    have done.
+    have done. `ledger`: told of all that changes, while it records.
     """
 
     name: str
@@ -73,6 +126,7 @@ class Tier:
     held: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
     most_in_all: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
     _others: int = 0
 
     @property
@@ -100,11 +154,29 @@ class Tier:
             self.relieve(self.used + size - self.capacity)
         if self.capacity is not None and self.used + size > self.capacity and not self.measures:
             raise BudgetExceeded(self.used + size, self.capacity, f"{self.name} memory for {what or role}")
+        if self.ledger.recording:
+            self.look()  # before the memory is there, and counted
         self.held[role] = self.held.get(role, 0) + size
         self.most[role] = max(self.most.get(role, 0), self.held[role])
         self.most_in_all = max(self.most_in_all, self.used)
         self._others = max(self._others, self.used - self.held.get(MOVING, 0))
+        self.ledger.note(self.name, role, self.held[role])
 
     def give(self, role: str, size: int) -> None:
         """Gives `size` bytes back."""
         self.held[role] -= size
+        if self.ledger.recording:
+            self.ledger.note(self.name, role, self.held[role])
+            self.look()
+
+    def note(self, at: float) -> None:
+        """Notes all that is held now, as of the moment `at`, while the ledger records."""
+        for role, size in self.held.items():
+            self.ledger.note(self.name, role, size, at)
+        self.look(at)
+
+    def look(self, at: float | None = None) -> None:
+        """Notes, on a GPU, what else is there now."""
+        if self.device.type == "cuda":
+            rest = torch.cuda.memory_allocated(self.device) - self.used
+            self.ledger.note(self.name, ALL_ELSE, max(0, rest), at)

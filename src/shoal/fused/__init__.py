@@ -8,10 +8,11 @@ the parameters. On CUDA a piece is a whole chunk, for fewer kernels; on the CPU 
 of an update after the first find their operands there. Bagua's `fuse_optimizer` and Apex's flat optimizers are the forerunners.
 """
 
+from shoal.fused.chunkwise import ChunkwiseOptimizer
 from shoal.fused.fuse import fuse
 from shoal.fused.optimizer import BLOCK, FlatOptimizer
 from shoal.fused.pieces import FlatChunk, Piece
 from shoal.fused.storage import flatten
 from shoal.fused.trial import coupled, refusal
 
-__all__ = ["BLOCK", "FlatChunk", "FlatOptimizer", "Piece", "coupled", "flatten", "fuse", "refusal"]
+__all__ = ["BLOCK", "ChunkwiseOptimizer", "FlatChunk", "FlatOptimizer", "Piece", "coupled", "flatten", "fuse", "refusal"]

@@ -26,14 +26,16 @@ SHARE = 1 << 16
 
 
 class HostAdam:
-    """The step of `optimizer`, an Adam or AdamW over views of the masters of `chunks`, on the host, in the C kernel."""
+    """The step of `optimizer`, which has the state of an Adam, or AdamW if `decoupled`, over views of the masters of chunks, on the host, in the C kernel,
+    chunk by chunk."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, chunks: Sequence[Chunk], parameters: Mapping[str, nn.Parameter]) -> None:
-        self._optimizer, self._chunks, self._parameters = optimizer, chunks, parameters
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], decoupled: bool) -> None:
+        self._optimizer, self._parameters, self._decoupled = optimizer, parameters, decoupled
+        self._group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
 
     @staticmethod
     def takes(optimizer: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> bool:
-        """Whether the kernel does what `optimizer` would with fp32 masters and gradients on the host."""
+        """Whether the kernel does what `optimizer` would with fp32 masters, and gradients of fp32 or bf16, on the host."""
         plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
             group["amsgrad"]
             or group["maximize"]
@@ -42,34 +44,39 @@ class HostAdam:
             or isinstance(group["lr"], Tensor)
             for group in optimizer.param_groups
         )
-        tensors = (each for chunk in chunks for each in (chunk.master_like, chunk.gradient))
-        return plain and library() is not None and all(each.is_cpu and each.dtype == torch.float32 for each in tensors)
+        here = all(each.is_cpu for chunk in chunks for each in (chunk.master_like, chunk.gradient))
+        masters = all(chunk.master_like.dtype == torch.float32 for chunk in chunks)
+        gradients = all(chunk.gradient.dtype in (torch.float32, torch.bfloat16) for chunk in chunks)
+        return plain and library() is not None and here and masters and gradients
+
+    def begin(self) -> None:
+        """A step begins: with the options of now, whatever a schedule makes of them before its last chunk is updated."""
+        self._options = [dict(group) for group in self._optimizer.param_groups]
 
     @torch.no_grad()
-    def step(self, factor: float, left_out: Collection[str]) -> None:
-        """Updates with gradients times `factor`, but not the parameters `left_out`; what the module sees of bf16 is written in the same pass."""
-        groups = {
-            id(each): group for group in self._optimizer.param_groups for each in group["params"]
-        }  # reading a checkpoint replaces them
-        for chunk in self._chunks:
-            for slot in chunk.slots:
-                if slot.name not in left_out and slot.numel:
-                    self._update(chunk, slot, factor, groups[id(self._parameters[slot.name])])
-            chunk.data_is_new = chunk.master_like is not chunk.data and chunk.data.dtype == torch.bfloat16
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what a schedule looks for
+    def step(self, chunk: Chunk, factor: float, left_out: Collection[str]) -> None:
+        """Updates the owned `chunk` with gradients times `factor`, but not the parameters `left_out`; what the module sees of bf16 is written in the same
+        pass."""
+        if not chunk.slots:
+            return
+        group = self._options[self._group_of[id(self._parameters[chunk.slots[0].name])]]
+        for slot in chunk.slots:
+            if slot.name not in left_out and slot.numel:
+                self._update(chunk, slot, factor, group)
+        chunk.data_is_new = chunk.master_like is not chunk.data and chunk.data.dtype == torch.bfloat16
 
     def _update(self, chunk: Chunk, slot: Slot, factor: float, group: Mapping[str, Any]) -> None:
         state = self._optimizer.state[self._parameters[slot.name]]
         if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(slot.shape) for _ in range(2))
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(slot.shape, dtype=torch.float32) for _ in range(2))
         state["step"] += 1
         lower = chunk.lower_halves
         master = slot.view(chunk.master if lower is None else lower).view(-1)
         adam_update(
             master, slot.view(chunk.gradient).view(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), int(state["step"]),
             lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-            decoupled=type(self._optimizer) is torch.optim.AdamW, grad_factor=factor,
+            decoupled=self._decoupled, grad_factor=factor,
             weights=slot.view(chunk.data).view(-1) if chunk.data.dtype == torch.bfloat16 else None,
         )  # fmt: skip
 

@@ -38,7 +38,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         block: int | None = None,
     ) -> None:
         self._named, self._block = dict(parameters), block
-        self._per_element = _per_element_keys(factory, groups)  # the chunks add what appears later
+        self._per_element = per_element_keys(factory, groups)  # the chunks add what appears later
         self._group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         self._lay_out(chunks)
         self._inner = factory([{**group, "params": self._flats(index)} for index, group in enumerate(groups)])
@@ -145,14 +145,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _per_element_keys(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The state that holds one value an element, from two updates of three elements: no shape tells it of a single element."""
+def per_element_keys(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The state that holds one value an element, from two updates of six elements: no shape tells it of a single element."""
     keys: set[str] = set()
     for group in groups:
         if not group["params"]:  # another rank has them
             continue
         like = group["params"][0]
-        trial = nn.Parameter(torch.zeros(3, dtype=like.dtype, device=like.device))
+        trial = nn.Parameter(torch.zeros(2, 3, dtype=like.dtype, device=like.device))
         trial.grad = torch.zeros_like(trial)
         optimizer = factory([{**group, "params": [trial]}])
         for _ in range(2):

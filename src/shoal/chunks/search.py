@@ -1,0 +1,91 @@
+"""Which size of chunk wastes least memory, where weights are whole only while they are used. A pure function: all ranks choose alike.
+
+A chunk costs padding: slots begin on 64 bytes, the cut among ranks is even, whole parameters that are dealt to ranks leave them uneven. And the
+largest chunk sets what must be there at a time: the weights in use and those on their way, two gradients on loan. Small chunks cost the one, large
+ones the other, and none is smaller than the largest parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.chunks.assign import Described, assign, lay_out
+
+SMALLEST, LARGEST = 2**20, 2**28
+"""Bytes of gradient. Chunks smaller than SMALLEST, which cost more calls than they save memory, are taken only where a budget asks for them."""
+TINIEST = 2**12
+AT_A_TIME = 2
+"""Chunks in use: one that is computed with, one on its way."""
+SHARE = 0.5
+"""Of a device's budget, what weights in use and gradients on loan may take; the rest is for activations, which nobody knows yet."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Chunks of about `chunk_bytes` of gradient. Bytes: `weights` of all chunks, padding included; `padding` of weights that belong to no parameter;
+    `in_use`, of weights and gradients at a time, at most."""
+
+    chunk_bytes: int
+    chunks: int
+    weights: int
+    padding: int
+    in_use: int
+
+    @property
+    def waste(self) -> float:
+        """The part of the weights that is padding."""
+        return self.padding / max(1, self.weights)
+
+    @property
+    def cost(self) -> int:
+        """Bytes."""
+        return self.padding + self.in_use
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best of `candidates`, which are ordered by size."""
+
+    best: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+def search(
+    parameters: Sequence[Described], ranks: int, grad_itemsize: int, whole_parameters: bool = False, budget: int | None = None
+) -> Choice:
+    """The chunk size of least cost for `parameters` (see `assign`), cut among `ranks`; of equal ones the largest. Of `budget`, bytes of the device, what
+    is in use may take SHARE; where nothing does, the one that takes least is chosen."""
+    candidates = tuple(
+        candidate(parameters, ranks, grad_itemsize, whole_parameters, size) for size in sizes(parameters, grad_itemsize)
+    )
+    fit = [each for each in candidates if budget is None or each.in_use <= SHARE * budget]
+    usual = [each for each in fit if each.chunk_bytes >= SMALLEST]
+    if usual or fit:
+        return Choice(min(usual or fit, key=lambda each: (each.cost, -each.chunk_bytes)), candidates)
+    return Choice(min(candidates, key=lambda each: (each.in_use, each.cost, -each.chunk_bytes)), candidates)
+
+
+def sizes(parameters: Sequence[Described], grad_itemsize: int) -> list[int]:
+    """Powers of two and one and a half times them, from an eighth of the largest parameter, SMALLEST at most, until one chunk holds all, or LARGEST."""
+    elements = [shape.numel() for _, shape, _ in parameters]
+    low = min(SMALLEST, max(TINIEST, max(elements, default=0) * grad_itemsize // 8))
+    high = max(SMALLEST, sum(elements) * grad_itemsize)
+    grid = (base * half // 2 for base in (2**power for power in range(LARGEST.bit_length())) for half in (2, 3))
+    found = [size for size in grid if low <= size <= LARGEST]
+    return [size for place, size in enumerate(found) if place == 0 or found[place - 1] < high]
+
+
+def candidate(
+    parameters: Sequence[Described], ranks: int, grad_itemsize: int, whole_parameters: bool, chunk_bytes: int
+) -> Candidate:
+    """What chunks of about `chunk_bytes` of gradient cost."""
+    weights = padding = weight = gradient = 0
+    cut = assign(parameters, chunk_bytes, grad_itemsize)
+    for key, slots in cut:
+        _, size = lay_out(slots, ranks, min(key.dtype.itemsize, grad_itemsize), whole_parameters)
+        weights += size * key.dtype.itemsize
+        padding += (size - sum(slot.numel for slot in slots)) * key.dtype.itemsize
+        weight = max(weight, size * key.dtype.itemsize)
+        gradient = max(gradient, size * grad_itemsize * key.trainable)
+    return Candidate(chunk_bytes, len(cut), weights, padding, AT_A_TIME * (weight + gradient))
