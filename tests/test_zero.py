@@ -16,6 +16,7 @@ from shoal.exchange.named import ALGORITHMS
 from tests.exchange import teacher
 from tests.parity.cases import CASES, gathered
 from tests.parity.cases import engine as parity_engine
+from tests.parity.covering import in_turn, thinned
 from tests.pool import apart, run_ranks
 
 NADAM = partial(torch.optim.NAdam, lr=3e-3)  # not fused in torch: it runs over flat pieces
@@ -81,24 +82,24 @@ def test_two_ranks_compute_the_bits_of_two_replicas(precision, optimizer, stage)
         torch.testing.assert_close(ours, theirs, rtol=exact, atol=exact)
 
 
-@pytest.mark.parametrize("optimizer", [None, NADAM], ids=["adamw", "nadam"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((3, 1), (2, 0)),
-        ((2, 0), (3, 1)),
-        ((2, 1), (4, 2)),
-        ((1, 0), (2, 1)),
-        ((3, 2), (2, 2)),
-        ((3, "hosts"), (4, "hybrid")),
-        ((4, "hybrid"), (3, 1)),
-        ((2, 1), (2, "hosts")),
-    ],
-)
-def test_a_checkpoint_goes_on_under_another_cut(before, after, precision, optimizer, tmp_path):
+CHANGES = [
+    ((3, 1), (2, 0)),
+    ((2, 0), (3, 1)),
+    ((2, 1), (4, 2)),
+    ((1, 0), (2, 1)),
+    ((3, 2), (2, 2)),
+    ((3, "hosts"), (4, "hybrid")),
+    ((4, "hybrid"), (3, 1)),
+    ((2, 1), (2, "hosts")),
+]
+OPTIMIZERS = {"adamw": None, "nadam": NADAM}
+KINDS = list(itertools.product(("fp32", "bf16"), OPTIMIZERS))
+
+
+@pytest.mark.parametrize(("change", "kind"), thinned(list(itertools.product(CHANGES, KINDS)), in_turn(CHANGES, KINDS)))
+def test_a_checkpoint_goes_on_under_another_cut(change, kind, tmp_path):
     """Saved by as many ranks with that stage, read by others: the masters and state read are those of the checkpoint, bit by bit."""
-    (size, zero), (other_size, other_zero) = before, after
+    ((size, zero), (other_size, other_zero)), (precision, optimizer) = change, (kind[0], OPTIMIZERS[kind[1]])
     whole = run_ranks(train, size, zero, precision, optimizer, tmp_path)[0]
     half = run_ranks(read, other_size, other_zero, precision, optimizer, tmp_path)[0]
     back = run_ranks(read, 1, 0, precision, optimizer, tmp_path)[0]
@@ -367,10 +368,13 @@ def of_matrices(world, name: str, zero: Stage, directory: Path, steps: int) -> t
     return losses, masters, cut
 
 
-@pytest.mark.parametrize("name", list(WHOLE))
-@pytest.mark.parametrize(("size", "zero"), [(2, 1), (3, 2), (3, 3), (3, "hosts"), (4, "hybrid")])
-def test_optimizers_of_whole_matrices_get_whole_parameters(name, size, zero, tmp_path):
+CUTS = [(2, 1), (3, 2), (3, 3), (3, "hosts"), (4, "hybrid")]
+
+
+@pytest.mark.parametrize(("cut", "name"), thinned(list(itertools.product(CUTS, WHOLE)), in_turn(CUTS, list(WHOLE))))
+def test_optimizers_of_whole_matrices_get_whole_parameters(cut, name, tmp_path):
     """Trained on with another number of owners, too: their state is that of the parameters."""
+    size, zero = cut
     whole = [run_ranks(of_matrices, 1, name, 0, tmp_path / "whole", steps)[0] for steps in (4, 8)]
     first = run_ranks(of_matrices, size, name, zero, tmp_path / "cut", 4)[0]
     second = run_ranks(of_matrices, 5 - size if size < 4 else 3, name, 1, tmp_path / "cut", 8)[0]

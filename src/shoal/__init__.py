@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shoal import lr
     from shoal.data import open_text
+    from shoal.doors import initialize_engine
     from shoal.engine import Engine
     from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
     from shoal.evaluation import Evaluation
@@ -32,6 +33,7 @@ _HOME = {
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
     "decay_matrices_only": "shoal.optimizer",
+    "initialize_engine": "shoal.doors",
     "open_text": "shoal.data",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "as_ddp_hook",
     "as_fsdp2",
     "decay_matrices_only",
+    "initialize_engine",
     "lr",
     "open_text",
 ]

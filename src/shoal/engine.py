@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.chunks import ChunkMaker, Executor, Passing, Tier, adopt, budget, move
+from shoal.chunks import Budget, ChunkMaker, Executor, Later, Passing, Tier, adopt, move, search, weakly
 from shoal.chunks.allocate import Private, Shards, Shared
+from shoal.chunks.saved import OnHost
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
@@ -29,15 +31,23 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_masters, check_sharding
-from shoal.exchange.tuning import chunk_bytes, worth_measuring
+from shoal.exchange.sharding import check_clip_value, check_masters, check_sharding
+from shoal.exchange.tuning import chunk_bytes, given_chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
+from shoal.loop import Loop
 from shoal.lr import Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_model
 from shoal.objective import Objective
-from shoal.optimizer import ChunkOptimizer, GroupRule, OptimizerFactory, group_options, needs_whole_parameters
+from shoal.offload import Offload
+from shoal.optimizer import (
+    ChunkOptimizer,
+    GroupRule,
+    OptimizerFactory,
+    group_options,
+    needs_whole_parameters,
+)
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
@@ -54,7 +64,8 @@ class Engine:
     auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
     parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, and must
     be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16", "fp8",
-    or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient.
+    or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient; `clip_value`: largest
+    absolute value of each of its elements.
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
     parameter's group. `sync_bn`: BatchNorm statistics over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
     (torch's own kernels; depends on the plan). `world`: by default what the launcher's variables say.
@@ -74,6 +85,7 @@ class Engine:
         precision: str | Mapping[str, Any] = "fp32",
         seed: int = 0,
         clip: float | None = None,
+        clip_value: float | None = None,
         schedule: Schedule | None = None,
         param_groups: GroupRule | None = None,
         sync_bn: bool = False,
@@ -114,18 +126,24 @@ class Engine:
         options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        allowed = budget(self.plan.memory, self.device)
-        self.tier = None if allowed is None else Tier("plan.memory.device", allowed.device, self.device)
+        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self.ledger)
         shards = self._shards(optimizer, options)
-        if self.plan.zero or self.tier is not None:
-            check_sharding(exchange, self.plan.exchange, self.plan.zero, self.tier is not None)
+        if self.plan.zero or self.offload is not None:
+            check_sharding(exchange, self.plan.exchange, self.plan.zero, self.offload is not None)
         if self.precision.keep != "whole":
             check_masters(exchange, self.plan.exchange, self.precision.keep)
+        if clip_value is not None:
+            check_clip_value(exchange, self.plan.exchange, clip_value)
+        if self.offload is not None and clip_value is None:
+            once = global_batch <= self._microbatch
+            self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
         self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
-        measured = worth_measuring(exchange, self._maker.gradient_bytes, group.size)
+        sized = self._size_for_memory(shards)
+        measured = sized is None and worth_measuring(exchange, self._maker.gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
-        self.chunk_bytes = chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
+        self.chunk_bytes = sized or chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
         self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
+        self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self.passing = self._pass_weights()
@@ -136,7 +154,13 @@ class Engine:
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         if not trainable:
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
-        self.optimizer = ChunkOptimizer(optimizer, trainable, self.parameters, options, member)
+        offload = self.offload
+        chunkwise = offload is not None and offload.chunkwise
+        later = Later(self.ledger) if offload is not None and offload.update == "deferred" else None
+        self.optimizer = ChunkOptimizer(
+            optimizer, trainable, self.parameters, options, member, clip_value, self.pager, chunkwise, later
+        )
+        self.optimizer.settled = weakly(self._commit)
         self.scheduler = schedule(self.optimizer.torch) if schedule else None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise UserError(
@@ -145,8 +169,8 @@ class Engine:
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
-        lender = self._maker.lender(trainable, shared, self.tier)
-        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, lender))
+        self.lender = self._maker.lender(trainable, shared, self.tier)
+        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
@@ -168,6 +192,7 @@ class Engine:
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
+        self.run = ""
 
     def batches(
         self, dataset: Any, *, steps: int | None = None, epochs: int | None = None, cursor: Order | None = None
@@ -209,14 +234,39 @@ class Engine:
             raise UserError(
                 f"this batch is of step {batch.step}, the engine is at step {self.step_index}: take batches from engine.batches"
             )
-        self.ledger.step = batch.step
         result = self._runner.run(batch)
+        self._stepped()
+        return result
+
+    def rounds(self, batch: Batch) -> int:
+        """The most microbatches that a rank has of `batch`."""
+        return self._runner.cut(batch.ids)[2]
+
+    def loop(self, microbatches: int = 1) -> Loop:
+        """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank. UserError for more than its `global_batch` has, where
+        that has decided how gradients are kept."""
+        if microbatches > 1 and self.precision.grad == torch.bfloat16:
+            raise UserError(
+                f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the engine global_batch = "
+                f"{microbatches} x microbatch"
+            )
+        passing, group = self.passing, self._group
+        return Loop(
+            self.module, self._runner, self._randomness, passing, group, microbatches, lambda: self.step_index, self._stepped
+        )
+
+    def _stepped(self) -> None:
         self.step_index += 1
+        if self.offload is not None:
+            if not self._exchange.state():  # which would be lost
+                self.offload.note(self.module, lambda: {**self._place(), "run": self.run}, self.pager)
+            self.optimizer.end_of_step()
+            if self.passing is not None and self.offload.use_the_device(self.chunks, self.passing, self.optimizer):
+                self._runner.follow()
         if self.recompute is not None:
             self.recompute.decide(self._group.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
-        return result
 
     def _order_chunks(self) -> None:
         """Once, after the first step: cuts the chunks in the order in which gradients came, if they leave enough earlier so. Nothing that
@@ -269,13 +319,17 @@ class Engine:
         return Objective(self.module, self._loss, self._runner, batch, self._randomness if self._keyed else None, self._group)
 
     def save(self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None) -> None:
-        """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied. Raises CheckpointError
-        if this save (or, without waiting, the one before) failed; the last good checkpoint stays."""
+        """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied, unless a part of it lies on the disk of
+        `plan.memory`: then there is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed; the last
+        good checkpoint stays."""
         self._runner.settle()
+        self.optimizer.settle()
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
-        self._writers[path].save(self.step_index, self._pieces(), {**self._extra(), "user": dict(extra or {})}, wait)
+        copy = self.pager is None or self.pager.disk is None
+        extra = {**self._extra(), "user": dict(extra or {})}
+        self._writers[path].save(self.step_index, self._pieces(), extra, wait or not copy, copy)
 
     def _pieces(self) -> list[Piece]:
         """What this rank writes: its share of what all replicas have alike (or of their mean), and what only it has."""
@@ -292,6 +346,14 @@ class Engine:
 
     def _extra(self) -> dict[str, Any]:
         return {
+            "replicas": self._group.size if self._drifted() else None,
+            **self._place(),
+            **state.optimizer_extra(self.optimizer, self._group if self.plan.zero else None),
+        }
+
+    def _place(self) -> dict[str, Any]:
+        """Where the run is, but for tensors and the optimizer."""
+        return {
             "step": self.step_index,
             "seed": self.seed,
             "global_batch": self.global_batch,
@@ -299,11 +361,33 @@ class Engine:
             "plan": self.plan.to_dict(),
             "per_sample": self._runner.per_sample,
             "loss_scale": self.loss_scale.state() if self.loss_scale else None,
-            "replicas": self._group.size if self._drifted() else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
-            **state.optimizer_extra(self.optimizer, self._group if self.plan.zero else None),
         }
+
+    def _commit(self) -> None:
+        if self.offload is not None and self.pager is not None:
+            self.offload.commit(self.optimizer, self.pager)
+
+    def recover(self, after: int = -1) -> bool:
+        """Goes on from the last update that all ranks have on the disk of `plan.memory`, if there is one of this model and plan, of the run `engine.run`
+        (a name of any kind), of a step later than `after`; returns whether. All ranks call it alike, before the first step.
+
+        For a run that was killed: no update is lost. There is one where the optimizer's side of all chunks lies on the disk. Frozen parameters are what the
+        model was built with.
+        """
+        if self.pager is None or not self.pager.durable or self.step_index:
+            return False
+        generation = self.pager.generation - 1
+        if generation == 0:
+            return False
+        extra, tensors = self.pager.read(generation)
+        if extra["step"] <= after or extra["run"] != self.run:
+            return False
+        state.restore_small(self.module, self.optimizer, tensors, extra)
+        self.pager.recall(generation)
+        self._go_on(extra)
+        return True
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Reads a checkpoint written under any plan: one `step-...`, or the newest good one in `directory`. Returns its user `extra`."""
@@ -311,6 +395,9 @@ class Engine:
         if not path.name.startswith("step-"):
             path = self._newest(path)
         self._exchange.settle()
+        self.optimizer.settle()
+        if self.pager is not None:
+            self.pager.uncommit()
         rank, size = self._group.rank, self._group.size
         # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
         saved = read_manifest(path).extra
@@ -320,11 +407,16 @@ class Engine:
         if not state.restore_exchange(path, kept, rank, size) and rank == 0:
             warnings.warn(f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}: it starts anew", stacklevel=2)
         self._exchange.restored()
+        self._go_on(extra, path.name)
+        return extra["user"]
+
+    def _go_on(self, extra: Mapping[str, Any], what: str = "the disk's state") -> None:
+        """Takes over where a run was, from what `_place` said then."""
         for key, now in (("seed", self.seed), ("global_batch", self.global_batch)):
             if extra[key] != now:
                 warnings.warn(
-                    f"{path.name} was trained with {key} = {extra[key]}, now it is {now}: an epoch's samples will not come exactly once",
-                    stacklevel=2,
+                    f"{what} was trained with {key} = {extra[key]}, now it is {now}: an epoch's samples will not come exactly once",
+                    stacklevel=3,
                 )
         if self.scheduler is not None and extra["scheduler"] is not None:
             self.scheduler.load_state_dict(state.in_the_form_of(self.scheduler.state_dict(), extra["scheduler"]))
@@ -332,7 +424,6 @@ class Engine:
         if self.loss_scale is not None and extra.get("loss_scale") is not None:
             self.loss_scale.load(extra["loss_scale"])
         self.step_index = extra["step"]
-        return extra["user"]
 
     def _newest(self, directory: Path) -> Path:
         """The newest good checkpoint; the first rank looks, since it reads every byte. Damaged ones are named in a warning."""
@@ -352,9 +443,10 @@ class Engine:
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
+        self.optimizer.settle()
         with self._as_one():
             weights = {}
-            for chunk in self.chunks:
+            for chunk in self.chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
             if self._group.rank == 0:
@@ -367,12 +459,25 @@ class Engine:
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
         with ExitStack() as stack:  # all of it, whichever of them raises
+            if self.pager is not None:
+                stack.callback(self.pager.close)
+            stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
             stack.callback(self._weights_lane.close)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
                 stack.callback(writer.close)
+
+    @property
+    def tier(self) -> Tier | None:
+        """What is on the device of `plan.memory`."""
+        return None if self.offload is None else self.offload.tier
+
+    @property
+    def host(self) -> Tier | None:
+        """What `plan.memory` has at home on the host."""
+        return None if self.offload is None else self.offload.host
 
     def _among(self, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the data-parallel ranks, by their places."""
@@ -393,14 +498,24 @@ class Engine:
         within, copies = self.mesh.shards()
         if not self.plan.zero and self._group.size > 1:
             within, copies = [self.world.rank], self._group.ranks
-        if len(within) == 1 and self.tier is None:
+        if len(within) == 1 and self.offload is None:
             return None
         inside = self._group if len(copies) == 1 else self.world.group("dp-inside", within)
         across = None if len(copies) == 1 else self.world.group("dp-across", copies)
-        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 or self.tier is not None else inside
-        home = None if self.tier is None else Private(torch.device("cpu"), pinned=self.device.type == "cuda")
+        home = None if self.offload is None else self.offload.home
+        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 or home is not None else inside
         whole = needs_whole_parameters(optimizer, options, self.precision.master)
         return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home, whole)
+
+    def _size_for_memory(self, shards: Shards | None) -> int | None:
+        """Bytes of gradient of a chunk: what the plan fixes, else what suits weights that pass. None where the links decide."""
+        allowed = Budget() if self.offload is None else self.offload.allowed
+        given = given_chunk_bytes(self._exchange, allowed.chunk)
+        if given is not None or shards is None or not shards.weights_pass():
+            return given
+        itemsize, whole = self.precision.grad.itemsize, shards.whole_parameters
+        found = search(self._maker.described, shards.group.size, itemsize, whole, allowed.device).best.chunk_bytes
+        return int(self._group.broadcast_object(found))  # "auto" may see other memory on each GPU
 
     def _pass_weights(self) -> Passing | None:
         """Watches the weights that are whole only while they are used, if there are such."""
@@ -409,7 +524,12 @@ class Engine:
         if not passing:
             return None
         together = blocks(self.module) if self.plan.compile else []
-        return Passing(self.module, passing, Executor(passing, self._weights_lane, self.tier), together, self.tier)
+        agree = partial(_smallest, passing[0].group) if passing[0].group and passing[0].group.size > 1 else None
+        executor = Executor(passing, self._weights_lane, self.tier, agree=agree)
+        on_host = None
+        if self.offload is not None and self.offload.allowed.activations:
+            on_host = partial(OnHost, self.offload.allowed.activations, self._weights_lane, self.offload.host)
+        return Passing(self.module, passing, executor, together, self.tier, on_host)
 
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
@@ -422,6 +542,11 @@ class Engine:
                 else:
                     self._group.broadcast(chunk.master, purpose="weights")
                     chunk.publish()
+
+
+def _smallest(group: Group, numbers: list[int]) -> list[int]:
+    """Of each number the smallest that a rank of `group` has; all of them call it."""
+    return [min(each) for each in zip(*group.all_gather_object(numbers), strict=True)]
 
 
 def _copied(piece: Piece) -> Piece:

@@ -36,6 +36,12 @@ class CheckpointError(ShoalError):
     exit_code = 5
 
 
+class StorageError(ShoalError):
+    """The disk that plan.memory names cannot be used: full, taken, cut short, broken."""
+
+    exit_code = 6
+
+
 class BudgetExceeded(UserError):
     """A budget of memory is too small. `needed`: the smallest that would do, in bytes; `capacity`: what there is."""
 

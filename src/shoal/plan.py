@@ -47,6 +47,12 @@ class Plan:
                 raise UserError(f"plan.{axis} = {degree!r}: a degree is a whole number of at least 1")
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
+        if self.dp * self.cp % self.ep:
+            fits = [ranks for ranks in range(1, self.dp * self.cp + 1) if self.dp * self.cp % ranks == 0]
+            raise UserError(
+                f"plan.ep = {self.ep}: experts are spread over dp x cp = {self.dp} x {self.cp} = {self.dp * self.cp} ranks, so it is one of "
+                f"{fits}"
+            )
         self._check_shard()
         option_name(self.exchange, "exchange")
         option_name(self.recompute, "recompute")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -219,87 +219,100 @@ class StepRunner:
         return {key: value.to(self._device, non_blocking=True) for key, value in batch.load(ids).items()}
 
     def run(self, batch: Batch) -> StepResult:
-        """Forward, backward, exchange, clip, vote, apply. Raises TrainingError, with the weights of the step before, on NaN."""
+        """One step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
         started = time.perf_counter()
-        self.settle()
-        self._module.train()
-        holds = self._algorithm.holds(batch.step)
-        expected = 2.0 ** round(math.log2(max(1.0, self.per_sample * len(batch.ids))))
         mine, after, most = self.cut(batch.ids)
-        self._algorithm.begin(batch.step)
-        self._reducer.begin(batch.step, most, None if self._scale is None else self._scale.scale.reciprocal())
+        self.begin(batch.step, most, self.per_sample * len(batch.ids))
+        self._module.train()
         with nullcontext() if self._passing is None else self._passing.step(("train", most)):
-            totals = self._accumulate(batch, mine, expected, most - len(mine) if self._passing is not None else 0)
-        totals, squares, untouched = self._reduce(totals, len(mine), after, holds)
-        norm, factor = self._clip_factor(batch.step, totals[1], squares, expected, holds)
-        lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
-        samples = len(batch.ids)
-        if holds is Holds.ALONE or self._partners.size < self._group.size:
-            samples = sum(len(ids) for ids in mine) * (1 if holds is Holds.ALONE else self._partners.size)
-        share = samples / len(batch.ids)
-        scale = None if self._scale is None else self._scale.scale
-        result = StepResult(batch.step, batch.epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale)
-        with self._ledger.span("compute", "optimizer"), torch.no_grad():
-            self._vote_and_apply(result, factor, untouched, holds)
-            self._algorithm.end(batch.step)
+            self._accumulate(batch, mine, most - len(mine) if self._passing is not None else 0)
+        samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
+        if alone or self._partners.size < self._group.size:
+            samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size)
+        result = self.end(batch.epoch, after, samples / len(batch.ids))
         if self._device.type != "cuda":
             self.per_sample = max(1e-6, result.tokens / max(1, samples))
         result.seconds = time.perf_counter() - started
         return result
 
-    def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], expected: float, idle: int) -> Tensor:
-        """Backward of each microbatch, and of `idle` ones that count nothing, for the sake of what the forwards of all ranks do together;
-        returns (sum, count, auxiliary numerators ...) of this rank, fp64."""
+    def begin(self, step: int, most: int, expected: float) -> None:
+        """Opens `step`, in which a rank has at most `most` microbatches; `expected`: about the count of all of them. Raises what the step
+        before left unread on the device."""
+        self.settle()
+        self._ledger.step = self._step = step
+        self._ran, self._expected = 0, 2.0 ** round(math.log2(max(1.0, expected)))
+        self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
+        self._algorithm.begin(step)
+        self._reducer.begin(step, most, None if self._scale is None else self._scale.scale.reciprocal())
         self._statistics.begin()
         self._buffers.begin()
-        totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
+
+    def keyed(self) -> AbstractContextManager[None]:
+        """Around forward and backward: what is drawn there is keyed, if it is to be."""
+        return keyed_functional(self._randomness) if self._keyed else nullcontext()
+
+    def backward(self, sums: Sums, last: bool, counts: bool = True) -> None:
+        """Backward of one microbatch; in the step's `last` one what is complete is exchanged while it goes on. One that does not count
+        gives zeros."""
+        self._randomness.replay()
+        self._ran += counts
+        sums = sums if counts else sums.counting_nothing()
+        self._add(sums)
+        # turns this rank's sums so far into their means; in the last microbatch those of the whole step
+        own_mean = self._expected / self._totals[1].clamp(min=1e-300) if self._ran else torch.ones_like(self._totals[1])
+        objective = sums.total / self._expected
+        for value in sums.aux.values():
+            objective = objective + value * (sums.count / self._expected)
+        if self._scale is not None:
+            objective = objective * self._scale.scale.to(objective.dtype)
+        self._optimizer.settle()  # gradients are about to change
+        with self._ledger.span("compute", "backward"), self._reducer.backward(own_mean, last):
+            objective.backward()
+        if self._passing is not None:
+            self._passing.backward_is_over()
+
+    def end(self, epoch: int, after: int, share: float) -> StepResult:
+        """Reduce, ballot, clip, vote, apply. `after`: how many microbatches the partners that come after this rank have; `share`: see StepResult."""
+        step, holds = self._step, self._algorithm.holds(self._step)
+        totals, squares, untouched = self._reduce(self._totals, self._ran, after, holds)
+        norm, factor = self._clip_factor(step, totals[1], squares, self._expected, holds)
+        lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
+        scale = None if self._scale is None else self._scale.scale
+        result = StepResult(step, epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale)
+        with self._ledger.span("compute", "optimizer"), torch.no_grad():
+            self._vote_and_apply(result, factor, untouched, holds)
+            self._algorithm.end(step)
+        return result
+
+    def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], idle: int) -> None:
+        """Each microbatch, and `idle` ones that count nothing, for the sake of what the forwards of all ranks do together."""
         runs = [(ids, True) for ids in mine] + [(batch.ids[: self._microbatch], False)] * idle
         for index, (ids, counts) in enumerate(runs):
             with self._ledger.span("compute", "load"):
                 microbatch = self.load(batch, ids)
             self._randomness.begin(batch.step, ids)
             try:
-                with (
-                    keyed_functional(self._randomness) if self._keyed else nullcontext(),
-                    nullcontext() if counts else buffers_untouched(self._module),
-                ):
+                with self.keyed(), nullcontext() if counts else buffers_untouched(self._module):
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
-                    self._randomness.replay()
-                    sums = sums if counts else sums.counting_nothing()
-                    totals = self._add(totals, sums)
-                    own_mean = expected / totals[1].clamp(min=1e-300) if mine else torch.ones_like(totals[1])
-                    with self._ledger.span("compute", "backward"):
-                        self._backward(sums, expected, own_mean, last=index == len(runs) - 1)
+                    self.backward(sums, index == len(runs) - 1, counts)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
                 error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(runs)} on this rank: {shapes}")
                 raise
-        return totals
 
-    def _backward(self, sums: Sums, expected: float, own_mean: Tensor, last: bool) -> None:
-        """`own_mean` turns this rank's sums so far into their means; of the whole step in its `last` microbatch."""
-        objective = sums.total / expected
-        for value in sums.aux.values():
-            objective = objective + value * (sums.count / expected)
-        if self._scale is not None:
-            objective = objective * self._scale.scale.to(objective.dtype)
-        with self._reducer.backward(own_mean, last):
-            objective.backward()
-        if self._passing is not None:
-            self._passing.backward_is_over()
-
-    def _add(self, totals: Tensor, sums: Sums) -> Tensor:
+    def _add(self, sums: Sums) -> None:
+        """Adds to this rank's totals: (sum, count, auxiliary numerators ...), fp64."""
         names = tuple(sums.aux)
         if self._aux_names is None:
             self._aux_names = names
-            totals = torch.cat([totals, totals.new_zeros(len(names))])
+            self._totals = torch.cat([self._totals, self._totals.new_zeros(len(names))])
         elif names != self._aux_names:
             raise UserError(
                 f"loss returned the auxiliary losses {names}, before it was {self._aux_names}: return the same each time"
             )
         row = [sums.total.detach(), sums.count, *(value.detach() * sums.count for value in sums.aux.values())]
-        return totals + torch.stack([item.double() for item in row])
+        self._totals = self._totals + torch.stack([item.double() for item in row])
 
     def _reduce(self, totals: Tensor, run_here: int, after: int, holds: Holds) -> tuple[Tensor, Tensor, list[str]]:
         """The exchange ends, then one ballot carries the sums, the squared norms of the ranks' cuts, which parameters were touched,
@@ -412,10 +425,8 @@ class StepRunner:
             else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
         )
         # In the order in which gradients come: the first is nearest to the cause.
-        broken = self._of_all_owners(
-            [name for name, _ in self._optimizer.parameters.items() if not self._optimizer.grad(name).isfinite().all()]
-        )
-        weights = self._of_all_owners([name for name, value in self._optimizer.parameters.items() if not value.isfinite().all()])
+        broken = self._of_all_owners([name for name in self._optimizer.known if not self._optimizer.grad(name).isfinite().all()])
+        weights = self._of_all_owners([name for name, value in self._optimizer.masters().items() if not value.isfinite().all()])
         broken.reverse()
         where = (
             f"first parameter with a gradient that is not finite: {broken[0]} ({len(broken)} of {sum(map(len, self._optimizer.members))})"

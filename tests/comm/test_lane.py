@@ -60,9 +60,9 @@ def test_a_recording_ledger_gets_queue_and_wait():
     lane.wait()
     lane.close()
     spans = {(span.phase, span.name): span for span in ledger.take()}
-    assert set(spans) == {("queue", "first"), ("queue", "second"), ("wait", "lane")}
+    assert set(spans) == {("queue", "first"), ("queue", "second"), ("wait", "exchange")}
     assert spans["queue", "second"].seconds >= 0.1 > spans["queue", "first"].seconds
-    assert spans["wait", "lane"].seconds >= 0.05
+    assert spans["wait", "exchange"].seconds >= 0.05
     assert {span.lane for span in spans.values()} == {"queue", "wait"}  # not work: neither compute nor comm
 
 

@@ -25,15 +25,15 @@ def test_a_line_through_the_first_and_the_last_row():
 
 @pytest.mark.fast
 def test_a_slow_link_is_measured_with_few_bytes_and_found_slow():
-    """10 Mbit/s each way: the 256 KiB that an all-reduce of two ranks sends take 0.2 s, and no larger tensor is tried."""
+    """15 Mbit/s each way: the 256 KiB that an all-reduce of two ranks sends take 0.14 s, and no larger tensor is tried; 32 KiB take 0.018 s."""
 
     def one(group):
-        return measure(Group.of(Throttled(group.transports["cpu"], 10e6, 1e-3)), CPU)
+        return measure(Group.of(Throttled(group.transports["cpu"], 15e6, 1e-3)), CPU)
 
     started = time.monotonic()
     first, second = simulate(2, one)
     assert first == second and [nbytes for nbytes, _ in first.rows] == [2**10, 2**15, 2**18]
-    assert first.latency >= 1e-3 and 0.3e6 < first.bandwidth < 1.3e6
+    assert first.latency >= 1e-3 and 0.4e6 < first.bandwidth < 1.95e6
     assert time.monotonic() - started < 10
 
 

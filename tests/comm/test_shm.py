@@ -242,7 +242,7 @@ def open_and_close(world: World, times: int) -> list[tuple[int, int, int]]:
 
 
 def test_opening_and_closing_leaves_nothing():
-    for marks in run_ranks(open_and_close, 2, 1000):
+    for marks in run_ranks(open_and_close, 2, 300):
         assert len(set(marks)) == 1, f"first {marks[0]}, last {marks[-1]} (descriptors, mappings, threads)"
 
 

@@ -6,6 +6,7 @@ import copy
 import math
 from functools import cache
 from itertools import product
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from shoal.optimizer import decay_matrices_only
 from shoal.precision import cast_floating
 from shoal.step import call_loss, microbatches
 from tests.parity.cases import CASES, GLOBAL_BATCH, Trace, engine, train
-from tests.parity.covering import pairwise
+from tests.parity.covering import pairwise, thinned
 from tests.pool import apart, run_ranks
 
 STEPS = 20
@@ -30,7 +31,9 @@ PLANS: dict[str, dict] = {
         "zero": 3
     },  # each rank as if on a host of its own: weights are gathered and let go; elsewhere all see one memory
     "hybrid": {"zero": 2, "shard": 2},
-    "offload": {"memory": {}},  # how much the device may hold changes no bit: tests/test_memory.py
+    "offload": {"memory": {}},  # how much the device may hold changes no bit: tests/parity/test_budgets.py
+    "deferred": {"zero": 1, "memory": {"update": "deferred", "activations": 0.5}},
+    "disk": {"zero": 3, "memory": {"disk": "a directory"}},
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective", "zero": 1},
     "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},
@@ -45,6 +48,8 @@ def goes_together(case: str, size: int, precision: str, accumulation: int, plan:
         return False  # slow on a CPU, and alike: what differs is in tests/precision
     if plan == "hybrid" and size != 4:
         return False  # copies of two ranks each
+    if plan in ("deferred", "disk") and size != 2:
+        return False  # what differs is within a rank
     if plan.endswith("hosts") and case == "unused-frozen":
         return False  # which layers run depends on the samples: ranks would gather different weights
     return not (PLANS[plan].get("recompute") and case in ("lstm", "unused-frozen"))  # nothing repeats in these
@@ -62,11 +67,13 @@ WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 def run(world, case: str, precision: str, accumulation: int, plan: str = "replicated") -> Trace:
     if plan.endswith("hosts"):
         world = apart(world)
-    running = engine(case, precision, accumulation, world=world, plan=Plan(dp=world.size, **PLANS[plan]))
-    try:
-        return train(running, CASES[case].data(), STEPS)
-    finally:
-        running.close()
+    with TemporaryDirectory() as directory:
+        options = PLANS[plan] | ({"memory": {"disk": directory}} if plan == "disk" else {})
+        running = engine(case, precision, accumulation, world=world, plan=Plan(dp=world.size, **options))
+        try:
+            return train(running, CASES[case].data(), STEPS)
+        finally:
+            running.close()
 
 
 @cache
@@ -74,11 +81,7 @@ def one_process(case: str, precision: str, accumulation: int) -> Trace:
     return run_ranks(run, 1, case, precision, accumulation)[0]
 
 
-def rows() -> list:
-    return [pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in COVERING else [pytest.mark.matrix]) for row in ROWS]
-
-
-@pytest.mark.parametrize(("case", "size", "precision", "accumulation", "plan"), rows())
+@pytest.mark.parametrize(("case", "size", "precision", "accumulation", "plan"), thinned(ROWS, COVERING))
 def test_ranks_equal_one_process(case, size, precision, accumulation, plan):
     reference = one_process(case, precision, accumulation)
     traces = run_ranks(run, size, case, precision, accumulation, plan)

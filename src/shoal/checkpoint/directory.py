@@ -7,10 +7,11 @@ step-00000100.old    the earlier save of a step that is saved again, for the mom
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from pathlib import Path
+
+from shoal.chunks.disk import sync
 
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
 
@@ -76,12 +77,3 @@ def remove(path: Path) -> None:
     """Deletes a checkpoint so that a crash in the middle leaves a .tmp, not a damaged one under a good name."""
     path.rename(tmp_of(path))
     shutil.rmtree(tmp_of(path), ignore_errors=True)
-
-
-def sync(directory: Path) -> None:
-    """Waits until the directory's entries are on disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,7 @@ extra["optim"]             optimizer state that is not a tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,10 @@ def _named(
     stretches = [chunk.owned for chunk in chunks if chunk.is_cut and not chunk.copy_number]
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.owned.slots}
     copies = {slot.name for chunk in chunks if chunk.copy_number for slot in chunk.owned.slots}
-    own = [(f"model.{slot.name}", slot, slot.view(owned.master)) for owned in stretches for slot in owned.slots]
+    own = []
+    for owned in stretches:
+        flat = owned.master_to_read
+        own += [(f"model.{slot.name}", slot, slot.view(flat)) for slot in owned.slots]
     for (name, key), value in states.items():
         slot, title = optimizer.slots[name], f"optim.{name}.{key}"
         if name in copies:
@@ -100,7 +103,7 @@ def _whole(name: str, tensor: Tensor) -> Piece:
 
 
 def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
-    return [*_model(chunks), *((f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module))]
+    return [*_model(chunks), *buffers(module)]
 
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
@@ -124,7 +127,7 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None) -> dict[str
     ]
     plain = {
         name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
-        for name, parameter in optimizer.parameters.items()
+        for name, parameter in optimizer.known.items()
     }
     plain = {name: values for name, values in plain.items() if values}
     for theirs in owners.all_gather_object(plain) if owners is not None else ():
@@ -141,24 +144,74 @@ def restore(
     """
     saved = tensor_shapes(path)
     _check_shapes(path, saved, chunks)
+    pages = optimizer.pages if optimizer is not None else []
+    elsewhere = {slot.name for page in pages for slot in page.chunk.slots}
     wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if not chunk.is_cut])]
     for chunk in chunks:
-        if chunk.is_cut:
-            for slot in chunk.owned.slots:
-                wants += _wants_of(f"model.{slot.name}", slot, slot.view(chunk.owned.master))
-    states = _empty_states(saved, optimizer, own) if optimizer is not None else {}
-    for name, values in states.items():
-        assert optimizer is not None
-        for key, tensor in values.items():
-            slot, title = optimizer.slots[name], f"{own}optim.{name}.{key}"
-            wants += _wants_of(title, slot, tensor) if slot.whole is not None and tensor.dim() else [_want(title, tensor)]
+        if chunk.is_cut and not any(page.chunk is chunk.owned and page.has_master for page in pages):
+            wants += _masters_wanted(chunk.owned)
+    states: dict[str, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        states = _empty_states(saved, optimizer, own, optimizer.known.keys() - elsewhere)
+        wants += _states_wanted(optimizer, states, own)
     with torch.no_grad():
         extra = load(path, wants)
         for chunk in chunks:
             chunk.publish()
     if optimizer is not None:
         _put_back(optimizer, states, extra)
+    for page in pages:  # one after the other: there is no room for all of them
+        assert optimizer is not None
+        with torch.no_grad(), page.there():
+            names = {slot.name for slot in page.chunk.slots}
+            states = _empty_states(saved, optimizer, own, names)
+            load(path, _states_wanted(optimizer, states, own) + (_masters_wanted(page.chunk) if page.has_master else []))
+            for name in names:
+                optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
+            page.chunk.rest()
     return extra
+
+
+def _masters_wanted(owned: Chunk) -> list[Want]:
+    return [want for slot in owned.slots for want in _wants_of(f"model.{slot.name}", slot, slot.view(owned.master))]
+
+
+def _states_wanted(optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], own: str) -> list[Want]:
+    wants = []
+    for name, values in states.items():
+        for key, tensor in values.items():
+            slot, title = optimizer.slots[name], f"{own}optim.{name}.{key}"
+            wants += _wants_of(title, slot, tensor) if slot.whole is not None and tensor.dim() else [_want(title, tensor)]
+    return wants
+
+
+def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The persistent buffers by their names in a checkpoint."""
+    return [(f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module)]
+
+
+def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
+    """What of the optimizer's state no page holds: what a generation on the disk needs beside pages and buffers."""
+    paged = {(name, key) for page in optimizer.pages for name, keys in page.known().items() for key in keys}
+    return {
+        f"optim.{name}.{key}": value
+        for name, parameter in optimizer.known.items()
+        for key, value in optimizer.torch.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and (name, key) not in paged
+    }
+
+
+def restore_small(module: nn.Module, optimizer: ChunkOptimizer, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+    """Puts back `buffers` and `small_state` from `tensors`, and what of the optimizer `extra` says."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for title, tensor in tensors.items():
+        if title.startswith("optim."):
+            name, _, key = title.removeprefix("optim.").rpartition(".")
+            states.setdefault(name, {})[key] = tensor
+    _put_back(optimizer, states, extra)
+    with torch.no_grad():
+        for name, buffer in buffers(module):
+            buffer.copy_(tensors[name])
 
 
 def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk]) -> None:
@@ -226,10 +279,14 @@ def _canonical(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
 
 
-def _empty_states(saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, own: str) -> dict[str, dict[str, Tensor]]:
-    """Tensors to read the saved optimizer state into, by parameter and key."""
+def _empty_states(
+    saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, own: str, names: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
     states: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in optimizer.parameters.items():
+    for name, parameter in optimizer.known.items():
+        if name not in names:
+            continue
         prefix = f"{own}optim.{name}."
         for key, shape in saved.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
@@ -245,7 +302,7 @@ def _empty_states(saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimize
 def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]], extra: Mapping[str, Any]) -> None:
     """Hands the state to the optimizer through its own `load_state_dict`, which knows where each key belongs."""
     saved_options = {name: group["options"] for group in extra["groups"] for name in group["members"]}
-    names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
+    names = {id(parameter): name for name, parameter in optimizer.known.items()}
     current = optimizer.torch.state_dict()
     state: dict[int, dict[str, Any]] = {}
     described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, strict=True)

@@ -45,15 +45,17 @@ class Writer:
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
 
-    def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool) -> None:
+    def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool, copy: bool = True) -> None:
         """Saves the pieces of all ranks and `extra` (JSON; rank 0's is kept) as the checkpoint of `step`.
 
         Returns when the tensors may change again, or with `wait` when the checkpoint is complete on disk. Waits first for
-        the save before this one; when that failed, raises its error and saves nothing.
+        the save before this one; when that failed, raises its error and saves nothing. Without `copy`, with `wait` only, there is
+        no copy of the tensors in memory.
         """
+        assert copy or wait
         self.wait()
         extra = json.loads(json.dumps(extra))  # a copy, and a complaint here rather than in the thread
-        held = self._snapshot.take(pieces)
+        held = self._snapshot.take(pieces) if copy else [part for piece in pieces for part in cut(piece, BOX_BYTES)]
         job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
         self._saves += 1
         prefix = f"{self._prefix}/{self._saves}"

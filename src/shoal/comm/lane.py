@@ -15,9 +15,13 @@ import torch
 
 from shoal.comm.ledger import Ledger, Span
 
+EXCHANGE = "exchange"
+"""What is waited for at the end of a backward: the cause where nothing else is said."""
+
 
 class Ticket:
-    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises why it did not."""
+    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises why it did not; `cause` is what is
+    waited for."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -25,11 +29,11 @@ class Ticket:
         self.done = False
         self.error: BaseException | None = None
 
-    def wait(self) -> None:
+    def wait(self, cause: str = EXCHANGE) -> None:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         else:
-            self._lane.wait(self)
+            self._lane.wait(self, cause)
 
 
 class Lane:
@@ -37,11 +41,11 @@ class Lane:
 
     `wait` returns when all have run (on CUDA: makes the current stream wait) and raises the first error; what was submitted after
     a failed one is dropped. `close` ends the thread. While `ledger` records, it gets how long each piece of work lay in the queue, and
-    how long `wait` waited; on CUDA neither can be seen from the host.
+    how long `wait` waited for which cause; on CUDA neither can be seen from the host.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger | None = None) -> None:
-        self._ledger = ledger or Ledger()
+        self.ledger = ledger or Ledger()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, float, Ticket] | None] = queue.SimpleQueue()
         self._pending = 0
@@ -66,12 +70,12 @@ class Lane:
         self._queue.put((work, name, time.time(), ticket))
         return ticket
 
-    def wait(self, ticket: Ticket | None = None) -> None:
+    def wait(self, ticket: Ticket | None = None, cause: str = EXCHANGE) -> None:
         """Returns when the lane is empty, or `ticket` has run; raises the first error of the work, once."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             return
-        with self._ledger.span("wait", "lane", phase="wait"), self._done:
+        with self.ledger.stall(cause), self._done:
             self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)
             error = self._error if ticket is None else ticket.error
             if self._pending == 0:  # until then what is queued behind a failed one is dropped
@@ -96,10 +100,11 @@ class Lane:
             self._thread = None
 
     def _serve(self) -> None:
+        self.ledger.runs_aside()
         while (entry := self._queue.get()) is not None:
             work, name, submitted, ticket = entry
-            if self._ledger.recording:
-                self._ledger.add(Span(self._ledger.step, "queue", name, submitted, time.time() - submitted, 0, "queue"))
+            if self.ledger.recording:
+                self.ledger.add(Span(self.ledger.step, "queue", name, submitted, time.time() - submitted, 0, "queue"))
             error: BaseException | None = None
             if self._error is None:
                 try:

@@ -1,10 +1,10 @@
-"""The ledger of one rank: what was communicated, how much, when. Counts are always kept, spans only while `recording`."""
+"""The ledger of one rank: what was communicated, how much, when. Counts are always kept, spans and levels of memory only while `recording`."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,12 +13,16 @@ Phase = Literal["queue", "wait", "transfer", "encode", "decode", "compute"]
 """What a span's time went into: lying in a lane's queue, waiting for a lane, talking, encoding, decoding, or none of these."""
 
 
+SHORTEST_STALL = 1e-5
+"""Seconds: what is shorter is a look whether there is something to wait for."""
+
+
 @dataclass(frozen=True)
 class Span:
     """One piece of work on a lane; `start` in seconds since the epoch, `payload` in bytes of tensors.
 
     Lanes: "compute" is the trainer's thread, "comm" the communication. The spans of "queue" (one a piece of queued work, so they
-    overlap) and of "wait" (the trainer waits for the communication) are not work; they stand on lanes of their own.
+    overlap) and of "wait" (the trainer waits, for what its name says) are not work; they stand on lanes of their own.
     """
 
     step: int
@@ -28,6 +32,16 @@ class Span:
     seconds: float
     payload: int
     phase: Phase = "compute"
+
+
+class Level(NamedTuple):
+    """From `at` (seconds since the epoch) on `role` has `nbytes` of the memory `tier`."""
+
+    step: int
+    at: float
+    tier: str
+    role: str
+    nbytes: int
 
 
 class Flow(NamedTuple):
@@ -51,13 +65,19 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic by (group, operation, purpose), and spans of the recorded steps. Safe to use from the lane's thread."""
+    """Traffic by (group, operation, purpose), and spans and levels of the recorded steps. Safe to use from the lane's thread.
+
+    `watch` is called where a span begins and ends while recording: what changes without saying so can be looked at there.
+    """
 
     def __init__(self) -> None:
         self.recording = False
         self.step = 0
         self._booked: dict[tuple[str, str, str], list[int]] = {}  # calls, payload, wire by group, operation, whole purpose
         self._spans: list[Span] = []
+        self._levels: list[Level] = []
+        self._aside = threading.local()
+        self.watch: Callable[[], None] | None = None
         self._lock = threading.Lock()
 
     def count(self, group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
@@ -97,16 +117,45 @@ class Ledger:
         if not self.recording:
             yield
             return
+        if self.watch is not None:
+            self.watch()
         start, clock = time.time(), time.perf_counter()
         try:
             yield
         finally:
             self.add(Span(self.step, lane, name, start, time.perf_counter() - clock, payload, phase))
+            if self.watch is not None:
+                self.watch()
+
+    @contextmanager
+    def stall(self, cause: str) -> Iterator[None]:
+        """Around what may make the trainer's thread wait: a span of phase "wait" while recording, unless it is over at once."""
+        start, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - clock
+            if self.recording and seconds >= SHORTEST_STALL and not getattr(self._aside, "here", False):
+                self.add(Span(self.step, "wait", cause, start, seconds, 0, "wait"))
+
+    def runs_aside(self) -> None:
+        """Called by a thread that works beside the trainer: when it waits, training goes on."""
+        self._aside.here = True
 
     def add(self, span: Span) -> None:
         """Keeps a span that was timed elsewhere."""
         with self._lock:
             self._spans.append(span)
+
+    def note(self, tier: str, role: str, nbytes: int, at: float | None = None) -> None:
+        """While recording: keeps that `role` has `nbytes` of `tier` now."""
+        if self.recording:  # without the lock, since garbage collection may come here while this thread has it; append is atomic
+            self._levels.append(Level(self.step, time.time() if at is None else at, tier, role, nbytes))
+
+    def take_levels(self) -> list[Level]:
+        """The levels noted since the last call."""
+        levels, self._levels = self._levels, []
+        return levels
 
     def take(self) -> list[Span]:
         """The spans recorded since the last call, in order of their end."""

@@ -68,6 +68,8 @@ class Reducer:
         """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has.
         `unscale` (0-dim): what gradients are multiplied with before they are exchanged, where the loss is scaled."""
         self._unscale = unscale
+        if self._lender is not None:  # an error may have cut the step before short
+            self._lender.forget(self._lent.values())
         for chunk in self._chunks:
             if chunk.sparse:
                 clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
@@ -200,10 +202,17 @@ class Reducer:
         if self._unscale is not None:
             lent.gradient.mul_(self._unscale)
         self._algorithm.reduce(lent, self._own_mean)
-        if round_ == 0:
-            chunk.owned.gradient.copy_(lent.owned.gradient)
+        home, new, last = chunk.owned.gradient, lent.owned.gradient, round_ == self._rounds - 1
+        pieces = self._pieces[place]
+        if new.is_cuda and home.is_cpu:  # all in the order of the lane's stream; the host waits for none of it
+            if round_ > 0:
+                new.add_(home.to(new.device, non_blocking=True))
+            home.copy_(new, non_blocking=True)
+            pieces = lent.norm_pieces()
+        elif round_ == 0:
+            home.copy_(new)
         else:
-            chunk.owned.gradient.add_(lent.owned.gradient.to(chunk.owned.gradient.device))
-        self._lender.end(turn)
-        if round_ == self._rounds - 1:
-            self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)
+            home.add_(new)
+        if last:
+            self.squares[place] = sum_of_squares(pieces, chunk.data.device)
+        self._lender.end(turn, new.nbytes if chunk.passes else 0)

@@ -1,4 +1,4 @@
-"""Which algorithms go with chunks that are cut among the replicas (plan.zero), and with masters that are not kept as fp32."""
+"""Which algorithms go with chunks that are cut among the replicas (plan.zero), with masters that are not kept as fp32, with clipped elements."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
         raise UserError(
             f'plan.exchange = "{option_name(option, "exchange")}" exchanges fp32 weights, which precision master = "{keep}" does not keep'
         )
+
+
+def check_clip_value(chosen: Algorithm, option: Option, value: float) -> None:
+    """UserError for a `value` that clips everything away, and where `chosen` does the optimizer's work, which clips."""
+    if not value > 0:
+        raise UserError(f"clip_value = {value}: give a number above 0, or None for no clipping")
+    if type(chosen).update is not Algorithm.update:
+        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" updates by itself, without clip_value: use clip')

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from shoal.comm import Link
+from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm
 
 SMALLEST, LARGEST = 2**20, 2**26
@@ -19,6 +20,15 @@ OVERHEAD = 100e-6
 def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bool:
     """Whether there is anything to choose."""
     return ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
+
+
+def given_chunk_bytes(algorithm: Algorithm, of_memory: int | None) -> int | None:
+    """What the plan fixes, by `plan.memory.chunk` or by the exchange; UserError if both do."""
+    if of_memory is not None and algorithm.chunk_bytes is not None:
+        raise UserError(
+            f"plan.memory.chunk = {of_memory} and chunk_bytes = {algorithm.chunk_bytes} of plan.exchange both say how large a chunk is: give one"
+        )
+    return algorithm.chunk_bytes if of_memory is None else of_memory
 
 
 def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -26,6 +25,8 @@ _NUMBERS = struct.Struct("<QQ")
 
 def pack(sample: Any) -> bytes:
     """A dict of tensors, arrays, numbers, strings and None as bytes. Raises UserError for anything else, with its key."""
+    from safetensors.torch import save  # the engine runs where only torch is installed
+
     if not isinstance(sample, Mapping):
         raise UserError(
             f"a sample is a {type(sample).__name__}, not a dict: only dicts of tensors, arrays and numbers are cached"
@@ -51,7 +52,7 @@ def pack(sample: Any) -> bytes:
                 "them after the cache"
             )
     try:
-        return safetensors.torch.save(tensors, {"kinds": json.dumps(kinds), "plain": json.dumps(plain)})
+        return save(tensors, {"kinds": json.dumps(kinds), "plain": json.dumps(plain)})
     except KeyError as error:
         raise UserError(f"a sample holds {error}, which safetensors do not have: convert it before the cache") from error
 
@@ -67,9 +68,11 @@ def _as_tensor(key: str, value: Any) -> Tensor:
 
 def unpack(payload: bytes) -> dict[str, Any]:
     """The sample that `pack` was given; tensors and arrays have memory of their own."""
+    from safetensors.torch import load
+
     (length,) = struct.unpack_from("<Q", payload)
     about = json.loads(payload[8 : 8 + length])["__metadata__"]
-    tensors, plain = safetensors.torch.load(payload), json.loads(about["plain"])
+    tensors, plain = load(payload), json.loads(about["plain"])
     return {key: _as_it_was(kind, tensors.get(key), plain.get(key)) for key, kind in json.loads(about["kinds"]).items()}
 
 

@@ -1,0 +1,68 @@
+"""All weights by name, whole on every rank, as `module.state_dict()` of one process has them; whatever the chunks are cut into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks import Chunk
+from shoal.errors import UserError
+
+
+@torch.no_grad()
+def whole_state(module: nn.Module, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
+    """Masters and buffers on the CPU, under the names of `module.state_dict()`. All ranks call it, between steps."""
+    masters: dict[str, Tensor] = {}
+    for chunk in chunks:
+        flat = chunk.owned.master_to_read
+        if chunk.is_cut and chunk.group is not None:
+            whole = flat.new_empty(chunk.size, device=chunk.data.device)
+            flat = chunk.group.all_gather(whole, flat.to(chunk.data.device), purpose=f"masters {chunk.index}")
+        masters.update({slot.name: slot.view(flat).to("cpu", copy=True) for slot in chunk.slots})
+    names = _first_names(module)
+    return {
+        name: masters[names[name]] if name in names else value.detach().to("cpu", copy=True)
+        for name, value in module.state_dict().items()
+    }
+
+
+@torch.no_grad()
+def put_whole(
+    module: nn.Module, chunks: Sequence[Chunk], state: Mapping[str, Tensor], strict: bool
+) -> tuple[list[str], list[str]]:
+    """Takes the weights and buffers in `state`, the same on every rank; all call it, between steps.
+
+    Returns the names that `state` lacks and those that `module` lacks. UserError, before anything is changed, for another shape and, if
+    `strict`, for such names.
+    """
+    there = module.state_dict()
+    missing, unexpected = [name for name in there if name not in state], [name for name in state if name not in there]
+    if strict and (missing or unexpected):
+        raise UserError(f"the state lacks {missing or 'nothing'}, and has {unexpected or 'nothing'} that the model does not know")
+    for name in there.keys() & state.keys():
+        if tuple(state[name].shape) != tuple(there[name].shape):
+            raise UserError(
+                f"{name} has shape {tuple(state[name].shape)} in the state, the model wants {tuple(there[name].shape)}"
+            )
+    names = _first_names(module)
+    values = {names[name]: state[name] for name in state if name in names}
+    for chunk in chunks:
+        owned = chunk.owned
+        if chunk.group is not None:
+            chunk.group.barrier()  # another rank may still read weights that all of them see
+        for slot in owned.slots:
+            if slot.name in values:
+                part = values[slot.name].flatten()[slot.start :][: slot.numel]
+                slot.view(owned.master).copy_(part.view(slot.shape))
+        chunk.publish()
+    for name in there.keys() & state.keys() - names.keys():
+        there[name].copy_(state[name])
+    return missing, unexpected
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """The name of each parameter's chunk slot: tied ones are known by their first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}
