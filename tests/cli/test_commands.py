@@ -25,7 +25,7 @@ def test_help_does_not_import_torch():
 def test_help_lists_the_commands(shoal):
     answer = shoal("--help")
     assert answer.code == 0
-    for command in ("train", "run", "demo", "doctor", "report", "ckpt"):
+    for command in ("train", "plan", "run", "demo", "doctor", "report", "ckpt"):
         assert command in answer.out
 
 
@@ -42,6 +42,10 @@ def test_help_lists_the_commands(shoal):
             ["train", "{job}", "--nproc", "1", "--set", "data.source=/nowhere.txt"],
             "no such file, directory or glob: /nowhere.txt",
         ),
+        (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
+        (["plan", "{job}"], "give --memory"),
+        (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
+        (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
         (["report", "/nowhere"], "is not the directory of a run"),
         (["ckpt", "ls", "/nowhere"], "no such directory: /nowhere"),

@@ -65,8 +65,8 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
     run_dir = tmp_path / "run"
-    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=20")
-    wait_for_step(process, run_dir, 45)
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=10")
+    wait_for_step(process, run_dir, 24)
     ranks = psutil.Process(process.pid).children()
     process.kill()
     _, left = psutil.wait_procs(ranks, timeout=10)
@@ -76,6 +76,24 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, t
     records = read_metrics(run_dir / "metrics.jsonl")
     assert [record.step for record in records.steps] == list(range(1, newest + 4))
     assert records.end is not None and records.attempts == 2
+
+
+def test_a_killed_run_with_its_state_on_a_disk_loses_no_update(start, shoal, job_file, tmp_path):
+    run_dir = tmp_path / "run"
+    memory = f'plan.memory={{disk = "{tmp_path / "disk"}"}}'
+    process = start(
+        "train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=10", "--set", memory
+    )
+    wait_for_step(process, run_dir, 12)
+    process.kill()
+    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+    seen = read_metrics(run_dir / "metrics.jsonl").steps[-1].step
+    newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
+    answer = shoal("train", job_file, "--nproc", 2, "--set", f"train.steps={seen + 3}", "--set", memory)
+    assert answer.code == 0, answer.err
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    again = steps[steps.index(seen) + 1] if steps[-1] != seen else seen + 1
+    assert newest < seen <= again, "from the last update on, not from the checkpoint"
 
 
 def test_a_rank_that_dies_ends_the_run_and_is_named(start, job_file, tmp_path):

@@ -41,6 +41,28 @@ def train(
 
 
 @app.command()
+def plan(
+    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    memory: Annotated[
+        bool, typer.Option("--memory", help="What a rank needs of memory, and the largest model that fits.")
+    ] = False,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set plan.zero=3.")
+    ] = None,
+    nproc: Nproc = None,
+    device: Annotated[str | None, typer.Option(help="As if each GPU had so much free, e.g. 80GiB.")] = None,
+    host: Annotated[str | None, typer.Option(help="As if each host had so much free, e.g. 512GiB.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
+) -> None:
+    """Says what a job will need before it runs; nothing is trained. Exit code 1 if it does not fit this machine."""
+    from shoal.cli.memory_table import ask, show
+
+    answer = ask(job, [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])], memory, device, host)
+    show(answer, as_json)
+    raise typer.Exit(int(answer.prediction.free < 0))
+
+
+@app.command()
 def run(
     script: Annotated[Path, typer.Argument(help="A Python script that uses shoal, or torch.distributed.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", metavar="[-- ARGS...]")] = None,

@@ -52,7 +52,15 @@ def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
     return job, origins
 
 
-def settle(job: Job, origins: Origins, world: World) -> Settled:
+@dataclass(frozen=True)
+class Sizes:
+    """As much of a world as a choice depends on."""
+
+    size: int
+    local_size: int
+
+
+def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     """Opens the data, tokenising it if nobody has, and builds the model's description. Raises UserError for what does not fit."""
     job, origins = spread(job, origins, world.size)
     if job.run.nproc is None:

@@ -20,6 +20,7 @@ from shoal.report.metrics import (
     EndRecord,
     EvalRecord,
     MetricsLog,
+    MovesRecord,
     Record,
     RunRecord,
     SampleRecord,
@@ -90,6 +91,9 @@ class Recorder:
         """Reads the steps that were put off."""
         while self._unread:
             self._read()
+
+    def moves(self, record: MovesRecord) -> None:
+        self._write(record)
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._message(f"step {step}: validation loss {evaluation.loss:.4f} ({units.duration(evaluation.seconds)})")

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal import checkpoint
+from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import Group
+from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.read import load_job, parse_job
@@ -34,6 +36,17 @@ def find(job: Job, origins: Origins, group: Group) -> tuple[Path | None, list[st
         raise found
     assert found is not None
     return found
+
+
+def go_on(job: Job, engine: Engine, found: Path | None) -> tuple[int, dict[str, Any]]:
+    """Brings `engine` to where the run was: the checkpoint `found`, or what lies on the disk of plan.memory where that is newer. Returns the step of the
+    checkpoint, 0 without one, and what the run had saved there."""
+    manifest = read_manifest(found) if found is not None else None
+    if job.run.resume == "auto" and engine.recover(after=manifest.step if manifest else 0):
+        return (manifest.step, manifest.extra["user"]) if manifest else (0, {})
+    if found is not None:
+        engine.load(found)
+    return engine.step_index, manifest.extra["user"] if manifest else {}
 
 
 def _look(job: Job, origins: Origins) -> tuple[Path | None, list[str]]:

@@ -17,14 +17,16 @@ DIRECTORY = "checkpoints"
 class Saver:
     """Saves `engine` into the run's directory of checkpoints. What the engine raises is the same on every rank, so all go on alike.
 
-    `elapsed()`: seconds of training so far, over all attempts; the next attempt reads it back.
+    `elapsed()`: seconds of training so far, over all attempts; the next attempt reads it back. `saved`: the step of the newest checkpoint.
     """
 
-    def __init__(self, engine: Engine, recorder: Recorder, run_dir: Path, keep: int, elapsed: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, recorder: Recorder, run_dir: Path, keep: int, elapsed: Callable[[], float], saved: int
+    ) -> None:
         self._engine, self._recorder, self._elapsed = engine, recorder, elapsed
         self._run_dir, self._keep = run_dir, keep
         self._under_way: tuple[int, float] | None = None
-        self._latest = engine.step_index  # a resumed step is on disk, and step 0 needs no checkpoint
+        self._latest = saved  # step 0 needs no checkpoint
 
     def save(self) -> None:
         """Begins a checkpoint of this moment. Whether the one before it came to its end is known, and recorded, here."""

@@ -1,12 +1,16 @@
-"""Records what every rank computed and sent in a few steps, early and in the middle of a run."""
+"""Records what every rank computed, sent and held in a few steps, early and in the middle of a run."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Literal, cast
 
+from shoal.comm.ledger import Level
 from shoal.engine import Engine
+from shoal.jobs.memory import tiers
 from shoal.jobs.record import Recorder
+from shoal.report.levels import RANKS, MemoryLog, MemoryTrace, memory_trace
 from shoal.report.timeline import Span, TimelineLog
 
 FIRST, COUNT = 2, 3  # the first steps pay for warm-up
@@ -19,18 +23,44 @@ class Recording:
         self._engine, self._run_dir = engine, run_dir
         middle = begin + (total - begin) // 2 if total is not None else begin + 100
         self._steps = {*range(begin + FIRST, begin + FIRST + COUNT), *range(middle, middle + COUNT)}
+        self._budgets: dict[str, int] = {}
 
     def before(self, step: int) -> None:
-        self._engine.ledger.recording = step in self._steps
+        ledger = self._engine.ledger
+        ledger.recording, ledger.watch = step in self._steps, None
+        if not ledger.recording:
+            return
+        ledger.step = step
+        now = tiers(self._engine)
+        self._budgets = {_name(tier.name): tier.capacity for tier in now if tier.capacity is not None}
+        at = time.time()
+        for tier in now:
+            tier.note(at)
+        if self._engine.device.type == "cuda":
+            ledger.watch = now[0].look
 
     def close(self, recorder: Recorder) -> None:
-        """Gathers the spans of all ranks, which all call it, and writes timeline.jsonl; where that fails, says so."""
+        """Gathers what all ranks recorded, who all call it, and writes timeline.jsonl and memory.jsonl; where that fails, says so."""
         self._engine.ledger.recording = False
         group = self._engine.world.everyone
-        spans = [
+        everyone = group.all_gather_object((self._spans(group.rank), self._traces(group.rank) if group.rank < RANKS else []))
+        if group.rank != 0:
+            return
+        try:
+            timeline, memory = TimelineLog(self._run_dir / "timeline.jsonl"), MemoryLog(self._run_dir / "memory.jsonl")
+            for spans, traces in everyone:
+                timeline.write(spans)
+                memory.write(traces)
+            timeline.close()
+            memory.close()
+        except OSError as error:
+            recorder.warning(f"the timeline cannot be written: {error}")
+
+    def _spans(self, rank: int) -> list[Span]:
+        return [
             Span(
                 step=span.step + 1,
-                rank=group.rank,
+                rank=rank,
                 lane=cast(Literal["compute", "comm", "wait", "queue"], span.lane),
                 name=span.name,
                 start=span.start,
@@ -40,13 +70,25 @@ class Recording:
             )
             for span in self._engine.ledger.take()
         ]
-        everyone = group.all_gather_object(spans)
-        if group.rank != 0:
-            return
-        try:
-            log = TimelineLog(self._run_dir / "timeline.jsonl")
-            for of_rank in everyone:
-                log.write(of_rank)
-            log.close()
-        except OSError as error:
-            recorder.warning(f"the timeline cannot be written: {error}")
+
+    def _traces(self, rank: int) -> list[MemoryTrace]:
+        engine, steps = self._engine, dict[int, list[Level]]()
+        for level in engine.ledger.take_levels():
+            steps.setdefault(level.step, []).append(level)
+        counts_all = engine.tier is not None or engine.device.type == "cuda"
+        traces = [
+            memory_trace(
+                step + 1,
+                rank,
+                [(level.at, _name(level.tier), level.role, level.nbytes) for level in levels],
+                self._budgets,
+                counts_all,
+            )
+            for step, levels in steps.items()
+        ]
+        return [trace for trace in traces if trace is not None]
+
+
+def _name(tier: str) -> str:
+    """ "plan.memory.device" -> "device"."""
+    return tier.rpartition(".")[2]

@@ -20,6 +20,7 @@ from shoal.jobs.choose import Settled, settle
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Spread, can_write, write_on
+from shoal.jobs.moves import Moves
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import DIRECTORY, Saver
 from shoal.jobs.stop import Stop
@@ -52,8 +53,9 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     engine = make_engine(settled.job, settled.model, settled.total, world)
     checkpoint, warnings = resume.find(settled.job, settled.origins, world.everyone)
     _make_directory(settled, world, engine)
-    user_state = engine.load(checkpoint) if checkpoint else {}
-    run = _Run(settled, engine, user_state.get("seconds", 0.0))
+    engine.run = str(Path(settled.job.run.dir).resolve())
+    saved, user_state = resume.go_on(settled.job, engine, checkpoint)
+    run = _Run(settled, engine, user_state.get("seconds", 0.0), saved)
     for warning in warnings:
         run.recorder.warning(warning)
     return run.to_its_end()
@@ -82,7 +84,7 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
 class _Run:
     """One attempt, from its first record to its report."""
 
-    def __init__(self, settled: Settled, engine: Engine, seconds_before: float) -> None:
+    def __init__(self, settled: Settled, engine: Engine, seconds_before: float, saved: int) -> None:
         job, world = settled.job, engine.world
         assert job.data.sequence is not None
         self.settled, self.job, self.engine = settled, job, engine
@@ -96,8 +98,9 @@ class _Run:
         self.recorder = Recorder(
             self.run_dir, job.run.trackers, active=self.first, device=engine.device, total=settled.total, flops_per_sample=cost
         )
-        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed)
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed, saved)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
+        self.moves = Moves(engine)
         self.recorder.start(self._about(peak_flops(engine)))
 
     def to_its_end(self) -> Outcome:
@@ -126,8 +129,11 @@ class _Run:
         stopped = None
         for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
             self.timeline.before(batch.step)
+            self.moves.before()
             result = engine.step(batch)
             self.recorder.step(result, len(batch.ids))
+            if self.first and (moves := self.moves.after(batch)) is not None:
+                self.recorder.moves(moves)
             step = engine.step_index
             stopped = self.stop.after_step()
             if stopped or step == total:

@@ -38,8 +38,11 @@ COLOURS = {
     "#000009": "var(--bar-3)",
     "#00000a": "var(--bar-comm)",
     "#00000b": "var(--paper)",
+    "#00000c": "var(--bar-wait)",
+    **{f"#0000{16 + i:02x}": f"var(--role-{i + 1})" for i in range(9)},
 }
-INK, MUTED, RULE, FIRST, FAINT, SECOND, *BARS, COMM, PAPER = COLOURS
+INK, MUTED, RULE, FIRST, FAINT, SECOND, BAR_1, BAR_2, BAR_3, COMM, PAPER, WAIT, *ROLES = COLOURS
+BARS = BAR_1, BAR_2, BAR_3
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 12.0,
@@ -74,7 +77,7 @@ def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Char
         _label_ends(axes, ends, "{:.3f}")
 
     label = f"Training loss from {train[1][0]:.3f} at step {steps[0].step} to {train[1][-1]:.3f} at step {steps[-1].step}"
-    return _chart("Loss", label, draw, height=300, wide=WIDE)
+    return draw_chart("Loss", label, draw, height=300, wide=WIDE)
 
 
 def step_chart(
@@ -94,14 +97,15 @@ def step_chart(
             axes.set_ylim(0, 1.12 * max(finite) or 1)
         _label_ends(axes, [(None, FIRST, curve)], show)
 
-    return _chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
+    return draw_chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
 
 
 def timeline_chart(spans: Sequence[Span]) -> Chart:
-    """One recorded step: a row for each rank and lane, a bar for each span, milliseconds from the first one."""
+    """One recorded step: a row for each rank and lane of work, and one for waits if there were any, a bar for each span, milliseconds from the first one."""
     ranks = sorted({span.rank for span in spans})[:MAX_RANKS]
     shown = sorted((span for span in spans if span.rank in ranks), key=lambda span: -span.seconds)[:MAX_SPANS]
-    rows = {(rank, lane): 2.35 * i + j for i, rank in enumerate(ranks) for j, lane in enumerate(LANES)}
+    lanes = [*LANES, "wait"] if any(span.lane == "wait" for span in spans) else LANES
+    rows = {(rank, lane): (len(lanes) + 0.35) * i + j for i, rank in enumerate(ranks) for j, lane in enumerate(lanes)}
     colour = bar_colours(spans)
     origin = min(span.start for span in spans)
     end = max(span.stop for span in spans)
@@ -110,7 +114,7 @@ def timeline_chart(spans: Sequence[Span]) -> Chart:
         for row, height in rows.items():
             bars = [span for span in shown if (span.rank, span.lane) == row]
             extents = [(1e3 * (span.start - origin), 1e3 * span.seconds) for span in bars]
-            faces = [colour[family(span.name)] for span in bars]
+            faces = [WAIT if span.lane == "wait" else colour[family(span.name)] for span in bars]
             axes.broken_barh(extents, (height - 0.4, 0.8), facecolors=faces, edgecolor=PAPER, linewidth=0.7)
         axes.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" if lane == "compute" else lane for rank, lane in rows])
         axes.set_ylim(max(rows.values()) + 0.55, -0.55)
@@ -125,7 +129,7 @@ def timeline_chart(spans: Sequence[Span]) -> Chart:
                 axes.text(middle, rows[span.rank, span.lane], span.name, ha="center", va="center_baseline", size=11, color=INK)
 
     label = f"Step {spans[0].step}: compute and communication of {len(ranks)} ranks over {units.duration(end - origin)}"
-    return _chart(f"Step {spans[0].step}", label, draw, height=40 + 24 * len(rows), wide=WIDE, first_tick="{:g} ms")
+    return draw_chart(f"Step {spans[0].step}", label, draw, height=40 + 24 * len(rows), wide=WIDE, first_tick="{:g} ms")
 
 
 def family(name: str) -> str:
@@ -134,10 +138,11 @@ def family(name: str) -> str:
 
 
 def bar_colours(spans: Sequence[Span]) -> dict[str, str]:
-    """A stand-in colour for each family of names: shades of one hue for compute in order of appearance, another for comm."""
+    """A stand-in colour for each family of names: shades of one hue for compute in order of appearance, another for comm. Waits have one colour, whatever
+    for."""
     colours: dict[str, str] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        if family(span.name) not in colours:
+        if span.lane != "wait" and family(span.name) not in colours:
             shades = sum(shade != COMM for shade in colours.values())
             colours[family(span.name)] = COMM if span.lane == "comm" else BARS[shades % len(BARS)]
     return colours
@@ -195,7 +200,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str | None, str, Series]], show
         axes.annotate(text, (right if end > 0.6 * right else end, height), color=colour, **beside)
 
 
-def _chart(
+def draw_chart(
     title: str, label: str, draw: Callable[[Axes], None], *, height: float, wide: float, first_tick: str = "step {:g}"
 ) -> Chart:
     """Draws the figure, and a wide one for a phone as well; the first tick of the horizontal axis says what the axis counts."""

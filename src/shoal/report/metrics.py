@@ -54,6 +54,18 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MovesRecord:
+    """Bytes that rank 0 `moved` between tiers in a step, by what moves, beside those `planned` (None: there was no plan for this step). `otherwise`: what
+    other rules than the plan's would have brought to the device, by rule. Written for the first step of each plan and for recorded steps.
+    """
+
+    step: int
+    planned: dict[str, int | None]
+    moved: dict[str, int]
+    otherwise: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalRecord:
     """The validation loss, a mean over `tokens`, of the weights at `step`."""
 
@@ -95,11 +107,12 @@ class EndRecord:
     seconds: float
 
 
-Record = RunRecord | StepRecord | EvalRecord | SampleRecord | CheckpointRecord | WarningRecord | EndRecord
+Record = RunRecord | StepRecord | MovesRecord | EvalRecord | SampleRecord | CheckpointRecord | WarningRecord | EndRecord
 
 KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
     "step": StepRecord,
+    "moves": MovesRecord,
     "eval": EvalRecord,
     "sample": SampleRecord,
     "checkpoint": CheckpointRecord,
@@ -131,6 +144,7 @@ class RunRecords:
 
     run: RunRecord | None = None
     steps: tuple[StepRecord, ...] = ()
+    moves: tuple[MovesRecord, ...] = ()
     evals: tuple[EvalRecord, ...] = ()
     samples: tuple[SampleRecord, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
@@ -183,6 +197,7 @@ def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunR
     return RunRecords(
         run=runs[-1] if runs else None,
         steps=_last_of_a_step([r for r in kept if isinstance(r, StepRecord)]),
+        moves=_last_of_a_step([r for r in kept if isinstance(r, MovesRecord)]),
         evals=_last_of_a_step([r for r in kept if isinstance(r, EvalRecord)]),
         samples=tuple(r for r in kept if isinstance(r, SampleRecord)),
         checkpoints=_last_of_a_step([r for r in kept if isinstance(r, CheckpointRecord)]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -14,15 +15,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import figures, units
 from .figures import Chart
+from .levels import MemoryTrace, read_memory_traces
+from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics, summarize
-from .timeline import LANES, Span, overlap, read_timeline, to_chrome_trace
+from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 
 TIMELINE_STEPS = 3
 SAMPLES = 6
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draws `run_dir`/report.html from metrics.jsonl and timeline.jsonl, and returns its path. The timeline also becomes trace.json, for
+    """Draws `run_dir`/report.html from metrics.jsonl, timeline.jsonl and memory.jsonl, and returns its path. The last two also become trace.json, for
     chrome://tracing and Perfetto.
 
     The run may be empty, going on, killed or finished. Raises UserError when the directory holds no metrics.jsonl.
@@ -30,9 +33,10 @@ def write_report(run_dir: Path | str) -> Path:
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
     spans = read_timeline(run_dir / "timeline.jsonl")
+    traces = read_memory_traces(run_dir / "memory.jsonl")
     if spans:
-        _put(run_dir / "trace.json", json.dumps(to_chrome_trace(spans)))
-    return _put(run_dir / "report.html", render(run_dir.resolve().name, records, spans))
+        _put(run_dir / "trace.json", json.dumps(to_chrome_trace(spans, traces)))
+    return _put(run_dir / "report.html", render(run_dir.resolve().name, records, spans, traces))
 
 
 def _put(path: Path, text: str) -> Path:
@@ -44,13 +48,13 @@ def _put(path: Path, text: str) -> Path:
     return path
 
 
-def render(name: str, records: RunRecords, spans: Sequence[Span]) -> str:
+def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequence[MemoryTrace]) -> str:
     """The page's HTML. Everything that comes from a run is escaped; only our own SVG goes in as it is."""
     loader = PackageLoader("shoal.report", package_path="")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
     environment.filters |= filters
-    recorded = _last_recorded([span for span in spans if span.lane in LANES])
+    recorded = _last_recorded([span for span in spans if span.lane in (*LANES, "wait")])
     return environment.get_template("page.html").render(
         name=name,
         records=records,
@@ -60,13 +64,38 @@ def render(name: str, records: RunRecords, spans: Sequence[Span]) -> str:
         charts=_charts(records),
         timelines=[figures.timeline_chart(step) for step in recorded],
         overlaps=[overlap(step) for step in recorded],
-        legend={
-            name: figures.COLOURS[colour]
-            for name, colour in figures.bar_colours([span for step in recorded for span in step]).items()
-        },
+        waits=[stalls(step) for step in recorded],
+        legend=_legend([span for step in recorded for span in step]),
+        memory=_memory(traces, spans),
+        moves=records.moves[-1] if records.moves else None,
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
         version=version("shoal"),
+    )
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What the page shows of the fullest rank in the last step that was recorded."""
+
+    trace: MemoryTrace
+    legend: dict[str, str]
+    charts: list[Chart]
+    peaks: list[Peak]
+
+
+def _memory(traces: Sequence[MemoryTrace], spans: Sequence[Span]) -> _Memory | None:
+    if not traces:
+        return None
+    last = max(trace.step for trace in traces)
+    trace = max((trace for trace in traces if trace.step == last), key=lambda trace: trace.most)
+    beside = [span for span in spans if (span.step, span.rank) == (trace.step, trace.rank)]
+    roles = in_order(list(dict.fromkeys(role for roles in trace.levels.values() for role in roles)))
+    return _Memory(
+        trace,
+        {role: figures.COLOURS[colour(role)] for role in roles},
+        [memory_chart(trace, tier, beside) for tier in trace.levels],
+        peaks(trace, beside),
     )
 
 
@@ -100,6 +129,12 @@ def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans of the last few steps that the timeline holds, a list a step."""
     steps = sorted({span.step for span in spans})[-TIMELINE_STEPS:]
     return [[span for span in spans if span.step == step] for step in steps]
+
+
+def _legend(spans: Sequence[Span]) -> dict[str, str]:
+    """What the colours of a timeline stand for."""
+    waits = {"waiting": figures.WAIT} if any(span.lane == "wait" for span in spans) else {}
+    return {name: figures.COLOURS[colour] for name, colour in (figures.bar_colours(spans) | waits).items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .jsonl import encode_lines, open_for_append, read_lines
+from .levels import MemoryTrace, counter_events
 
 LANES = ("compute", "comm")
 """Lanes of work, which the page draws."""
@@ -109,6 +110,16 @@ def overlap(spans: Sequence[Span]) -> StepOverlap:
     )
 
 
+def stalls(spans: Sequence[Span]) -> dict[str, float]:
+    """How long the ranks waited in the one step of `spans`, by cause: seconds, means over the ranks, the longest first."""
+    ranks = {span.rank for span in spans}
+    waits: dict[str, float] = {}
+    for span in spans:
+        if span.lane == "wait":
+            waits[span.name] = waits.get(span.name, 0.0) + span.seconds / len(ranks)
+    return dict(sorted(waits.items(), key=lambda each: -each[1]))
+
+
 def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """The time covered by the spans, as intervals that do not touch."""
     merged: list[tuple[float, float]] = []
@@ -124,12 +135,12 @@ def _length(intervals: Sequence[tuple[float, float]]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def to_chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The spans as a trace for chrome://tracing or ui.perfetto.dev, to be written as JSON: a process a rank, a thread a lane.
+def to_chrome_trace(spans: Sequence[Span], traces: Sequence[MemoryTrace] = ()) -> dict[str, Any]:
+    """The spans as a trace for chrome://tracing or ui.perfetto.dev, to be written as JSON: a process a rank, a thread a lane, a counter a tier of memory.
 
-    Times are microseconds from the first span ("Trace Event Format", Google, complete and metadata events).
+    Times are microseconds from the beginning ("Trace Event Format", Google; complete, counter and metadata events).
     """
-    origin = min((span.start for span in spans), default=0.0)
+    origin = min([span.start for span in spans] + [trace.at[0] for trace in traces], default=0.0)
     labels: list[dict[str, Any]] = []
     for rank in sorted({span.rank for span in spans}):
         labels.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
@@ -148,4 +159,4 @@ def to_chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
         }
         for span in spans
     ]
-    return {"traceEvents": labels + events, "displayTimeUnit": "ms"}
+    return {"traceEvents": labels + events + counter_events(traces, origin), "displayTimeUnit": "ms"}

@@ -1,0 +1,119 @@
+"""`shoal plan --memory`: what a rank needs by role and tier, the sizes that chunks could have, and whether it all fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.chunks.search import Candidate
+from shoal.chunks.tier import nbytes
+from shoal.errors import UserError
+from shoal.jobs.plan import Answer, plan_memory
+from shoal.planner import TIERS, Prediction, Row, changes
+from shoal.report import units
+
+NEAR = 4
+"""Sizes of chunks that are shown on either side of the chosen one."""
+
+
+def ask(job: Path, assignments: Sequence[str], memory: bool, device: str | None, host: str | None) -> Answer:
+    """The planner's answer. UserError for what the command line says wrong."""
+    if not memory:
+        raise UserError("shoal plan says nothing yet but what memory a job needs: give --memory")
+    return plan_memory(
+        job, assignments, None if device is None else nbytes(device, "--device"), None if host is None else nbytes(host, "--host")
+    )
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Prints tables and a verdict, or one JSON object."""
+    if as_json:
+        print(json.dumps(answer.to_dict(), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_title(answer), "", role_table(answer.prediction), sep="\n")
+    sizes = answer.prediction.sizes
+    if sizes is not None:
+        console.print("", size_table(sizes.candidates, answer.prediction.chunk_bytes), sep="\n")
+    console.print("", *verdict(answer), sep="\n")
+
+
+def _title(answer: Answer) -> str:
+    job, plan = answer.settled.job, answer.prediction.plan
+    precision = job.train.precision if isinstance(job.train.precision, str) else _toml(job.train.precision)
+    return (
+        f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch {answer.microbatch}, "
+        f"{plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
+    )
+
+
+def role_table(prediction: Prediction) -> Table:
+    """A row a role, a column a tier that something is in."""
+    rows = prediction.need.rows
+    tiers = [tier for tier in TIERS if any(row.tier == tier for row in rows)]
+    table = Table(title="memory of a rank", title_justify="left", box=None, pad_edge=False)
+    table.add_column("role", no_wrap=True)
+    for tier in tiers:
+        table.add_column(tier, justify="right", no_wrap=True)
+    table.add_column("when", no_wrap=True)
+    for row in rows:
+        table.add_row(row.role, *(units.size(row.nbytes) if row.tier == tier else "" for tier in tiers), _when(row))
+    table.add_row("[bold]most at a time", *(units.size(prediction.need.total(tier)) for tier in tiers), "")
+    return table
+
+
+def _when(row: Row) -> str:
+    phase = {"always": "", "backward": "until backward ends", "update": "during the update"}[row.phase]
+    return f"once for {row.sharers} ranks" if row.sharers > 1 else phase
+
+
+def size_table(candidates: Sequence[Candidate], chosen: int) -> Table:
+    """Sizes of chunks around the chosen one."""
+    table = Table(title="chunk sizes (gradient)", title_justify="left", box=None, pad_edge=False)
+    for heading in ("chunk size", "chunks", "waste", "in use at most"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    near = sorted(candidates, key=lambda each: abs(each.chunk_bytes - chosen))[: 2 * NEAR + 1]
+    for each in sorted(near, key=lambda each: each.chunk_bytes):
+        mark = "<- taken" if each.chunk_bytes == chosen else ""
+        table.add_row(units.size(each.chunk_bytes), str(each.chunks), f"{each.waste:.2%}", units.size(each.in_use), mark)
+    return table
+
+
+def verdict(answer: Answer) -> Iterator[str]:
+    """The last lines: what fits, by how much, what would, and the largest model."""
+    for fit in answer.prediction.fits:
+        colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
+        rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
+        yield f"[{colour}]{word}[/]  {fit.memory}: {units.size(fit.needed)} of {units.size(fit.available)}, {rest}"
+    smallest = answer.prediction.smallest
+    if smallest is not None:
+        yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"
+    for other in answer.instead:
+        change = spoken(changes(answer.prediction.plan, other.plan))
+        if other.free >= 0:
+            yield f"it would fit with {change}, {units.size(other.free)} left"
+        else:
+            yield f"no plan of zero, memory and recompute fits; {change} comes nearest, {units.size(-other.free)} are missing"
+    largest = answer.largest
+    if largest is not None and largest.table is not None:
+        settings = {key: value for key, value in largest.table.items() if key not in ("name", "preset")}
+        yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {spoken(settings)}"
+    elif largest is not None:
+        yield f"no model of this family fits ({largest.rule})"
+
+
+def spoken(values: Mapping[str, Any]) -> str:
+    """As in a job file: zero = 2, recompute = "full"."""
+    return ", ".join(f"{key} = {_toml(value)}" for key, value in values.items())
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + spoken(value) + "}"
+    return json.dumps(value)

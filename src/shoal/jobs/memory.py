@@ -1,0 +1,39 @@
+"""What is known of a rank's memory: the tiers of `plan.memory`, or else the bytes of chunks and optimizer state, which are known exactly."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from shoal.chunks import Tier
+from shoal.engine import Engine
+
+
+def tiers(engine: Engine) -> list[Tier]:
+    """Now, those of the disk included. Without `plan.memory` one that holds what every rank keeps from step to step."""
+    if engine.tier is None or engine.host is None:
+        name = "device" if engine.device.type == "cuda" else "host"
+        return [Tier(f"memory.{name}", device=engine.device, held=_kept(engine), ledger=engine.ledger)]
+    found = [engine.tier, engine.host]
+    if engine.pager is not None and engine.pager.disk is not None:
+        found.append(Tier("plan.memory.disk", engine.pager.disk.capacity, held=engine.pager.held(), ledger=engine.ledger))
+    return found
+
+
+def _kept(engine: Engine) -> dict[str, int]:
+    kept: Counter[str] = Counter()
+    for chunk in engine.chunks:
+        owned = chunk.owned
+        kept["weights"] += owned.data.nbytes if chunk.passes else chunk.data.nbytes
+        if chunk.trainable:
+            gradient = chunk.grad if chunk.grad is not None else owned.gradient
+            kept["gradients"] += gradient.nbytes
+            rest = owned.rest_of_masters
+            kept["masters"] += rest.nbytes if rest is not None else 0
+            if owned.keeps_masters and owned.master_like is not owned.data:
+                kept["masters"] += owned.master_like.nbytes
+    states = engine.optimizer.torch.state.values()
+    storages = {id(value): value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)}
+    kept["optimizer state"] = sum(storages.values())
+    return dict(kept)

@@ -1,0 +1,63 @@
+"""Bytes that a rank moved between tiers in a step, beside those that were planned."""
+
+from __future__ import annotations
+
+from shoal.chunks.movement import Planned
+from shoal.data import Batch
+from shoal.engine import Engine
+from shoal.report.metrics import MovesRecord
+
+WEIGHTS, GRADIENTS, READ, WRITTEN = "weights to the device", "gradients home", "pages read", "pages written"
+
+
+class Moves:
+    """Of the engine's steps those that are recorded, and the first one of each new plan of moves."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[int, tuple[Planned, dict[str, int]]] = {}  # by id; with the bytes by other rules
+        self._before = self._counted()
+
+    def before(self) -> None:
+        """A step begins."""
+        self._before = self._counted()
+
+    def after(self, batch: Batch) -> MovesRecord | None:
+        """The record of the step on `batch` that has just ended; None if there is nothing new to say, or nothing moves in this plan."""
+        engine, passing = self._engine, self._engine.passing
+        if engine.tier is None and passing is None:
+            return None
+        plan = passing.executor.followed if passing is not None else None
+        is_new = plan is not None and id(plan) not in self._known
+        if not (is_new or engine.ledger.recording):
+            return None
+        if plan is not None and is_new:
+            self._known[id(plan)] = plan, plan.fetched_otherwise()
+        moved = {name: now - self._before[name] for name, now in self._counted().items()}
+        planned: dict[str, int | None] = {WEIGHTS: plan.fetched() if plan is not None else None}
+        if engine.tier is not None:
+            planned[GRADIENTS] = engine.rounds(batch) * self._gradients_of_a_round()
+        if engine.pager is not None and (turn := engine.pager.last_turn) is not None:
+            planned |= {READ: turn.to_read, WRITTEN: turn.to_write}
+            moved |= {READ: turn.read, WRITTEN: turn.written}
+        return MovesRecord(
+            step=batch.step + 1,
+            planned=planned,
+            moved={name: moved[name] for name in planned},
+            otherwise=self._known[id(plan)][1] if plan is not None else {},
+        )
+
+    def _counted(self) -> dict[str, int]:
+        passing, lender = self._engine.passing, self._engine.lender
+        return {
+            WEIGHTS: passing.executor.bytes_in if passing is not None else 0,
+            GRADIENTS: lender.bytes_home if lender is not None else 0,
+        }
+
+    def _gradients_of_a_round(self) -> int:
+        """Each microbatch sends this rank's stretch of the gradient of each chunk whose home is the host."""
+        return sum(
+            chunk.size // (chunk.group.size if chunk.group is not None else 1) * chunk.grad_dtype.itemsize
+            for chunk in self._engine.chunks
+            if chunk.trainable and chunk.passes
+        )

@@ -1,0 +1,132 @@
+"""What a job will need of memory, and the largest model of its family that the machine would hold: the planner's questions, asked for a job file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.jobs.assemble import optimizer_named
+from shoal.jobs.choose import Settled, Sizes, ranks_here, settle
+from shoal.jobs.read import load_job
+from shoal.models import build
+from shoal.optimizer import decay_matrices_only
+from shoal.plan import Plan
+from shoal.planner import Machine, Prediction, Recording, Subject, dry_run, family, largest, others, predict, that_fit
+from shoal.precision import precision
+from shoal.report.memory import read_memory
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest member of a model's family that fits: its `[model]` table and number of parameters, None where not even the smallest does."""
+
+    rule: str
+    table: dict[str, Any] | None
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least."""
+
+    settled: Settled
+    machine: Machine
+    parameters: int
+    microbatch: int
+    prediction: Prediction
+    instead: tuple[Prediction, ...]
+    largest: Largest | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: bytes as numbers."""
+        return {
+            "parameters": self.parameters,
+            "microbatch": self.microbatch,
+            "machine": asdict(self.machine),
+            **_prediction(self.prediction),
+            "instead": [_prediction(each) for each in self.instead],
+            "largest": None if self.largest is None else asdict(self.largest),
+        }
+
+
+def _prediction(found: Prediction) -> dict[str, Any]:
+    sizes = [] if found.sizes is None else [{**asdict(each), "waste": each.waste} for each in found.sizes.candidates]
+    return {
+        "plan": found.plan.to_dict(),
+        "rows": [asdict(row) for row in found.need.rows],
+        "smallest_device": found.smallest,
+        "chunk_bytes": found.chunk_bytes,
+        "chunks": len(found.chunks),
+        "chunk_sizes": sizes,
+        "fits": [{**asdict(fit), "free": fit.free} for fit in found.fits],
+    }
+
+
+def machine_here(ranks: int) -> Machine:
+    """What is free on this machine now."""
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    return Machine(psutil.virtual_memory().available, free, ranks)
+
+
+def plan_memory(
+    path: Path, assignments: Sequence[str] = (), device: int | None = None, host: int | None = None, process: int | None = None
+) -> Answer:
+    """For the job file at `path`, on this machine, or on one with so many bytes of `device` (of each GPU) and `host` memory. Nothing is trained, and the
+    model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for a wrong job."""
+    job, origins = load_job(path, assignments)
+    on_host = ranks_here(job)
+    settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
+    machine = machine_here(on_host)
+    machine = replace(machine, device=device or machine.device, host=host or machine.host)
+    process = read_memory(torch.device("cpu")).bytes if process is None else process
+    asked = _Asked(settled, machine, process)
+    plan = settled.job.plan
+    prediction = asked.predict(plan)
+    instead = that_fit(others(plan), asked.predict) if prediction.free < 0 else []
+    parameters = asked.recording(settled.job.model, plan).num_parameters
+    return Answer(settled, machine, parameters, asked.microbatch, prediction, tuple(instead), asked.largest())
+
+
+class _Asked:
+    """Predictions for one job; a model is run dry once for each policy of recompute."""
+
+    def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
+        self._settled, self._machine, self._process = settled, machine, process
+        train, ranks = settled.job.train, settled.job.plan.dp
+        self._precision = precision(train.precision)
+        self._optimizer = optimizer_named(train.optimizer, train.lr)
+        self.microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+        self._microbatches = math.ceil(math.ceil(train.global_batch / self.microbatch) / ranks)
+        self._sample = settled.model.prepare_data(settled.data.train)[0]
+        self._recordings: dict[str, Recording] = {}
+
+    def recording(self, table: Mapping[str, Any], plan: Plan) -> Recording:
+        key = repr((dict(table), plan.recompute))
+        if key not in self._recordings:
+            model = build(table)
+            groups = decay_matrices_only(self._settled.job.train.weight_decay)
+            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan.recompute, groups)
+            self._recordings[key] = dry_run(subject)
+        return self._recordings[key]
+
+    def predict(self, plan: Plan, table: Mapping[str, Any] | None = None) -> Prediction:
+        recording = self.recording(table or self._settled.job.model, plan)
+        return predict(recording, self._optimizer, plan, self._precision, self._machine, self._microbatches, self._process)
+
+    def largest(self) -> Largest | None:
+        """Under the job's own plan."""
+        job, plan = self._settled.job, self._settled.job.plan
+        found = family(job.model, self._settled.model.values)
+        if found is None:
+            return None
+        size = largest(lambda size: self.predict(plan, found.member(size)).free)
+        if size == 0:
+            return Largest(found.rule, None, 0)
+        table = found.member(size)
+        return Largest(found.rule, table, self.recording(table, plan).num_parameters)

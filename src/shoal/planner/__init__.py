@@ -1,0 +1,32 @@
+"""What a plan will need, said before anything is trained: memory by role and tier, and the largest model that fits."""
+
+from shoal.planner.dry_run import Recording, Subject, dry_run
+from shoal.planner.fit import Family, family, largest
+from shoal.planner.layout import Place, lay_out_all
+from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
+from shoal.planner.predict import Fit, Machine, Prediction, changes, others, predict, that_fit
+from shoal.planner.state import State, optimizer_state
+
+__all__ = [
+    "TIERS",
+    "Family",
+    "Fit",
+    "Machine",
+    "MemoryNeed",
+    "Place",
+    "Prediction",
+    "Recording",
+    "Row",
+    "State",
+    "Subject",
+    "changes",
+    "dry_run",
+    "family",
+    "largest",
+    "lay_out_all",
+    "memory_need",
+    "optimizer_state",
+    "others",
+    "predict",
+    "that_fit",
+]

@@ -1,0 +1,201 @@
+"""What a rank needs of memory, by role and tier: a pure function of the model's recording, the plan, the precision and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from shoal.chunks import Budget, budget
+from shoal.chunks.disk import sectors
+from shoal.chunks.lender import BUFFERS
+from shoal.chunks.pager import BUFFERS as PAGES
+from shoal.chunks.places import IN_TURN, number_away
+from shoal.plan import Plan
+from shoal.planner.dry_run import Recording
+from shoal.planner.layout import Laid, Place
+from shoal.planner.replay import Replayed, replay
+from shoal.planner.state import State
+from shoal.precision import Precision
+
+TIERS = ("device", "host", "disk")
+"""From the fastest to the largest. On a CPU device and host are the same memory."""
+Phase = Literal["always", "backward", "update"]
+KEPT = {"split": 2, "kahan": 2, "stochastic": 0}
+"""Bytes that a master takes between updates (see chunks.masters)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """`nbytes` of a rank in one tier, always or in one phase of a step only. `sharers`: ranks of the host that have it in common."""
+
+    role: str
+    tier: str
+    nbytes: int
+    phase: Phase = "always"
+    sharers: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and what backward keeps, None where the
+    plan sets no such tier."""
+
+    rows: tuple[Row, ...]
+    least: int | None
+
+    def of(self, role: str) -> int:
+        """Bytes of a role, of all tiers."""
+        return sum(row.nbytes for row in self.rows if row.role == role)
+
+    def total(self, tier: str, ranks: int = 1) -> int:
+        """The most that `ranks` of one host need of a tier at a time: what is always there, and the dearer phase. Of a budget's device the smallest
+        that would do."""
+
+        def nbytes(phase: Phase) -> int:
+            mine = [row for row in self.rows if row.tier == tier and row.phase == phase]
+            return sum(row.nbytes * max(1, ranks // row.sharers) for row in mine)
+
+        backward = nbytes("backward")
+        if tier == "device" and self.least is not None:
+            backward = ranks * self.least
+        return nbytes("always") + max(backward, nbytes("update"))
+
+
+def memory_need(
+    recording: Recording,
+    chunks: Sequence[Laid],
+    plan: Plan,
+    place: Place,
+    precision: Precision,
+    state: State,
+    microbatches: int,
+    process: int = 0,
+) -> MemoryNeed:
+    """Of the rank at `place`, which runs `microbatches` a step of the recorded kind. `process`: bytes of an interpreter with torch.
+
+    Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels allocate inside.
+    """
+    moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu)
+    home = "device" if plan.memory is None else "host"
+    allowed = budget(plan.memory, torch.device("cpu")) or Budget()
+    away = _away(chunks, precision, state, allowed) if allowed.disk is not None else []
+    rows = [
+        *_kept(chunks, precision, state, home, place, away),
+        *_in_turn(chunks, precision, state, away),
+        Row("buffers", "device", recording.buffers),
+        *_on_loan(chunks, plan, place, precision, moved),
+        *_in_use(plan, place, moved),
+        Row("activations", "device", recording.activations - round(allowed.activations * recording.activations), "backward"),
+        Row("activations", "host", round(allowed.activations * recording.activations), "backward"),
+    ]
+    if plan.memory is None or place.on_gpu:
+        rows.append(Row("temporaries", "device", recording.temporaries, "backward"))
+    else:  # such a tier counts what a plan moves or keeps, and the rest is host memory like any other
+        rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
+    rows.append(Row("process", "host", process))
+    return MemoryNeed(tuple(row for row in rows if row.nbytes), moved.least if plan.memory is not None else None)
+
+
+def _page(chunk: Laid, precision: Precision, state: State) -> dict[str, int]:
+    """What of a chunk a page on the disk would hold, by role."""
+    if not chunk.key.trainable:
+        return {}
+    wide = chunk.key.dtype.is_floating_point and precision.master != chunk.key.dtype and precision.keep == "whole"
+    states = sum(state.nbytes(chunk.key.options, slot.shape) for slot in chunk.own)
+    return {"masters": chunk.owned * precision.master.itemsize * wide, "optimizer state": states}
+
+
+def _whole_page(chunk: Laid, precision: Precision, state: State) -> int:
+    """Bytes of its file: with what the host has too, if masters do not say that."""
+    page = _page(chunk, precision, state)
+    beside = [] if page.get("masters") else [chunk.owned * chunk.key.dtype.itemsize, chunk.owned * _rest(chunk, precision)]
+    return sum(sectors(nbytes) for nbytes in (sum(page.values()), *beside))
+
+
+def _trained(chunks: Sequence[Laid]) -> list[Laid]:
+    """Those of which this rank updates something."""
+    return [chunk for chunk in chunks if chunk.key.trainable and chunk.own]
+
+
+def _largest_page(trained: Sequence[Laid], precision: Precision, state: State) -> int:
+    return max((_whole_page(chunk, precision, state) for chunk in trained), default=0)
+
+
+def _away(chunks: Sequence[Laid], precision: Precision, state: State, allowed: Budget) -> list[Laid]:
+    """The chunks whose masters and state lie on the disk, as the engine chooses them."""
+    trained = _trained(chunks)
+    pages = [sum(_page(chunk, precision, state).values()) for chunk in trained]
+    kept = sum(
+        chunk.owned * (chunk.key.dtype.itemsize + (precision.grad.itemsize + _rest(chunk, precision)) * chunk.key.trainable)
+        for chunk in chunks
+    )
+    return trained[: number_away(pages, _largest_page(trained, precision, state), kept, allowed.host)]
+
+
+def _rest(chunk: Laid, precision: Precision) -> int:
+    """Bytes that the host keeps of an element's master beside the weight, on whatever tier the rest is."""
+    return KEPT.get(precision.keep, 0) if precision.master != chunk.key.dtype else 0
+
+
+def _in_turn(chunks: Sequence[Laid], precision: Precision, state: State, away: Sequence[Laid]) -> list[Row]:
+    """Pages that are read, updated and written."""
+    trained = _trained(chunks)
+    return [Row(IN_TURN, "host", min(PAGES, len(trained)) * _largest_page(trained, precision, state))] if away else []
+
+
+def _kept(chunks: Sequence[Laid], precision: Precision, state: State, home: str, place: Place, away: Sequence[Laid]) -> list[Row]:
+    """What is there all the time, and the masters that an update opens. On the disk are two generations of pages, where all are there."""
+    rows = []
+    generations = 2 if len(away) == len(_trained(chunks)) else 1
+    for chunk in chunks:
+        at, itemsize = home if chunk.is_cut else "device", chunk.key.dtype.itemsize
+        common = chunk.is_cut and place.one_memory and not place.on_gpu and not chunk.passes
+        weights = chunk.owned if chunk.passes else chunk.size
+        rows.append(Row("weights", at, weights * itemsize, sharers=place.together if common else 1))
+        if not chunk.key.trainable:
+            continue
+        gradient = chunk.owned if chunk.borrows else chunk.size
+        rows.append(Row("gradients", at, gradient * precision.grad.itemsize))
+        page = _page(chunk, precision, state)
+        if chunk in away:
+            rows += [Row(role, "disk", generations * nbytes) for role, nbytes in page.items()]
+            if generations == 2:
+                rows.append(Row("weights", "disk", 2 * (_whole_page(chunk, precision, state) - sum(page.values()))))
+        else:
+            rows.append(Row("optimizer state", at, page["optimizer state"]))
+        if chunk.key.dtype.is_floating_point and precision.master != chunk.key.dtype:
+            opened = chunk.owned * precision.master.itemsize
+            rest = opened if precision.keep == "whole" else chunk.owned * KEPT[precision.keep]
+            if chunk not in away or precision.keep != "whole":
+                rows.append(Row("masters", at, rest))
+            on_host = at == "host" or not place.on_gpu
+            if precision.keep != "whole" and not (precision.keep == "split" and on_host and state.in_one_pass):
+                rows.append(Row("masters opened", at, opened, "update"))
+    return _summed(rows)
+
+
+def _summed(rows: Sequence[Row]) -> list[Row]:
+    """One row for all that differ in bytes only, in order of appearance."""
+    sums: dict[tuple[str, str, Phase, int], int] = {}
+    for row in rows:
+        key = (row.role, row.tier, row.phase, row.sharers)
+        sums[key] = sums.get(key, 0) + row.nbytes
+    return [Row(role, tier, nbytes, phase, sharers) for (role, tier, phase, sharers), nbytes in sums.items()]
+
+
+def _on_loan(chunks: Sequence[Laid], plan: Plan, place: Place, precision: Precision, moved: Replayed) -> list[Row]:
+    """Whole gradients that backward fills: buffers that stay where ranks share memory, as many as are on their way elsewhere."""
+    if plan.memory is None and place.one_memory and not place.on_gpu:
+        largest = max((chunk.size for chunk in chunks if chunk.borrows), default=0)
+        return [Row("gradients on loan", "device", BUFFERS * largest * precision.grad.itemsize)]
+    return [Row("gradients on loan", "device", moved.on_loan, "backward")]
+
+
+def _in_use(plan: Plan, place: Place, moved: Replayed) -> list[Row]:
+    """Whole weights of chunks that pass: all of them within a tier without end, else what is used together; without a tier, one more, on its way."""
+    if plan.memory is not None:
+        return [Row("weights in use", "device", moved.all_used if place.budget is None else moved.together, "backward")]
+    return [Row("weights in use", "device", min(moved.all_used, moved.together + moved.largest), "backward")]

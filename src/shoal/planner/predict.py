@@ -1,0 +1,165 @@
+"""A plan's memory before it runs, whether it fits a machine, and which other plans would."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.chunks import budget, search
+from shoal.chunks.search import Choice
+from shoal.chunks.tier import AUTO_SHARE
+from shoal.errors import UserError
+from shoal.exchange import algorithm
+from shoal.exchange.algorithm import USUAL_CHUNK
+from shoal.exchange.sharding import check_masters, check_sharding
+from shoal.exchange.tuning import given_chunk_bytes
+from shoal.optimizer import OptimizerFactory
+from shoal.plan import Plan, option_name
+from shoal.planner.dry_run import Recording
+from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
+from shoal.planner.memory import MemoryNeed, memory_need
+from shoal.planner.state import optimizer_state
+from shoal.precision import Precision
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes that are free: of each GPU (`device`, None where there is none: then all is in the host's memory), and of each host for its `ranks`."""
+
+    host: int
+    device: int | None = None
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Of one memory of the machine: what is needed of it, and what there is."""
+
+    memory: str
+    needed: int
+    available: int
+
+    @property
+    def free(self) -> int:
+        """Bytes left; below 0 it does not fit."""
+        return self.available - self.needed
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a rank of `plan` needs, with chunks of about `chunk_bytes` of gradient. `smallest`: the `plan.memory.device` that would do. `sizes`: the search for that, where weights pass."""
+
+    plan: Plan
+    need: MemoryNeed
+    smallest: int | None
+    chunks: tuple[Laid, ...]
+    chunk_bytes: int
+    sizes: Choice | None
+    fits: tuple[Fit, ...]
+
+    @property
+    def free(self) -> int:
+        """Bytes left of the memory that is shortest."""
+        return min(fit.free for fit in self.fits)
+
+
+def predict(
+    recording: Recording,
+    optimizer: OptimizerFactory,
+    plan: Plan,
+    precision: Precision,
+    machine: Machine,
+    microbatches: int,
+    process: int = 0,
+) -> Prediction:
+    """Of the first rank. Raises UserError, as the engine would, for what does not go together."""
+    exchange = algorithm(plan.exchange)
+    limit, chunk = _limits(plan, machine)
+    if plan.zero or plan.memory is not None:
+        check_sharding(exchange, plan.exchange, plan.zero, plan.memory is not None)
+    if precision.keep != "whole":
+        check_masters(exchange, plan.exchange, precision.keep)
+    together = (plan.shard or plan.dp) if plan.zero else 1
+    place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit)
+    state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
+    alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
+    if alone and state.in_one_pass and precision.model == torch.bfloat16:  # gradients go home as they are
+        precision = replace(precision, grad=torch.bfloat16)
+    parameters, given = recording.parameters, given_chunk_bytes(exchange, chunk)
+    size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK)
+    chunks = lay_out_all(parameters, plan, place, precision, state.whole_parameters, size)
+    need = memory_need(recording, chunks, plan, place, precision, state, microbatches, process)
+    sizes = None
+    if passes(plan, place):
+        sizes = search(parameters, place.together, precision.grad.itemsize, state.whole_parameters, limit)
+    smallest = need.least
+    if smallest is not None and place.on_gpu:  # its allocator knows of all that is there
+        smallest = need.total("device")
+    return Prediction(plan, need, smallest, tuple(chunks), size, sizes, tuple(_fits(need, plan, machine, smallest, limit)))
+
+
+def _limits(plan: Plan, machine: Machine) -> tuple[int | None, int | None]:
+    """What `plan.memory` says of the device's bytes, and of a chunk's, on that machine."""
+    if plan.memory == "auto":
+        return None if machine.device is None else int(AUTO_SHARE * machine.device), None
+    allowed = budget(plan.memory, torch.device("cpu"))
+    return (None, None) if allowed is None else (allowed.device, allowed.chunk)
+
+
+def existing(path: Path) -> Path:
+    """The nearest directory above `path`, or itself, that is there."""
+    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
+
+
+def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, limit: int | None) -> Iterator[Fit]:
+    if limit is not None and smallest is not None:
+        yield Fit("plan.memory.device", smallest, limit)
+    allowed = budget(plan.memory, torch.device("cpu"))
+    if allowed is not None and allowed.host is not None:
+        home = sum(row.nbytes for row in need.rows if row.tier == "host" and row.phase == "always" and row.role != "process")
+        yield Fit("plan.memory.host", home, allowed.host)
+    if allowed is not None and allowed.disk is not None:
+        free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
+        yield Fit("plan.memory.disk", need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
+    if machine.device is not None:
+        yield Fit("GPU memory", need.total("device"), machine.device)
+        yield Fit("host memory", need.total("host", machine.ranks), machine.host)
+    else:
+        yield Fit("host memory", need.total("device", machine.ranks) + need.total("host", machine.ranks), machine.host)
+
+
+def others(plan: Plan) -> list[Plan]:
+    """Plans of the same ranks that need less of some memory: those with fewest changes first, and recompute before zero before memory."""
+    recompute = [plan.recompute, *(["full"] if option_name(plan.recompute, "recompute") != "full" else [])]
+    stages = range(plan.zero, 4 if plan.dp > 1 else plan.zero + 1)
+    memory = [plan.memory, *([{}] if plan.memory != {} else [])]
+    found = [replace(plan, recompute=again, zero=stage, memory=kept) for kept, stage, again in product(memory, stages, recompute)]
+    return sorted(found, key=lambda other: len(changes(plan, other)))[1:]
+
+
+def changes(plan: Plan, other: Plan) -> dict[str, Any]:
+    """The fields of `other` that differ from `plan`."""
+    return {each.name: value for each in fields(plan) if (value := getattr(other, each.name)) != getattr(plan, each.name)}
+
+
+def that_fit(plans: list[Plan], predicted: Callable[[Plan], Prediction], most: int = 3) -> list[Prediction]:
+    """The first of `plans` that fit, at most so many; where none does, the one that lacks least. Those that are refused are passed over."""
+    found: list[Prediction] = []
+    best: list[Prediction] = []
+    for plan in plans:
+        try:
+            prediction = predicted(plan)
+        except UserError:
+            continue
+        if prediction.free >= 0:
+            found.append(prediction)
+            if len(found) == most:
+                break
+        best = [max([*best, prediction], key=lambda each: each.free)]
+    return found or best

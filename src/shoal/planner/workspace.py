@@ -1,0 +1,45 @@
+"""Bytes that a kernel keeps for its backward and that fake tensors know nothing of: oneDNN's LSTM and GRU, which say them only when they run."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+RECURRENT = torch.ops.aten.mkldnn_rnn_layer.default
+"""(input [T, B, F], four weights, h, c, options ...) -> (output, h, c, workspace)."""
+SHORT, LONG = 8, 16
+
+
+def with_workspace(func: Any, args: Any, out: Any) -> Any:
+    """`out`, what `func` gave for fake `args`, with a workspace as large as the real one's."""
+    if func is not RECURRENT:
+        return out
+    described = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else _hashable(each) for each in args[1:])
+    steps = args[0].shape[0]
+    size = _measured(tuple(args[0].shape[1:]), args[0].dtype, described, min(steps, LONG))
+    if steps > LONG:  # so much more for each step
+        short = _measured(tuple(args[0].shape[1:]), args[0].dtype, described, SHORT)
+        size += (size - short) * (steps - LONG) // (LONG - SHORT)
+    return (*out[:3], torch.empty(size, dtype=torch.uint8))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _measured(row: tuple[int, ...], dtype: torch.dtype, described: tuple[Any, ...], steps: int) -> int:
+    """Of a real call with so many steps."""
+    with _disable_current_modes(), torch.enable_grad():  # without gradients it keeps none
+        rest = [_real(each) for each in described]
+        return int(RECURRENT(torch.zeros(steps, *row, dtype=dtype), *rest)[3].nbytes)
+
+
+def _real(each: Any) -> Any:
+    if isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], torch.dtype):
+        return torch.zeros(each[0], dtype=each[1])
+    return list(each) if isinstance(each, tuple) else each

@@ -1,0 +1,44 @@
+"""`shoal plan --memory` on a job file: tables, verdict, JSON, and that nothing is trained."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
+    answer = shoal("plan", job_file, "--memory", "--nproc", "2", "--host", "3GiB")
+    assert answer.code == 0, answer.err
+    words = " ".join(answer.out.split())
+    assert words.startswith("gpt of 7.68k parameters in fp32, microbatch 2, 2 rank(s), dp = 2")
+    for role in ("weights", "gradients", "optimizer state", "activations", "temporaries", "process", "most at a time"):
+        assert role in answer.out
+    assert "fits host memory:" in words and "largest that fits (width and depth" in words
+    assert not (job_file.parent / "run").exists()
+
+
+def test_json_has_the_numbers_and_the_sizes_of_chunks(shoal, job_file):
+    answer = shoal(
+        "plan", job_file, "--memory", "--json", "--nproc", "1", "--host", "1GiB", "--set", 'plan.memory={device="2MiB"}'
+    )
+    found = json.loads(answer.out)
+    assert answer.code == 0 and found["parameters"] == 7680
+    rows = {(row["role"], row["tier"]): row["nbytes"] for row in found["rows"]}
+    assert rows["weights", "host"] >= 4 * 7680 and rows["optimizer state", "host"] > 8 * 7680
+    assert found["smallest_device"] <= 2 * 2**20
+    assert found["chunk_bytes"] in [each["chunk_bytes"] for each in found["chunk_sizes"]]
+    assert [fit["memory"] for fit in found["fits"]] == ["plan.memory.device", "host memory"]
+    assert found["largest"]["table"]["d_model"] >= 16
+
+
+def test_what_does_not_fit_is_said_with_plans_that_would(shoal, job_file):
+    chunk = ("--set", 'plan.memory.chunk="1MiB"')
+    plenty = shoal("plan", job_file, "--memory", "--json", "--nproc", "1", "--host", "1GiB", *chunk)
+    least = json.loads(plenty.out)["smallest_device"]
+    answer = shoal(
+        "plan", job_file, "--memory", "--nproc", "1", "--host", "1GiB", *chunk, "--set", f"plan.memory.device={least - 1}"
+    )
+    assert answer.code == 1
+    assert "does not fit  plan.memory.device" in answer.out and "1 B are missing" in answer.out
+    assert "it would fit with memory = {}" in answer.out
+    nothing = shoal("plan", job_file, "--memory", "--nproc", "1", "--host", "1MiB")
+    assert "no plan of zero, memory and recompute fits" in nothing.out and "no model of this family fits" in nothing.out
