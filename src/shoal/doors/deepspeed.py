@@ -1,0 +1,157 @@
+"""DeepSpeed's JSON in Shoal's terms: ZeRO stages, offload, precisions, batch sizes, optimizers and schedules (its release 0.19)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.doors.config import Settings, number
+from shoal.doors.schedules import schedule
+from shoal.errors import UserError, did_you_mean
+from shoal.fused.optimizer import OptimizerFactory
+
+CLIPPING = 1.0
+"""DeepSpeed's largest gradient norm, where the configuration says nothing."""
+NOT_HERE = {
+    "lamb": "torch has none",
+    "lion": "torch has none",
+    "muon": "DeepSpeed's is Muon and Adam in one: give shoal.Engine torch.optim.Muon and param_groups",
+    "onebitadam": 'give shoal.Engine Plan(exchange="qadam"), which is 1-bit Adam\'s kind',
+    "onebitlamb": 'give shoal.Engine Plan(exchange="qadam")',
+    "zerooneadam": 'give shoal.Engine Plan(exchange="qadam")',
+    "muadam": "it is of the package mup: give shoal.Engine a factory of it",
+    "muadamw": "it is of the package mup: give shoal.Engine a factory of it",
+    "musgd": "it is of the package mup: give shoal.Engine a factory of it",
+    "lbfgs": "it evaluates the loss several times a step",
+    "sparseadam": "it takes sparse gradients only",
+}
+"""Optimizers of DeepSpeed or torch that this door does not have, and why."""
+
+
+def translate(config: Mapping[str, Any], ranks: int) -> Settings:
+    """Shoal's terms for `config`, whose keys have been checked, on `ranks`."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise UserError(f"zero_optimization.stage = {stage!r}: give 0, 1, 2 or 3")
+    train, micro, steps = batch_sizes(config, ranks)
+    scheduler = config.get("scheduler", {})
+    return Settings(
+        optimizer=_optimizer(config.get("optimizer", {})),
+        plan={"zero": stage, "memory": _memory(zero, stage)},
+        microbatches=steps,
+        schedule=schedule(scheduler["type"], scheduler.get("params", {})) if scheduler.get("type") else None,
+        engine={
+            "precision": _precision(config),
+            "clip": number(config, "gradient_clipping", CLIPPING) or None,
+            "global_batch": train,
+            "microbatch": micro,
+        },
+    )
+
+
+def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
+    """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps): the first is the product of the others and `ranks`.
+
+    Two give the third, one of the first two alone goes with one microbatch a step. UserError where they contradict each other.
+    """
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    for name in names:
+        value = config.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(f"{name} = {value!r}: give a whole number of at least 1")
+    given: list[Any] = [config.get(name) for name in names]
+    train, micro, steps = given
+    if train is None and micro is None:
+        raise UserError(
+            f"the configuration gives neither {names[0]} nor {names[1]}: give one of them, or any two of {', '.join(names)}"
+        )
+    if train is not None:
+        steps = steps or (train // (micro * ranks) if micro else 1)
+        micro = micro or train // (steps * ranks)
+    else:
+        steps = steps or 1
+        train = micro * steps * ranks
+    if train != micro * steps * ranks:
+        said = ", ".join(f"{name} = {config[name]}" for name in names if config.get(name) is not None)
+        raise UserError(
+            f"{said} on {ranks} rank(s) do not fit: {names[0]} is {names[1]} x {names[2]} x ranks, here {train} is not "
+            f"{micro} x {steps} x {ranks}. Give two of them"
+        )
+    return train, micro, steps
+
+
+def _memory(zero: Mapping[str, Any], stage: int) -> str | dict[str, Any] | None:
+    """Where `plan.memory` comes from. Parameters that are offloaded come to the device within what is free there, else there is no limit."""
+    state, weights = (_home(zero, key) for key in ("offload_optimizer", "offload_param"))
+    if state != "none" and stage == 0:
+        raise UserError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
+    if weights != "none" and stage != 3:
+        raise UserError(f"zero_optimization.offload_param needs stage 3, this is {stage}")
+    if weights == "nvme":
+        raise UserError('zero_optimization.offload_param.device = "nvme": weights are at home on the host. Take "cpu"')
+    memory: dict[str, Any] = {"device": "auto"} if weights == "cpu" else {}
+    if state == "nvme":
+        path = zero["offload_optimizer"].get("nvme_path")
+        if not isinstance(path, str):
+            raise UserError('zero_optimization.offload_optimizer.device = "nvme" needs nvme_path, a directory')
+        return {**memory, "disk": {"path": path}}
+    return memory if state == "cpu" or weights == "cpu" else None
+
+
+def _home(zero: Mapping[str, Any], key: str) -> str:
+    device = zero.get(key, {}).get("device", "none")
+    if device not in ("none", "cpu", "nvme"):
+        raise UserError(f'zero_optimization.{key}.device = {device!r}: give "cpu", "nvme" or "none"')
+    return device
+
+
+def _precision(config: Mapping[str, Any]) -> str | dict[str, Any]:
+    half = config.get("fp16", {})
+    brain = config.get("bf16", config.get("bfloat16", {}))
+    if half.get("enabled") and brain.get("enabled"):
+        raise UserError("fp16.enabled and bf16.enabled contradict each other: enable one of them")
+    if brain.get("enabled"):
+        return "bf16"
+    if not half.get("enabled"):
+        return "fp32"
+    scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+    return {"name": "fp16", **{key: half[key] for key in scaling if key in half}}
+
+
+def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
+    if not table.get("type"):
+        raise UserError('the configuration names no optimizer: give optimizer = {"type": "AdamW", "params": {"lr": ...}}')
+    name, params = str(table["type"]), dict(table.get("params", {}))
+    if "max_grad_norm" in params:
+        raise UserError("optimizer.params.max_grad_norm: give gradient_clipping beside optimizer, as DeepSpeed wants it")
+    classes: dict[str, Any] = {
+        key.lower(): each for key, each in vars(torch.optim).items() if inspect.isclass(each) and key != "Optimizer"
+    }
+    kind = name.lower()
+    if kind in NOT_HERE:
+        raise UserError(f'optimizer.type = "{name}" is refused: {NOT_HERE[kind]}')
+    if kind not in classes:
+        known = [each.__name__ for key, each in classes.items() if key not in NOT_HERE]
+        raise UserError(f'optimizer.type = "{name}" is not one of {", ".join(known)}.{did_you_mean(name, known)}')
+    if kind in ("adam", "adamw"):
+        kind = _adam(kind, params)
+    known = [key for key in inspect.signature(classes[kind]).parameters if key != "params"]
+    for key in params:
+        if key not in known:
+            raise UserError(f'{name} has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
+    return partial(classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+
+
+def _adam(kind: str, params: dict[str, Any]) -> str:
+    """DeepSpeed's "Adam" is AdamW unless adam_w_mode = false, and decays by 0, not by torch's 0.01. Takes what is DeepSpeed's own out of `params`."""
+    for key, only in (("bias_correction", True), ("fp32_optimizer_states", True)):
+        if params.pop(key, only) != only:
+            raise UserError(f"optimizer.params.{key} = {not only} is refused: Shoal's Adam is torch's, with {key}")
+    if not params.pop("torch_adam", False):
+        params.setdefault("weight_decay", 0.0)
+    return "adamw" if params.pop("adam_w_mode", True) or kind == "adamw" else "adam"
