@@ -6,6 +6,8 @@ import json
 import tomllib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.errors import UserError
 from shoal.exchange import algorithm
@@ -75,3 +77,40 @@ def test_coordinates_of_a_grid_worked_by_hand():
         mesh.ranks("pp") == [3, 9] and mesh.ranks("dp") == [7, 9, 11] and mesh.ranks("tp") == [8, 9] and mesh.ranks("cp") == [9]
     )
     assert mesh.size("dp") == 3 and mesh.rank("dp") == 1
+
+
+def spread(rank: int, **degrees: int) -> Mesh:
+    plan = Plan()
+    for axis, degree in degrees.items():
+        object.__setattr__(plan, axis, degree)  # strategies that plans refuse as yet; the arithmetic is there
+    return Mesh(plan, rank, plan.size)
+
+
+def test_experts_see_the_same_ranks_otherwise():
+    """dp 2 x cp 2 x tp 2 with ep 2: dp x cp are four places, two of them hold different experts, and the others copies."""
+    mesh = spread(5, dp=2, cp=2, tp=2, ep=2)  # dp 1, cp 0, tp 1: place 2 of dp x cp
+    assert mesh.ranks("dp", "cp") == [1, 3, 5, 7] and mesh.ranks("dp", "cp", "tp") == list(range(8))
+    assert mesh.ranks("ep") == [5, 7] and mesh.ranks("edp") == [1, 5] and mesh.ranks("tp") == [4, 5]
+    assert (mesh.size("ep"), mesh.rank("ep"), mesh.rank("edp")) == (2, 0, 1)
+    with pytest.raises(UserError, match="dp and ep are not axes of one grid"):
+        mesh.ranks("dp", "ep")
+
+
+@given(st.tuples(*(st.integers(1, 3) for _ in range(4))), st.data())
+def test_groups_of_an_axis_part_the_ranks(degrees, data):
+    pp, dp, cp, tp = degrees
+    ep = data.draw(st.sampled_from([each for each in range(1, dp * cp + 1) if dp * cp % each == 0]))
+    meshes = [spread(rank, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep) for rank in range(pp * dp * cp * tp)]
+    for axes in (("pp",), ("dp",), ("cp",), ("tp",), ("ep",), ("edp",), ("dp", "cp"), ("ep", "tp")):
+        groups = {tuple(mesh.ranks(*axes)) for mesh in meshes}
+        assert sorted(rank for group in groups for rank in group) == list(range(len(meshes)))
+        for mesh_rank, mesh in enumerate(meshes):
+            group = mesh.ranks(*axes)
+            assert len(axes) > 1 or (group[mesh.rank(axes[0])] == mesh_rank and len(group) == mesh.size(axes[0]))
+
+
+def test_experts_divide_dp_x_cp():
+    with pytest.raises(
+        UserError, match=r"plan.ep = 3: experts are spread over dp x cp = 4 x 1 = 4 ranks, so it is one of \[1, 2, 4\]"
+    ):
+        Plan(dp=4, ep=3)

@@ -1,6 +1,14 @@
-"""Rank arithmetic on one screen: which rank stands where on the axes pp, dp, cp, tp."""
+"""Rank arithmetic on one screen: which rank stands where on the axes pp, dp, cp, tp, and for experts on pp, edp, ep, tp.
+
+Plan(dp=2, tp=2, ep=2)      grid[pp, dp, cp, tp]         experts[pp, edp, ep, tp]: the same ranks, dp x cp = edp x ep
+                            0 1    dp 0                  0 1    ep 0
+                            2 3    dp 1                  2 3    ep 1
+"""
 
 from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -9,39 +17,66 @@ from shoal.plan import Plan
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbours in rank number share the innermost axes, which talk most."""
+EXPERT_AXES = ("pp", "edp", "ep", "tp")
+"""How experts see the same ranks: `ep` ranks hold different ones, `edp` ranks copies of the same."""
 
 
 class Mesh:
-    """A grid of ranks; `grid[p, d, c, t]` is the rank at those coordinates.
+    """A grid of ranks; `grid[p, d, c, t]` is the rank at those coordinates, `experts[p, r, e, t]` the same rank as experts are spread.
 
     Raises UserError when the plan's degrees do not multiply to the number of ranks.
     """
 
     def __init__(self, plan: Plan, rank: int, size: int) -> None:
         if plan.size != size:
-            inner = plan.pp * plan.cp * plan.tp
-            remedy = f"dp = {size // inner} works here" if size % inner == 0 else f"start a multiple of {inner} ranks"
             product = f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {plan.size}"
-            raise UserError(f"the plan needs {product} ranks, but {size} were started: {remedy}")
+            raise UserError(f"the plan needs {product} ranks, but {size} were started: {_remedy(plan, size)}")
         self.grid = torch.arange(size).view(plan.pp, plan.dp, plan.cp, plan.tp)
+        self.experts = self.grid.reshape(plan.pp, -1, plan.ep, plan.tp)
         self._shard = plan.shard or plan.dp
-        self.coordinates: tuple[int, ...] = tuple((self.grid == rank).nonzero().flatten().tolist())
+        self._at: dict[str, int] = {}
+        for axes, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):
+            self._at |= zip(axes, (grid == rank).nonzero().flatten().tolist(), strict=True)
+        self.coordinates: tuple[int, ...] = tuple(self._at[axis] for axis in AXES)
 
     def size(self, axis: str) -> int:
         """How many ranks stand along `axis`."""
-        return self.grid.size(AXES.index(axis))
+        axes, grid = self._view((axis,))
+        return grid.size(axes.index(axis))
 
     def rank(self, axis: str) -> int:
         """This rank's coordinate on `axis`."""
-        return self.coordinates[AXES.index(axis)]
+        return self._at[axis]
 
-    def ranks(self, axis: str) -> list[int]:
-        """The ranks that differ from this one along `axis` only, in order, this one included."""
-        index = tuple(slice(None) if name == axis else at for name, at in zip(AXES, self.coordinates, strict=True))
-        return self.grid[index].tolist()
+    def ranks(self, *axes: str) -> list[int]:
+        """The ranks that differ from this one along `axes` only, in order, this one included. UserError for axes of both views, such as dp and ep."""
+        names, grid = self._view(axes)
+        return grid[tuple(slice(None) if name in axes else self._at[name] for name in names)].flatten().tolist()
 
     def shards(self) -> tuple[list[int], list[int]]:
         """The data-parallel ranks that share one copy of the state with this one, neighbours, and those that keep the same part of other copies."""
         ranks, at = self.ranks("dp"), self.rank("dp")
         start = at - at % self._shard
         return ranks[start : start + self._shard], ranks[at % self._shard :: self._shard]
+
+    def _view(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], torch.Tensor]:
+        for names, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):
+            if set(axes) <= set(names):
+                return names, grid
+        raise UserError(
+            f"{' and '.join(axes)} are not axes of one grid: {', '.join(AXES)}, or of experts {', '.join(EXPERT_AXES)}"
+        )
+
+
+def _remedy(plan: Plan, size: int) -> str:
+    """Which one degree, changed, would fit `size` ranks; else how many ranks to start."""
+    fits = []
+    for axis in ("dp", "tp", "cp", "pp"):
+        degree, rest = divmod(size, plan.size // getattr(plan, axis))
+        with suppress(UserError):
+            if degree and not rest and replace(plan, **{axis: degree}).size == size:
+                fits.append(f"{axis} = {degree}")
+    if fits:
+        return f"{' or '.join(fits)} works here"
+    inner = plan.size // plan.dp
+    return f"start a multiple of {inner} ranks, such as {max(1, size // inner) * inner} with dp = {max(1, size // inner)}"
