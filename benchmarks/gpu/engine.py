@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.records import check, hardware, synchronise, write
+from benchmarks.gpu.rows import rows, stacked
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
 from shoal.compiling import compile_blocks
@@ -30,14 +31,6 @@ from shoal.random import keyed_dropout_mask
 
 SMALL = GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
-
-
-def rows(vocabulary: int, sequence: int, number: int) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, the same on every machine; a fifth of the labels ignored."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (number, sequence + 1), generator=draw)
-    labels = tokens[:, 1:].masked_fill(torch.rand(number, sequence, generator=draw) < 0.2, -100)
-    return [{"input_ids": row[:-1], "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
 def small_engine(device: str, precision: str) -> Engine:
@@ -126,8 +119,7 @@ def plain_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Ca
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=3e-3, fused=True)
-    samples = rows(config.vocab_size, config.sequence, batch)
-    data = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    data = stacked(config, batch)
 
     def step() -> None:
         total, count = causal_lm(model, {key: value.to(device, non_blocking=True) for key, value in data.items()})[:2]

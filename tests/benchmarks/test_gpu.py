@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu import exchange, records
+from benchmarks.gpu import exchange, offload, peers, rates, records, train
 from shoal.exchange.named import ALGORITHMS
+from shoal.models import GPTConfig
+from shoal.planner import Machine
+
+TINY = GPTConfig(61, 16, 3, 32, 4)
 
 
 def test_a_check_says_whether_it_holds(capsys):
@@ -30,3 +38,92 @@ def test_every_algorithm_repeats_itself(name):
     """What the GPU is compared with is the same whenever it is run."""
     torch.set_num_threads(1)
     assert exchange.check_algorithm(name, "cpu")["seen"] == 0
+
+
+PLAIN = """
+import sys
+from pathlib import Path
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"safetensors", "tokenizers", "rich", "typer", "psutil", "jinja2", "matplotlib", "tensorboard"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+for script in sorted(Path("benchmarks/gpu").glob("*.py")):
+    __import__(f"benchmarks.gpu.{script.stem}")
+"""
+
+
+def test_a_plain_image_of_pytorch_has_all_that_they_import():
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_offload_follows_training_without_it():
+    torch.set_num_threads(1)
+    found = offload.check_losses("cpu")
+    assert len(found) == 4 and all(each["seen"] <= each["allowed"] for each in found)
+
+
+def test_recompute_follows_plain_training():
+    assert train.check_losses("cpu", "recompute", 1e-2, recompute=train.RECOMPUTE["every second"])["seen"] == 0
+
+
+def test_rates_are_measured(tmp_path):
+    found = rates.all_rates("cpu", 1, 1, tmp_path)
+    assert len(found) == 7 and all(figure > 0 for figure in found.values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_that_is_too_small_becomes_the_smallest():
+    """What is moved is what was planned."""
+    row = offload.of_engine(TINY, 2, "cpu", {"device": 1000}, 1)
+    assert row["plan.memory"]["device"] > 1000 and row["peak"] <= row["plan.memory"]["device"]
+    assert row["moved"] == row["planned"] > 0 and row["stalled_ms"] > 0
+    assert offload.of_engine(TINY, 2, "cpu", None, 1).keys() == {"plan.memory", "ms", "peak", "tokens_per_second"}
+
+
+def test_budgets_of_all_contenders(monkeypatch):
+    def absent(*arguments, **more):
+        raise ImportError("No module named 'deepspeed'")
+
+    monkeypatch.setattr(offload, "deepspeed_step", absent)
+    table = offload.budgets(TINY, 2, "cpu", [60], 1)
+    assert [row["contender"] for row in table] == [
+        "no offload",
+        "no budget",
+        "60%, deferred",
+        "60%, at once",
+        "fsdp2, CPUOffloadPolicy",
+    ]
+    offload.show("tiny", "cpu", 32, table)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_stays():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_fsdp2_learns(offloaded):
+    step = peers.fsdp2_step(TINY, 2, "cpu", offloaded)
+    seen = [step() for _ in range(4)]
+    assert seen[-1] < seen[0]
+
+
+def test_the_largest_model_is_trained():
+    found = offload.largest_model("1m", 1, "cpu", Machine(60 * 2**20), most=2)
+    assert found["model"]["heads"] == 2 and found["parameters"] > 0
+    assert len(found["losses"]) == 2
+    with pytest.raises(ValueError, match="nothing of this family fits"):
+        offload.largest_model("1m", 1, "cpu", Machine(2**10), most=2)
+
+
+def test_groups_of_training_are_measured():
+    table = train.measure_groups(TINY, 2, "cpu", 1, 1, False, 1e9)
+    plain = [row for row in table if row["contender"].startswith("plain loop")]
+    assert len(table) == 7 and all(row["ratio_to_plain"] == 1 for row in plain)
+    assert all(row["utilisation"] > 0 for row in table)

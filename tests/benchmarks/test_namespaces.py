@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 MADE = Cluster(owner=7, ranks=2)
 
 HOLDS_A_CLUSTER = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background begins with it ignored
 from benchmarks.namespaces import cluster
 with cluster(2, "100mbit"):
     print(os.getpid(), flush=True)

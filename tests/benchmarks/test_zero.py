@@ -25,16 +25,16 @@ def result(stage: int, ours: float, theirs: float, memory: int) -> dict:
 
 def test_ratios_of_time_and_memory_are_theirs_over_ours():
     figures = zero.figures([result(1, 10.0, 15.0, 150), result(3, 10.0, 12.0, 90)])
-    assert figures["zero 3 of the limit"] == 0.9
-    assert 1.4 < figures["1 deepspeed time"] < 1.5 and figures["1 zero-redundancy memory"] == 1.5
+    assert figures["33m of the limit"] == 0.9
+    assert 1.4 < figures["33m 1 deepspeed time"] < 1.5 and figures["33m 1 zero-redundancy memory"] == 1.5
     judged = {each["key"]: each["reached"] for each in judge(zero.TARGETS, figures)}
     assert (
-        judged["1 deepspeed time"]
-        and judged["3 fsdp2 time"]
-        and not judged["3 fsdp2 memory"]
-        and not judged["zero 3 of the limit"]
+        judged["33m 1 deepspeed time"]
+        and judged["33m 3 fsdp2 time"]
+        and not judged["33m 3 fsdp2 memory"]
+        and not judged["33m of the limit"]
     )
-    assert judged["2 deepspeed time"] is None, "not measured"
+    assert judged["33m 2 deepspeed time"] is None, "not measured"
 
 
 @pytest.mark.parametrize("name", ["shoal", "torch fused", "shoal, bf16", "torch fused, bf16", "shoal, split"])
