@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shoal.doors import deepspeed_keys, patrickstar
 from shoal.exchange import algorithm
 from shoal.exchange.named import ALGORITHMS
 from shoal.jobs.config import SECTIONS
@@ -106,3 +107,14 @@ def test_the_page_of_communication_has_every_algorithm_and_its_parameters():
             assert field.name in ("chunk_bytes", "make") or not field.init or f"`{field.name}`" in said, (
                 f"{name} has {field.name}"
             )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("section", "keys"), [("PatrickStar's configuration", patrickstar.KEYS), ("DeepSpeed's JSON", deepspeed_keys.KEYS)]
+)
+def test_the_page_of_the_doors_says_of_every_key_what_becomes_of_it(section, keys):
+    part = (ROOT / "docs" / "doors.md").read_text().split(f"## {section}")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines() if line.startswith("| `")]
+    said = {name: (fate, why.strip("| ")) for names, fate, why in rows for name in re.findall(r"`([\w.]+)`", names)}
+    assert said == {name: (key.fate, key.why) for name, key in keys.items()}
