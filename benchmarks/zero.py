@@ -5,7 +5,7 @@
 2 processes of one thread, 4 rows of 256 tokens a rank; a set is one model, precision and stage: Shoal, those who shard as much, and the
 limit, Shoal's engine without exchange; with --pairs each peer has a set of its own with these two, where memory is too small for all at
 once. Times in turn as in `dp`; memory is each process's peak PSS (see `memory`), read at the end of the same run. Writes
-results/zero_MODEL.json.
+results/zero_MODEL_PRECISION.json.
 """
 
 from __future__ import annotations
@@ -116,19 +116,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = harness.parse(parser, "one round of one step", rounds=1)
     case = replace(CASES["compute"], steps=1) if arguments.quick else CASES["compute"]
-    for model in arguments.model:
+    for model, precision in itertools.product(arguments.model, arguments.precision):
         results = [
             run_set(model, case, precision, stage, arguments.rounds, contenders)
-            for precision, stage in itertools.product(arguments.precision, arguments.stage)
+            for stage in arguments.stage
             for contenders in entries(stage, arguments.pairs)
         ]
         for result in results:
             harness.print_table(result)
         show_memory(results)
-        judged = judge([target for target in TARGETS if target.key.startswith(f"{model} ")], figures(results))
+        wanted = [target for target in TARGETS if target.key.startswith(f"{model} ") and precision == "fp32"]
+        judged = judge(wanted, figures(results))
         print_targets(judged)
         record = {"sets": results, "targets": judged}
-        print(f"record: {harness.write_record(f'zero_{model}', vars(arguments), record, ('deepspeed',))}")
+        print(f"record: {harness.write_record(f'zero_{model}_{precision}', vars(arguments), record, ('deepspeed',))}")
 
 
 if __name__ == "__main__":
