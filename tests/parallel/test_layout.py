@@ -86,7 +86,7 @@ def test_intersection_holds_the_elements_of_both(pair: tuple[Box, Box]) -> None:
 
 def test_replicated_layout_is_one_part_over_the_whole_tensor() -> None:
     layout = Layout.replicated((2, 3))
-    assert layout == Layout((2, 3), (Part(Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),), ("dp",), ("dp",))
+    assert layout == Layout((2, 3), (Part(Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),), ("dp", "tp"), ("dp",))
 
 
 def test_fused_qkv_is_three_parts() -> None:
@@ -103,3 +103,37 @@ def test_fused_qkv_is_three_parts() -> None:
 def test_a_part_maps_equal_sizes() -> None:
     with pytest.raises(AssertionError, match="equal sizes"):
         Part(Box((0,), (2,)), Box((0,), (3,)))
+
+
+@st.composite
+def cuts(draw) -> tuple[tuple[int, ...], int, list[tuple[int, int]]]:
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ends = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=4)))
+    return shape, dim, list(zip(ends[::2], ends[1::2], strict=False))
+
+
+@given(cuts(), st.data())
+def test_what_a_rank_has_of_a_cut_parameter_goes_out_and_comes_back(case, data):
+    """Any stretch of its flat tensor, as boxes of the whole one: each element where its layout says, once."""
+    shape, dim, stretches = case
+    layout, whole = Layout.cut(shape, dim, stretches), torch.arange(prod(shape)).view(shape)
+    own = layout.own_part(whole)
+    wanted = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in stretches], dim)
+    assert torch.equal(own, wanted) and tuple(own.shape) == layout.own_shape
+    start = data.draw(st.integers(0, own.numel()))
+    stop = data.draw(st.integers(start, own.numel()))
+    seen = []
+    for box, view in layout.boxes(start, own.flatten()[start:stop]):
+        assert torch.equal(whole[box.slices], view)
+        seen += view.flatten().tolist()
+    assert sorted(seen) == sorted(own.flatten()[start:stop].tolist())
+    back = torch.full(shape, -1)
+    layout.put_into(back, own)
+    assert sorted(back[back >= 0].tolist()) == sorted(own.flatten().tolist()) and torch.equal(layout.own_part(back), own)
+
+
+def test_a_layout_that_holds_all_gives_the_tensor_itself():
+    whole = torch.zeros(2, 3)
+    assert Layout.replicated((2, 3)).own_part(whole) is whole and Layout.replicated((2, 3)).alike
+    assert not Layout.cut((2, 3), 1, [(0, 2)]).alike

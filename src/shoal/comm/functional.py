@@ -1,12 +1,20 @@
 """Collectives that autograd passes through, in pairs that are each other's derivative (Megatron-LM's f and g, arXiv 1909.08053).
 
-`copy_to` enters a region that the ranks of a group compute in parts: identity forward, sum backward. `reduce_from` leaves it: sum
-forward, identity backward. Both are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is
-made of the other one, so gradients of gradients pass too.
+copy_to       enters a region that the ranks of a group compute in parts: identity forward, sum backward
+reduce_from   leaves it: sum forward, identity backward
+gather_from   puts the ranks' parts of a dim together for uses that differ: all-gather forward, reduce-scatter backward
+scatter_sum   sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
+gather_alike  puts parts together where all ranks then do the same: all-gather forward, each takes its own part of the gradient backward
+take_own      each rank takes its part of what all have alike: the part forward, all-gather backward
+
+All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is made of the other one of a pair, so
+gradients of gradients pass too. Parts of a dim need not be even: `lengths[r]` is that of rank r.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,48 +22,113 @@ from torch import Tensor
 
 from shoal.comm.collectives import Group
 
+Map = Callable[[Tensor], Tensor]
 
-class _CopyTo(torch.autograd.Function):
+
+@dataclass(frozen=True)
+class _Pair:
+    """A linear map and its transpose."""
+
+    forward: Map
+    backward: Map
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x, self)
+
+    @property
+    def transposed(self) -> _Pair:
+        return _Pair(self.backward, self.forward)
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, group: Group) -> Tensor:
-        return x.clone()
+    def forward(x: Tensor, pair: _Pair) -> Tensor:
+        return pair.forward(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Group], output: Tensor) -> None:
-        ctx.group = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Pair], output: Tensor) -> None:
+        ctx.pair = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _ReduceFrom.apply(grads[0], ctx.group), None
+        return ctx.pair.transposed(grads[0]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return tangents[0].clone()
+        return ctx.pair(tangents[0])
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, group: Group) -> Tensor:
-        return group.all_reduce(x.clone().contiguous())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Group], output: Tensor) -> None:
-        ctx.group = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _CopyTo.apply(grads[0], ctx.group), None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _ReduceFrom.apply(tangents[0], ctx.group)
+def copy_to(x: Tensor, group: Group, purpose: str = "") -> Tensor:
+    """A tensor equal on all ranks enters their parallel region: gradients that flow back are summed over `group`. A view of `x`."""
+    return _Pair(_same, _summed(group, purpose))(x)
 
 
-def copy_to(x: Tensor, group: Group) -> Tensor:
-    """A tensor equal on all ranks enters their parallel region: gradients that flow back are summed over `group`."""
-    return _CopyTo.apply(x, group)
-
-
-def reduce_from(x: Tensor, group: Group) -> Tensor:
+def reduce_from(x: Tensor, group: Group, purpose: str = "") -> Tensor:
     """The sum over `group` of each rank's part leaves the parallel region: the gradient flows back to each rank as it is."""
-    return _ReduceFrom.apply(x, group)
+    return _Pair(_summed(group, purpose), _same)(x)
+
+
+def gather_from(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None = None, purpose: str = "") -> Tensor:
+    """The parts of `dim` that the ranks have (`lengths`, None: even), one after the other, for uses that differ by rank."""
+    lengths = tuple(lengths or (x.shape[dim],) * group.size)
+    return _Pair(_gathered(group, dim, lengths, purpose), _scattered(group, dim, lengths, purpose))(x)
+
+
+def scatter_sum(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
+    """This rank's part of `dim`, of `lengths`, of the sum over `group`."""
+    return _Pair(_scattered(group, dim, tuple(lengths), purpose), _gathered(group, dim, tuple(lengths), purpose))(x)
+
+
+def gather_alike(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
+    """The parts of `dim`, of `lengths`, one after the other, where all ranks then do the same with it."""
+    return _Pair(_gathered(group, dim, tuple(lengths), purpose), _own(group, dim, tuple(lengths)))(x)
+
+
+def take_own(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
+    """This rank's part of `dim`, of `lengths`, of an `x` that all ranks have alike and use in no other way."""
+    return _Pair(_own(group, dim, tuple(lengths)), _gathered(group, dim, tuple(lengths), purpose))(x)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _summed(group: Group, purpose: str) -> Map:
+    return lambda x: group.all_reduce(x.clone(memory_format=torch.contiguous_format), purpose=purpose)
+
+
+def _own(group: Group, dim: int, lengths: tuple[int, ...]) -> Map:
+    return lambda x: x.narrow(dim, sum(lengths[: group.rank]), lengths[group.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -> Map:
+    def gathered(x: Tensor) -> Tensor:
+        rows, longest = x.movedim(dim, 0), max(lengths)
+        out = rows.new_empty(group.size, longest, *rows.shape[1:])
+        group.all_gather(out, _filled_up(rows, longest), purpose=purpose)
+        if min(lengths) == longest:
+            return out.flatten(0, 1).movedim(0, dim).contiguous()
+        return torch.cat([part[:length] for part, length in zip(out, lengths, strict=True)]).movedim(0, dim).contiguous()
+
+    return gathered
+
+
+def _scattered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -> Map:
+    def scattered(x: Tensor) -> Tensor:
+        rows, longest = x.movedim(dim, 0), max(lengths)
+        if min(lengths) == longest:
+            whole = rows.contiguous() if rows is not x else rows.clone()
+        else:
+            whole = torch.cat([_filled_up(part, longest) for part in rows.split(lengths)])
+        out = rows.new_empty(longest, *rows.shape[1:])
+        group.reduce_scatter(out, whole, purpose=purpose)
+        return out[: lengths[group.rank]].movedim(0, dim).contiguous()
+
+    return scattered
+
+
+def _filled_up(rows: Tensor, length: int) -> Tensor:
+    """`rows` with zeros behind them up to `length`, contiguous."""
+    if len(rows) == length:
+        return rows.contiguous()
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])

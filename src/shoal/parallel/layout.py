@@ -1,12 +1,15 @@
 """Boxes in the coordinates of a global tensor, and the layout of a parameter: which of its boxes a rank holds, and where.
 
-Everything here is plain data about shapes; no tensor and no communication.
+Plain data about shapes, and views of tensors by it; no communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -110,4 +113,53 @@ class Layout:
     def replicated(cls, shape: tuple[int, ...]) -> Layout:
         """Every rank holds the whole parameter."""
         whole = Box.whole(shape)
-        return cls(tuple(shape), (Part(whole, whole),))
+        return cls(tuple(shape), (Part(whole, whole),), ("dp", "tp"))
+
+    @classmethod
+    def cut(cls, shape: tuple[int, ...], dim: int, stretches: Sequence[tuple[int, int]]) -> Layout:
+        """A rank holds the `stretches` [start, stop) of `dim`, one after the other."""
+        parts, at = [], 0
+        for start, stop in stretches:
+            sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
+            here, there = ([0] * len(shape) for _ in range(2))
+            here[dim], there[dim] = at, start
+            parts.append(Part(Box(tuple(here), sizes), Box(tuple(there), sizes)))
+            at += stop - start
+        return cls(tuple(shape), tuple(parts))
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks along tp hold it whole."""
+        return "tp" in self.replicas
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Of this rank's tensor."""
+        ends = ([offset + size for offset, size in zip(part.local.offsets, part.local.sizes, strict=True)] for part in self.parts)
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's tensor of the `whole` one; itself where that is all of it."""
+        if self.own_shape == self.shape:
+            return whole
+        own = whole.new_empty(self.own_shape)
+        for part in self.parts:
+            own[part.local.slices] = whole[part.world.slices]
+        return own
+
+    def put_into(self, whole: Tensor, own: Tensor) -> None:
+        """Writes this rank's tensor into its place in the `whole` one."""
+        for part in self.parts:
+            whole[part.world.slices] = own[part.local.slices]
+
+    def boxes(self, start: int, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """`flat`, which holds the elements from `start` on of this rank's flattened tensor, as boxes of the global one with views of it."""
+        at = 0
+        for box in boxes_of_range(self.own_shape, start, start + flat.numel()):
+            view = flat[at : at + box.numel].view(box.sizes)
+            at += box.numel
+            for part in self.parts:
+                inside = intersect(box, part.local)
+                if inside is not None:
+                    to_world = tuple(there - here for there, here in zip(part.world.offsets, part.local.offsets, strict=True))
+                    yield inside.shifted(to_world), view[inside.shifted(tuple(-offset for offset in box.offsets)).slices]

@@ -1,0 +1,8 @@
+"""Tensor parallel: the layers of a built module cut among the ranks along tp, by rules; the model file knows nothing of it."""
+
+from shoal.parallel.tensor.logits import ShardedLogits
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.rules import Rules, rules_for
+from shoal.parallel.tensor.slicing import Sliced, cut_among
+
+__all__ = ["Region", "Rules", "ShardedLogits", "Sliced", "cut_among", "rules_for"]

@@ -1,0 +1,118 @@
+"""Layers that keep a part of their weight. A layer becomes one by its class (`become`), so it stays what it was for everybody else.
+
+Column      y_r = x W_r^T            the rows of W are cut: of heads, of a wide layer
+Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
+Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
+Head        as Column, and the logits stay cut
+Inside      a layer whose weights all ranks have, between Column and Row: their gradients are summed
+Experts     a mixture's matrices, all cut inside; what goes in enters, what comes out leaves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.parallel.tensor.logits import ShardedLogits
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.spans import Span
+
+
+class Cut(nn.Module):
+    """What all of them have: `_region`, set by `become`."""
+
+    _region: Region
+
+
+class Column(Cut):
+    """`_spans`: the rows of the whole that this rank has, one after the other. Those that it shares with neighbours are put together behind the product."""
+
+    _spans: Sequence[Span]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(self._region.enter(x))
+        if all(span.sharers == 1 for span in self._spans):
+            return y
+        parts = y.split([span.length for span in self._spans], dim=-1)
+        return torch.cat(
+            [
+                part if span.sharers == 1 else self._region.share(part, span.sharers)
+                for part, span in zip(parts, self._spans, strict=True)
+            ],
+            dim=-1,
+        )
+
+
+class Row(Cut):
+    """`_inputs_first`: the weight is [in, out], as Conv1D of transformers has it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    _inputs_first: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._region.leave(x @ self.weight if self._inputs_first else F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class Vocabulary(Cut):
+    """`_start`: the id of its first row."""
+
+    num_embeddings: int
+    _start: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        here = ids - self._start
+        elsewhere = (here < 0) | (here >= self.num_embeddings)
+        rows = super().forward(here.masked_fill(elsewhere, 0))
+        return self._region.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class Head(Cut):
+    """`_lengths`: how many rows of the vocabulary each rank has."""
+
+    _lengths: Sequence[int]
+
+    def forward(self, x: Tensor) -> ShardedLogits:
+        return ShardedLogits(super().forward(self._region.enter(x)), self._lengths, self._region)
+
+
+class Inside(Cut):
+    """Its weights enter, each time that they are used."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._parameters
+        entered = {name: value if value is None else self._region.enter_alone(value) for name, value in own.items()}
+        self.__dict__["_parameters"] = entered
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.__dict__["_parameters"] = own
+
+
+class Experts(Cut):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._entered, (args, kwargs))
+        return self._region.leave(super().forward(*args, **kwargs))
+
+    def _entered(self, tensor: Tensor) -> Tensor:
+        return self._region.enter(tensor) if tensor.is_floating_point() else tensor
+
+
+@cache
+def _class_of(kind: Any, of: Any) -> Any:
+    return type(f"{kind.__name__}{of.__name__}", (kind, of), {})
+
+
+def become(module: nn.Module, kind: Any, **attributes: Any) -> None:
+    """Makes `module` one of `kind`, a class above, which calls the forward that it had."""
+    of: Any = type(module)
+    module.__class__ = _class_of(kind, of)
+    for name, value in attributes.items():
+        setattr(module, name, value)

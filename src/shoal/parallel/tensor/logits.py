@@ -1,0 +1,296 @@
+"""Logits whose vocabulary is cut among ranks: a loss is taken of them without ever putting them together.
+
+A thin stand-in for a tensor [.., V], of which a rank has [.., v]: it knows the operations between a model's head and its loss
+(`flatten`, `view`, `float`, `cross_entropy`, `log_softmax` with `nll_loss`, products with numbers); for any other it gathers first, so every
+program is right and the usual ones are fast. A plain tensor of this rank's columns would give a wrong loss without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shoal.comm import Group
+from shoal.comm.functional import copy_to, reduce_from
+
+if TYPE_CHECKING:
+    from shoal.parallel.tensor.region import Region
+
+PURPOSE = "logits"
+CACHED = 1 << 18
+"""Elements whose exponentials are there at a time on a CPU: what a core's cache holds."""
+
+
+class ShardedLogits:
+    """`local` [.., lengths[rank]] of logits [.., V]; rank r of `region` has the `lengths[r]` columns behind those of the ranks before it."""
+
+    def __init__(self, local: Tensor, lengths: Sequence[int], region: Region) -> None:
+        self.local, self._lengths, self._region = local, tuple(lengths), region
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = _KNOWN.get(func)
+        result = known(*args, **(kwargs or {})) if known is not None else NotImplemented
+        if result is NotImplemented:
+            args, kwargs = tree_map_only(ShardedLogits, ShardedLogits.whole, (args, kwargs or {}))
+            result = func(*args, **kwargs)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in [row for row in rows if not isinstance(row, Tensor)] or len(rows) >= self.local.dim():
+            return self.whole()[index]
+        return self._with(self.local[index])
+
+    def whole(self) -> Tensor:
+        """[.., V], gathered; all ranks do the same with it."""
+        return self._region.whole(self.local, self._lengths)
+
+    def _with(self, local: Tensor) -> ShardedLogits:
+        return ShardedLogits(local, self._lengths, self._region)
+
+    # what it looks like
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self.local.shape[:-1], sum(self._lengths)])
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.local.dim()
+
+    @property
+    def ndim(self) -> int:
+        return self.local.dim()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.local.requires_grad
+
+    def is_floating_point(self) -> bool:
+        return self.local.is_floating_point()
+
+    # what is done with it on the way to a loss
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedLogits:
+        return self._with(self.local.to(*args, **kwargs))
+
+    def float(self) -> ShardedLogits:
+        return self._with(self.local.float())
+
+    def contiguous(self) -> ShardedLogits:
+        return self._with(self.local.contiguous())
+
+    def detach(self) -> ShardedLogits:
+        return self._with(self.local.detach())
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
+        if end_dim % self.dim() == self.dim() - 1 and start_dim % self.dim() != self.dim() - 1:
+            return self.whole().flatten(start_dim, end_dim)
+        return self._with(self.local.flatten(start_dim, end_dim))
+
+    def view(self, *shape: Any) -> Any:
+        sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], tuple | list | torch.Size) else shape
+        if not sizes or isinstance(sizes[0], torch.dtype) or sizes[-1] not in (-1, sum(self._lengths)):
+            return self.whole().view(*shape)
+        rows = [size for size in sizes[:-1] if size != -1]
+        if sizes[-1] == -1 and torch.Size(rows).numel() != self.local.shape[:-1].numel():
+            return self.whole().view(*shape)
+        return self._with(self.local.reshape(*sizes[:-1], self.local.shape[-1]))
+
+    reshape = view
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(self.local * other) if isinstance(other, int | float) else self.whole() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(self.local / other) if isinstance(other, int | float) else self.whole() / other
+
+    def tanh(self) -> ShardedLogits:
+        return self._with(self.local.tanh())
+
+    # losses
+
+    def log_softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+        """Cut as the logits are; over any other dim that of the whole."""
+        if dim is None or dim % self.dim() != self.dim() - 1:
+            return F.log_softmax(self.whole(), dim, dtype=dtype)
+        local = self.local if dtype is None else self.local.to(dtype)
+        largest = self._region.group.all_reduce(local.detach().amax(-1, keepdim=True), "max", PURPOSE)
+        shifted = local - largest
+        total = reduce_from(shifted.exp().sum(-1, keepdim=True), self._region.group, PURPOSE)
+        return self._with(shifted - copy_to(total.log(), self._region.group, PURPOSE))  # each rank takes it from its own columns
+
+    def picked(self, target: Tensor) -> Tensor:
+        """The value at `target` [N] of each row of [N, V]: [N], the same on all ranks."""
+        here, elsewhere = self._here(target)
+        mine = self.local.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
+        return reduce_from(mine, self._region.group, PURPOSE)
+
+    def likelihood(self, target: Tensor) -> Tensor:
+        """-log softmax at `target` [N], for logits [N, V]: [N], the same on all ranks."""
+        return _Likelihood.apply(self.local, *self._here(target), self._region.group)[0]
+
+    def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of `target` in `local`, 0 where it is another rank's, and where that is so."""
+        here = target - sum(self._lengths[: self._region.rank])
+        elsewhere = (here < 0) | (here >= self.local.shape[-1])
+        return here.masked_fill(elsewhere, 0), elsewhere
+
+
+def _of_the_whole(operator: str) -> Callable[..., Any]:
+    """The operator `operator` of the gathered tensor."""
+
+    def apply(logits: ShardedLogits, *others: Any) -> Any:
+        others = tuple(other.whole() if isinstance(other, ShardedLogits) else other for other in others)
+        return getattr(logits.whole(), operator)(*others)
+
+    return apply
+
+
+_BINARY = (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "pow",
+    "rpow",
+    "matmul",
+    "floordiv",
+    "mod",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+)
+for _name in (*_BINARY, "neg", "abs", "len", "iter", "bool", "float", "int"):
+    setattr(ShardedLogits, f"__{_name}__", _of_the_whole(f"__{_name}__"))
+ShardedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class _Likelihood(torch.autograd.Function):
+    """(logsumexp(x) - x[target], logsumexp(x)) over columns that are cut among ranks; the gradient is softmax(x) - 1[target] of this rank's."""
+
+    @staticmethod
+    def forward(local: Tensor, here: Tensor, elsewhere: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(local.dtype, torch.float32)
+        rows = max(1, CACHED // local.shape[1]) if local.is_cpu else max(1, len(local))
+        mine = torch.cat([block.to(wide).logsumexp(1) for block in local.split(rows)])
+        largest = group.all_reduce(mine.clone(), "max", PURPOSE)
+        at_target = local.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
+        total, at_target = group.all_reduce(torch.stack([(mine - largest).exp(), at_target.to(wide)]), purpose=PURPOSE)
+        logsumexp = total.log() + largest
+        return (logsumexp - at_target).to(local.dtype), logsumexp
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        local, here, elsewhere, ctx.group = inputs
+        ctx.save_for_backward(local, here, elsewhere, output[1])
+        ctx.save_for_forward(local, here, elsewhere, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        local, here, elsewhere, logsumexp = ctx.saved_tensors
+        of_target, of_sum = grads[0].to(logsumexp.dtype), grads[1]
+        again = torch.is_grad_enabled()  # a gradient of this one may be asked for
+        if again:
+            alike = copy_to(torch.stack([logsumexp, of_target, of_sum]), ctx.group, PURPOSE)  # used for this rank's columns
+            logsumexp, of_target, of_sum = alike.unbind()
+        minus = -of_target.masked_fill(elsewhere, 0).unsqueeze(1)
+        softmax, factor, here = local - logsumexp.unsqueeze(1), (of_target + of_sum).unsqueeze(1), here.unsqueeze(1)
+        if again:
+            grad = (softmax.exp() * factor).scatter_add(1, here, minus)
+        else:
+            grad = softmax.exp_().mul_(factor).scatter_add_(1, here, minus)
+        return grad.to(local.dtype), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        local, here, elsewhere, logsumexp = ctx.saved_tensors
+        change = tangents[0].to(logsumexp.dtype)
+        of_sum = ((local - logsumexp.unsqueeze(1)).exp() * change).sum(1)
+        of_target = change.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
+        of_sum, of_target = reduce_from(torch.stack([of_sum, of_target]), ctx.group, PURPOSE)
+        return (of_sum - of_target).to(local.dtype), of_sum
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    if not usual or not _is_rows(input, target):
+        return NotImplemented
+    ignored = target == ignore_index
+    losses = input.likelihood(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
+    return _reduced(losses, ignored, reduction)
+
+
+def _nll_loss(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if weight is not None or size_average is not None or reduce is not None or not _is_rows(input, target):
+        return NotImplemented
+    ignored = target == ignore_index
+    losses = -input.picked(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
+    return _reduced(losses, ignored, reduction)
+
+
+def _is_rows(logits: Any, target: Any) -> bool:
+    """Whether these are logits [N, V] and class numbers [N]."""
+    plain = isinstance(target, Tensor) and not target.is_floating_point()
+    return isinstance(logits, ShardedLogits) and plain and logits.dim() == 2 and target.dim() == 1
+
+
+def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+    if reduction == "mean":
+        return losses.sum() / (~ignored).sum()
+    return losses.sum() if reduction == "sum" else losses
+
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    F.log_softmax: ShardedLogits.log_softmax,
+    torch.log_softmax: lambda logits, dim, dtype=None: logits.log_softmax(dim, dtype=dtype),
+    torch.flatten: ShardedLogits.flatten,
+    torch.tanh: ShardedLogits.tanh,
+}
+"""What it knows of torch's functions; NotImplemented from them: gather first, as for all others."""

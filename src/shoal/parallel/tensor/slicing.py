@@ -1,0 +1,281 @@
+"""Cutting a built module by its rules: which parts of which parameters this rank keeps, and the sizes that modules keep as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shoal.build import Built
+from shoal.errors import UserError
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.layers import Column, Experts, Head, Inside, Row, Vocabulary, become
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.rules import Rules, kind_of
+from shoal.parallel.tensor.spans import Span, even, heads
+
+_COUNTS = {"heads": "queries", "num_heads": "queries", "num_attention_heads": "queries"}
+_COUNTS |= {"kv_heads": "keys", "num_kv_heads": "keys", "num_key_value_heads": "keys"}
+"""Under which names modules keep numbers of heads."""
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A module whose parameters have the shapes of this rank's parts; `built.value` gives these parts. `layouts`: of all parameters, by first name."""
+
+    built: Built
+    layouts: dict[str, Layout]
+
+
+def cut_among(built: Built, region: Region, rules: Rules) -> Sliced:
+    """Cuts the layers of `built.module` among the ranks of `region`. UserError, on every rank alike, for what cannot be cut so."""
+    return _Slicing(built, region, rules).run()
+
+
+class _Slicing:
+    def __init__(self, built: Built, region: Region, rules: Rules) -> None:
+        self._built, self._module, self._region, self._rules = built, built.module, region, rules
+        self._layouts: dict[int, Layout] = {}  # by the parameter as it was built
+        self._new: dict[int, nn.Parameter] = {}
+
+    def run(self) -> Sliced:
+        cuts: dict[str, Callable[[str, nn.Module], None]] = {
+            "vocabulary": self._vocabulary,
+            "head": self._head,
+            "column": self._column,
+            "row": self._row,
+            "qkv": self._qkv,
+            "packed": self._packed,
+            "experts": self._experts,
+            "inside": self._inside,
+        }
+        modules = list(self._module.named_modules())
+        attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
+        self._attentions = {name: _Heads(name, module, self._region.size) for name, module in attentions}
+        for name, module in modules:
+            kind = kind_of(name, self._rules)
+            if kind in cuts:
+                cuts[kind](name, module)
+        for found in self._attentions.values():
+            found.set_to(self._region.size)
+        return Sliced(self._built_anew(), self._replace())
+
+    # one kind of layer each
+
+    def _vocabulary(self, name: str, module: nn.Module) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise self._cannot(name, module, "nn.Embedding")
+        if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
+            raise UserError(f"{name}: an embedding with sparse, max_norm or scale_grad_by_freq is not cut among tp ranks yet")
+        span = even(module.num_embeddings, self._region.size, self._region.rank, f"the vocabulary of {name}")
+        self._cut(name, module, "weight", 0, [span])
+        padding = module.padding_idx
+        become(module, Vocabulary, _region=self._region, _start=span.start)
+        module.num_embeddings = span.length
+        module.padding_idx = padding - span.start if padding is not None and span.start <= padding < span.stop else None
+
+    def _head(self, name: str, module: nn.Module) -> None:
+        rows = self._rows(name, module)
+        lengths = [even(rows, self._region.size, rank, f"the vocabulary of {name}").length for rank in range(self._region.size)]
+        self._cut_rows(name, module, [even(rows, self._region.size, self._region.rank)])
+        become(module, Head, _region=self._region, _lengths=tuple(lengths))
+
+    def _column(self, name: str, module: nn.Module) -> None:
+        rows, attention = self._rows(name, module), self._attention_of(name)
+        if attention is not None and attention.size and rows % attention.size == 0:
+            self._columns(name, module, [self._by_heads(name, rows // attention.size, attention)])
+        else:
+            self._columns(name, module, [even(rows, self._region.size, self._region.rank, f"the width of {name}")])
+
+    def _packed(self, name: str, module: nn.Module) -> None:
+        rows = self._rows(name, module)
+        if rows % 2:
+            raise UserError(f"{name} has {rows} rows, which are not two layers of one width (packed)")
+        half = even(rows // 2, self._region.size, self._region.rank, f"the width of {name}")
+        self._columns(name, module, [half, half.after(rows // 2)])
+
+    def _qkv(self, name: str, module: nn.Module) -> None:
+        rows, attention = self._rows(name, module), self._attention_of(name)
+        if attention is None:
+            raise UserError(
+                f'{name} is "qkv" by the rules, and no module around it is "attention", which says how many heads it has'
+            )
+        keys = attention.keys or attention.queries
+        size = attention.size or rows // (attention.queries + 2 * keys)
+        attention.size = size
+        if rows != (attention.queries + 2 * keys) * size:
+            raise UserError(
+                f"{name} has {rows} rows, which are not those of {attention.queries} queries and {keys} keys and values of {size} rows each"
+            )
+        spans, offset = [], 0
+        for number in (attention.queries, keys, keys):
+            spans.append(self._by_heads(name, number, attention).after(offset))
+            offset += number * size
+        self._columns(name, module, spans)
+
+    def _row(self, name: str, module: nn.Module) -> None:
+        inputs_first = self._inputs_first(name, module)
+        dim = 0 if inputs_first else 1
+        width, attention = _shape(module, "weight")[dim], self._attention_of(name)
+        if attention is not None and attention.size and width % attention.size == 0:
+            span = self._by_heads(name, width // attention.size, attention)
+        else:
+            span = even(width, self._region.size, self._region.rank, f"the width of {name}")
+        self._cut(name, module, "weight", dim, [span])
+        become(module, Row, _region=self._region, _inputs_first=inputs_first)
+        _set(module, span.length, "in_features", "nx")
+
+    def _experts(self, name: str, module: nn.Module) -> None:
+        names = [key for key, _ in module.named_parameters()]
+        joined = _shape(module, "gate_up_proj") if names == ["gate_up_proj", "down_proj"] else torch.Size()
+        if len(joined) != 3 or joined[1] % 2:
+            raise UserError(
+                f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] and down_proj [experts, out, width], not {names}"
+            )
+        width = joined[1] // 2
+        half = even(width, self._region.size, self._region.rank, f"the width of {name}")
+        self._cut(name, module, "gate_up_proj", 1, [half, half.after(width)])
+        self._cut(name, module, "down_proj", 2, [half])
+        become(module, Experts, _region=self._region)
+        _set(module, half.length, "intermediate_dim", "intermediate_size", "expert_dim")
+
+    def _inside(self, name: str, module: nn.Module) -> None:
+        if list(module.children()):
+            raise UserError(f'{name} is "inside" by the rules, and has modules of its own: name those')
+        become(module, Inside, _region=self._region)
+
+    # what they share
+
+    def _columns(self, name: str, module: nn.Module, spans: Sequence[Span]) -> None:
+        self._cut_rows(name, module, spans)
+        become(module, Column, _region=self._region, _spans=tuple(spans))
+
+    def _cut_rows(self, name: str, module: nn.Module, spans: Sequence[Span]) -> None:
+        self._cut(name, module, "weight", 1 if self._inputs_first(name, module) else 0, spans)
+        if module.bias is not None:
+            self._cut(name, module, "bias", 0, spans)
+        _set(module, sum(span.length for span in spans), "out_features", "nf")
+
+    def _by_heads(self, name: str, number: int, attention: _Heads) -> Span:
+        return heads(number, attention.size, self._region.size, self._region.rank, name)
+
+    def _attention_of(self, name: str) -> _Heads | None:
+        """The innermost module around `name` that has heads."""
+        while name:
+            name = name.rpartition(".")[0]
+            if name in self._attentions:
+                return self._attentions[name]
+        return None
+
+    def _rows(self, name: str, module: nn.Module) -> int:
+        return _shape(module, "weight")[1 if self._inputs_first(name, module) else 0]
+
+    def _inputs_first(self, name: str, module: nn.Module) -> bool:
+        """Whether the weight of a linear layer is [in, out]. UserError for any other layer."""
+        if type(module) is nn.Linear:
+            return False
+        if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
+            return True
+        raise self._cannot(name, module, "nn.Linear")
+
+    def _cannot(self, name: str, module: nn.Module, wanted: str) -> UserError:
+        return UserError(
+            f"{name} is {kind_of(name, self._rules)!r} by the rules, which is for {wanted}: it is a {type(module).__name__}"
+        )
+
+    def _cut(self, name: str, module: nn.Module, attribute: str, dim: int, spans: Sequence[Span]) -> None:
+        """Notes that of a parameter this rank has `spans` of `dim`, one after the other. A tied one is cut the same everywhere."""
+        parameter = getattr(module, attribute)
+        layout = Layout.cut(tuple(parameter.shape), dim, [(span.start, span.stop) for span in spans])
+        if self._layouts.setdefault(id(parameter), layout) != layout:
+            raise UserError(f"{name}.{attribute} is tied to a parameter that the rules cut otherwise: cut both alike")
+
+    def _replace(self) -> dict[str, Layout]:
+        """Puts parameters of this rank's shapes where those that were built are."""
+        layouts: dict[str, Layout] = {}
+        for name, parameter in list(self._module.named_parameters(remove_duplicate=False)):
+            layout = self._layouts.get(id(parameter))
+            if layout is None:
+                layouts.setdefault(name, Layout.replicated(tuple(parameter.shape)))
+                continue
+            if id(parameter) not in self._new:
+                layouts[name] = layout
+                own = torch.empty(layout.own_shape, dtype=parameter.dtype, device="meta")
+                self._new[id(parameter)] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+                self._new[id(parameter)].__dict__.update(parameter.__dict__)
+            owner, _, attribute = name.rpartition(".")
+            setattr(self._module.get_submodule(owner), attribute, self._new[id(parameter)])
+        first = {name for name, _ in self._module.named_parameters()}
+        return {name: layout for name, layout in layouts.items() if name in first}
+
+    def _built_anew(self) -> Built:
+        """`built`, whose values are this rank's parts."""
+        before, layouts = self._built.value, self._layouts
+        originals = {id(parameter): parameter for parameter in self._module.parameters() if id(parameter) in layouts}
+        new = self._new
+
+        def value(name: str, tensor: Tensor) -> Tensor:
+            for was, now in new.items():
+                if now is tensor:
+                    return layouts[was].own_part(before(name, originals[was]))
+            return before(name, tensor)
+
+        return Built(self._module, value, self._built.how)
+
+
+class _Heads:
+    """The numbers of heads that the module `name` keeps: `queries`, `keys` (of values too; 0: as many) and the rows of one, `size` (0: not said)."""
+
+    def __init__(self, name: str, module: nn.Module, ranks: int) -> None:
+        self._module = module
+        numbers: dict[str, list[str]] = {"queries": [], "keys": []}
+        for attribute, what in _COUNTS.items():
+            if isinstance(getattr(module, attribute, None), int):
+                numbers[what].append(attribute)
+        self._names = numbers
+        self.size = int(
+            next((getattr(module, key) for key in ("head_dim", "head_size") if isinstance(getattr(module, key, None), int)), 0)
+        )
+        self.queries = getattr(module, numbers["queries"][0]) if numbers["queries"] else 0
+        self.keys = getattr(module, numbers["keys"][0]) if numbers["keys"] else 0
+        self._groups = getattr(module, "num_key_value_groups", None)
+        config = getattr(module, "config", None)
+        if not self.queries:
+            self.queries = int(getattr(config, "num_attention_heads", 0))
+        if not self.keys and self._groups:
+            self.keys = self.queries // self._groups
+        if not self.queries:
+            raise UserError(f'{name} is "attention" by the rules, and keeps no number of heads ({", ".join(_COUNTS)})')
+        if self.queries % ranks:
+            fits = [degree for degree in range(1, self.queries + 1) if self.queries % degree == 0]
+            raise UserError(
+                f"{name} has {self.queries} heads, which do not come out even among tp = {ranks} ranks: take one of {fits}"
+            )
+
+    def set_to(self, ranks: int) -> None:
+        """Sets the numbers to those of a rank; where keys are fewer than ranks a rank has one."""
+        for attribute in self._names["queries"]:
+            setattr(self._module, attribute, self.queries // ranks)
+        keys = max(1, self.keys // ranks) if self.keys else 0
+        for attribute in self._names["keys"]:
+            setattr(self._module, attribute, keys)
+        if self._groups is not None and keys:
+            self._module.num_key_value_groups = self.queries // ranks // keys  # type: ignore[assignment]
+        if isinstance(getattr(self._module, "split_size", None), int):
+            self._module.split_size = self.queries // ranks * self.size  # type: ignore[assignment]
+        with suppress(AttributeError):
+            self._module.inner_dim = self._module.inner_dim // ranks  # type: ignore[assignment,operator]
+
+
+def _shape(module: nn.Module, attribute: str) -> torch.Size:
+    return module.get_parameter(attribute).shape
+
+
+def _set(module: nn.Module, length: int, *names: str) -> None:
+    """Sets those of the attributes `names` that `module` has."""
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, length)

@@ -1,0 +1,317 @@
+"""Tensor parallel on its own: spans, rules, cut models and logits against the whole ones."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.build import Built, build
+from shoal.data import stack_samples
+from shoal.errors import UserError
+from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
+from shoal.parallel.tensor import Region, ShardedLogits, cut_among, rules_for
+from shoal.parallel.tensor.spans import even, heads
+from tests.parity.cases import LLAMA, MIXTRAL, text
+from tests.pool import run_ranks
+
+SIZE = {"vocab_size": 61, "sequence": 12, "layers": 2, "d_model": 32, "heads": 4}
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
+PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
+MODELS = {
+    "gpt": partial(GPT, GPTConfig(**SIZE)),
+    "gpt-rotary": partial(GPT, GPTConfig(**SIZE, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, tied=False)),
+    "bert": partial(Bert, BertConfig(**SIZE, dropout=0.0)),
+    "llama": lambda: from_config(LLAMA)(),
+    "mixtral": lambda: from_config(MIXTRAL)(),
+    "gpt2": lambda: from_config(GPT2)(),
+    "qwen3": lambda: from_config(QWEN3)(),
+}
+
+
+# spans
+
+
+@given(st.integers(1, 60), st.integers(1, 12))
+def test_even_spans_cover_a_dim_once(length, ranks):
+    if length < ranks:
+        with pytest.raises(UserError, match=f"take tp = {length} or less"):
+            even(length, ranks, 0)
+        return
+    spans = [even(length, ranks, rank) for rank in range(ranks)]
+    assert [row for span in spans for row in range(span.start, span.stop)] == list(range(length))
+    assert max(span.length for span in spans) - min(span.length for span in spans) <= 1
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([4, 8, 16]))
+def test_spans_of_heads_cover_them_once_and_sharers_have_one_head_together(number, ranks, size):
+    if ranks > number * size:
+        return
+    if ranks > number and size % (ranks // number):
+        with pytest.raises(UserError, match="cannot share"):
+            heads(number, size, ranks, 0)
+        return
+    spans = [heads(number, size, ranks, rank) for rank in range(ranks)]
+    assert [row for span in spans for row in range(span.start, span.stop)] == list(range(number * size))
+    for rank, span in enumerate(spans):
+        first = rank - rank % span.sharers
+        together = spans[first : first + span.sharers]
+        assert sum(each.length for each in together) == (size if span.sharers > 1 else span.length)
+        assert span.sharers == 1 or together[0].start % size == 0
+
+
+def test_heads_that_do_not_come_out_even_are_refused():
+    with pytest.raises(UserError, match="6 heads of 8 rows, which tp = 4"):
+        heads(6, 8, 4, 0)
+
+
+# models
+
+
+def filled(built: Built) -> nn.Module:
+    """The module of `built` with real values."""
+    done: dict[int, nn.Parameter] = {}
+    module = built.module
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in done:
+            done[id(parameter)] = nn.Parameter(built.value(name, parameter).clone())
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, done[id(parameter)])
+    for prefix, owner_module in module.named_modules():
+        for name, buffer in list(owner_module._buffers.items()):
+            if buffer is not None:
+                owner_module._buffers[name] = built.value(f"{prefix}.{name}".lstrip("."), buffer)
+    return module
+
+
+def objective(module: nn.Module) -> torch.Tensor:
+    total, _, *auxiliary = causal_lm(module, stack_samples(text()[:4]))
+    return total + sum(auxiliary[0].values()) if auxiliary else total
+
+
+def region_of(world) -> Region:
+    return Region(world.group("tp", list(range(world.size))), world)
+
+
+def cut_and_whole(world, name: str) -> tuple[float, float, dict[str, float], int, dict]:
+    """Loss whole and cut, the largest difference of each gradient as a part of it, parameters kept, and what the engine would save."""
+    whole = filled(build(MODELS[name], 0))
+    expected = objective(whole)
+    expected.backward()
+    built = build(MODELS[name], 0)
+    sliced = cut_among(built, region_of(world), rules_for(built.module))
+    module = filled(sliced.built)
+    loss = objective(module)
+    loss.backward()
+    reference, worst = dict(whole.named_parameters()), {}
+    for key, parameter in module.named_parameters():
+        assert tuple(parameter.shape) == sliced.layouts[key].own_shape
+        wanted = sliced.layouts[key].own_part(reference[key].grad)
+        worst[key] = float((parameter.grad - wanted).abs().max() / (wanted.abs().max() + 1e-6))
+    weights = {key: (sliced.layouts[key], parameter.detach()) for key, parameter in module.named_parameters()}
+    return expected.item(), loss.item(), worst, sum(p.numel() for p in module.parameters()), weights
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_model_computes_what_the_whole_one_does(name, size):
+    answers = run_ranks(cut_and_whole, size, name)
+    whole = dict(filled(build(MODELS[name], 0)).named_parameters())
+    for expected, loss, worst, _, _ in answers:
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert max(worst.values()) < 1e-5, worst
+    assert len({loss for _, loss, *_ in answers}) == 1, "all ranks have the same bits"
+    for key, value in whole.items():  # nothing is lost, and nothing kept twice but what all ranks have
+        together = torch.full_like(value, torch.nan)
+        layouts = [weights[key][0] for *_, weights in answers]
+        for *_, weights in answers:
+            layout, own = weights[key]
+            layout.put_into(together, own)
+        assert torch.equal(together, value)
+        assert layouts[0].alike or sum(each[4][key][1].numel() for each in answers) == value.numel()
+    matrices = sum(value.numel() for value in whole.values() if value.dim() > 1)
+    assert max(kept for *_, kept, _ in answers) < sum(map(torch.numel, whole.values())) - matrices * (size - 1) / size * 0.85
+
+
+class Encoder(nn.Module):
+    """A model that no table knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(61, 16, padding_idx=3)
+        self.wide, self.gain, self.narrow = nn.Linear(16, 40), nn.Linear(1, 1), nn.Linear(40, 16)
+        self.out = nn.Linear(16, 61)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        h = self.wide(self.words(input_ids)).relu()
+        h = self.gain(h.unsqueeze(-1)).squeeze(-1)  # the same layer for each of this rank's columns
+        return self.out(self.narrow(h).tanh())
+
+
+RULES = {"words": "vocabulary", "wide": "column", "gain": "inside", "narrow": "row", "out": "head"}
+
+
+def users_rules(world) -> tuple[float, float, dict[str, float]]:
+    whole = filled(build(Encoder, 0))
+    objective(whole).backward()
+    built = build(Encoder, 0)
+    sliced = cut_among(built, region_of(world), rules_for(built.module, RULES))
+    module = filled(sliced.built)
+    loss = objective(module)
+    loss.backward()
+    reference = dict(whole.named_parameters())
+    off = {
+        key: float((parameter.grad - sliced.layouts[key].own_part(reference[key].grad)).abs().max())
+        for key, parameter in module.named_parameters()
+    }
+    return objective(whole).item(), loss.item(), off
+
+
+def test_a_users_own_rules():
+    for expected, loss, off in run_ranks(users_rules, 3):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert max(off.values()) < 1e-4, off
+
+
+class OfOne:
+    """Stands in for a group of `size` ranks where nothing is sent."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rank, self.name, self.ranks = size, 0, "tp", list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (None, "nothing is known of how to cut Encoder"),
+        ({"wide": "colunm"}, 'Did you mean "column"'),
+        ({"wides": "column"}, "no module of such a name"),
+        ({"words": "column"}, "is for nn.Linear: it is a Embedding"),
+        ({"wide": "vocabulary"}, "is for nn.Embedding"),
+        ({"wide": "qkv"}, "says how many heads"),
+        ({"wide": "attention"}, "keeps no number of heads"),
+        ({"wide": "experts"}, "experts are cut where"),
+    ],
+)
+def test_rules_that_do_not_fit_say_so(rules, message):
+    with pytest.raises(UserError, match=message):
+        built = build(Encoder, 0)
+        cut_among(built, Region(OfOne(2), None), rules_for(built.module, rules))  # type: ignore[arg-type]
+
+
+def test_heads_among_which_ranks_do_not_divide_are_refused_with_what_would_do():
+    built = build(MODELS["gpt"], 0)
+    with pytest.raises(UserError, match=r"4 heads, which do not come out even among tp = 16 ranks: take one of \[1, 2, 4\]"):
+        cut_among(built, Region(OfOne(16), None), rules_for(built.module))  # type: ignore[arg-type]
+
+
+def test_a_plan_of_transformers_that_is_not_known_is_refused():
+    module = build(MODELS["llama"], 0).module
+    module._tp_plan = {**module.tp_plan, "lm_head": "sideways"}
+    with pytest.raises(UserError, match="cuts lm_head as 'sideways'"):
+        rules_for(module)
+
+
+# logits
+
+
+def logits_of(world, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ShardedLogits, torch.Tensor, torch.Tensor]:
+    """Logits [5, 7], the same cut, whole ones of which gradients are asked, and targets with one that is ignored."""
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(5, 7, generator=draw, dtype=torch.float64).mul_(3).to(dtype).requires_grad_()
+    lengths = [even(7, world.size, rank).length for rank in range(world.size)]
+    start = sum(lengths[: world.rank])
+    local = whole.detach()[:, start : start + lengths[world.rank]].clone().requires_grad_()
+    target = torch.tensor([0, 6, -100, 3, 4])
+    return whole, ShardedLogits(local, lengths, region_of(world)), local, target
+
+
+def losses(world, reduction: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """By each way to a loss: its value, the one of whole logits, and by how much gradients differ, first and second ones."""
+    results = []
+    for way in ("cross_entropy", "nll", "smoothed", "unknown"):
+        whole, cut, local, target = logits_of(world)
+        values = []
+        for logits, leaf in ((whole, whole), (cut, local)):
+            match way:
+                case "cross_entropy":
+                    value = F.cross_entropy(logits.float().to(torch.float64), target, reduction=reduction)
+                case "nll":
+                    value = F.nll_loss(F.log_softmax(logits, -1), target, reduction=reduction)
+                case "smoothed":
+                    value = F.cross_entropy(logits, target, reduction=reduction, label_smoothing=0.1)
+                case "unknown":
+                    value = torch.sin(logits).square().mean(0)
+            weights = torch.arange(1.0, 1 + value.numel(), dtype=torch.float64).view(value.shape)
+            (first,) = torch.autograd.grad((value * weights).sum(), leaf, create_graph=True)
+            values.append((value.detach(), first))
+        start = sum(cut._lengths[: world.rank])
+        mine = values[0][1][:, start : start + local.shape[1]]
+        (second,) = torch.autograd.grad(values[0][1].square().sum(), whole)
+        (cut_second,) = torch.autograd.grad(values[1][1].square().sum(), local)
+        results.append(
+            (
+                values[1][0] - values[0][0],
+                values[1][1] - mine,
+                (cut_second - second[:, start : start + local.shape[1]]) if way != "unknown" else torch.zeros(1),
+            )
+        )
+    return [tuple(each.detach() for each in row) for row in results]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_losses_of_cut_logits_and_their_gradients(size, reduction):
+    for rows in run_ranks(losses, size, reduction):
+        for value, first, second in rows[:2]:
+            assert max(float(each.abs().max()) for each in (value, first, second)) < 1e-6
+        for value, first, _ in rows[2:]:
+            assert max(float(value.abs().max()), float(first.abs().max())) < 1e-12
+
+
+def tangents(world) -> tuple[float, float]:
+    whole, cut, local, target = logits_of(world)
+    change = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    start = sum(cut._lengths[: world.rank])
+    _, expected = torch.func.jvp(lambda x: F.cross_entropy(x, target), (whole.detach(),), (change,))
+    _, found = torch.func.jvp(
+        lambda x: F.cross_entropy(ShardedLogits(x, cut._lengths, cut._region), target),
+        (local.detach(),),
+        (change[:, start : start + local.shape[1]].contiguous(),),
+    )
+    return float(expected), float(found)
+
+
+def test_forward_mode_passes_through_cut_logits():
+    for expected, found in run_ranks(tangents, 3):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def looks(world) -> None:
+    whole, cut, _, _ = logits_of(world, torch.bfloat16)
+    assert cut.shape == whole.shape and cut.size(-1) == 7 and cut.dim() == cut.ndim == 2
+    assert cut.dtype == torch.bfloat16 and cut.float().dtype == torch.float32 and cut.is_floating_point() and cut.requires_grad
+    three = cut.view(5, 1, 7)
+    assert isinstance(three, ShardedLogits) and three.shape == (5, 1, 7)
+    assert isinstance(three.flatten(0, -2), ShardedLogits) and three.view(-1, 7).shape == (5, 7)
+    for shape in ((7, 5), (-1,), (35,), (1, 35)):
+        assert torch.equal(cut.view(*shape), whole.view(*shape))
+    assert torch.equal(three.flatten(), whole.flatten()) and torch.equal(cut.argmax(-1), whole.argmax(-1))
+    assert isinstance(cut[1:3], ShardedLogits) and torch.equal(cut[1:3].whole(), whole[1:3])
+    for index in ((slice(None), 2), (..., 3), (slice(None), slice(1, 4)), (torch.tensor([0, 2]), torch.tensor([1, 5]))):
+        assert torch.equal(cut[index], whole[index])
+    assert torch.equal((cut * 2.0 / 3).tanh().whole(), (whole * 2.0 / 3).tanh())
+    assert torch.equal(torch.softmax(cut.float(), -1), whole.float().softmax(-1)) and torch.equal(cut + 1, whole + 1)
+    assert torch.equal(cut == cut, whole == whole) and torch.equal(1 - cut, 1 - whole) and len(cut) == 5
+    assert torch.equal(F.log_softmax(cut.detach(), 0), F.log_softmax(whole.detach(), 0))
+
+
+def test_cut_logits_look_like_whole_ones():
+    run_ranks(looks, 3)
