@@ -22,11 +22,11 @@ from shoal.random import KeyedDropout, Randomness, keep_fallback, keyed_function
 CPU = torch.device("cpu")
 
 
-def keep_native(samples: int, elements: int, keys: torch.Tensor, threshold: int) -> torch.Tensor:
+def keep_native(samples: int, elements: int, keys: torch.Tensor, threshold: int, first: int = 0) -> torch.Tensor:
     kernels = library()
     assert kernels is not None, "the standard machine has a C compiler"
     kept = torch.empty(samples, elements, dtype=torch.bool)
-    kernels.shoal_keep(kept.data_ptr(), samples, elements, keys.data_ptr(), threshold)
+    kernels.shoal_keep(kept.data_ptr(), samples, elements, keys.data_ptr(), threshold, first)
     return kept
 
 
@@ -41,10 +41,13 @@ def test_philox_words_are_the_published_ones(keep):
 
 
 @pytest.mark.fast
-@given(st.integers(0, 5), st.integers(0, 700), st.integers(0, 2**32 - 1), st.integers(0, 1000))
-def test_the_torch_fallback_is_the_kernel(samples, elements, threshold, start):
+@given(st.integers(0, 5), st.integers(0, 700), st.integers(0, 2**32 - 1), st.integers(0, 1000), st.integers(0, 900))
+def test_the_torch_fallback_is_the_kernel_and_a_part_is_that_of_the_whole(samples, elements, threshold, start, first):
     keys = mix(torch.arange(start, start + samples))
-    assert torch.equal(keep_native(samples, elements, keys, threshold), keep_fallback(samples, elements, keys, threshold))
+    whole = keep_native(samples, first + elements, keys, threshold)
+    assert torch.equal(whole, keep_fallback(samples, first + elements, keys, threshold))
+    for keep in (keep_native, keep_fallback):
+        assert torch.equal(keep(samples, elements, keys, threshold, first), whole[:, first:])
 
 
 class Net(nn.Module):
@@ -199,7 +202,7 @@ def test_dropout_of_whole_channels_is_refused_by_name():
 def test_without_a_compiler_the_fallback_gives_the_same():
     code = (
         "import torch; from shoal.random import _keyed_drop, mix; from shoal.native import library; assert library() is None;"
-        "print(_keyed_drop(torch.ones(2, 40), 0.5, mix(torch.arange(2))).long().flatten().tolist())"
+        "print(_keyed_drop(torch.ones(2, 40), 0.5, mix(torch.arange(2)), 0).long().flatten().tolist())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "SHOAL_NATIVE": "0"}, capture_output=True, text=True, check=True

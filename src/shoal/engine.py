@@ -16,10 +16,11 @@ from torch import nn
 
 from shoal import checkpoint
 from shoal.batchnorm import synchronise
-from shoal.build import build
+from shoal.build import Built, build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
+from shoal.checkpoint.whole import whole_parameters
 from shoal.chunks import Budget, ChunkMaker, Executor, Later, Passing, Tier, adopt, move, search, weakly
 from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.chunks.saved import OnHost
@@ -49,6 +50,7 @@ from shoal.optimizer import (
     needs_whole_parameters,
 )
 from shoal.parallel.layout import Layout
+from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
@@ -67,7 +69,8 @@ class Engine:
     or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient; `clip_value`: largest
     absolute value of each of its elements.
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
-    parameter's group. `sync_bn`: BatchNorm statistics over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
+    parameter's group. `tensor_rules`: how a model's layers are cut for `plan.tp`, beside what is known (see parallel.tensor.rules). `sync_bn`: BatchNorm statistics
+    over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
     (torch's own kernels; depends on the plan). `world`: by default what the launcher's variables say.
 
     Raises UserError for what does not fit together.
@@ -88,6 +91,7 @@ class Engine:
         clip_value: float | None = None,
         schedule: Schedule | None = None,
         param_groups: GroupRule | None = None,
+        tensor_rules: Rules | None = None,
         sync_bn: bool = False,
         dropout: str = "keyed",
         collate: Collate | None = None,
@@ -99,17 +103,21 @@ class Engine:
         self.device, self.ledger = self.world.device, self.world.ledger
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         group = self._group = self.world.group("dp", self.mesh.ranks("dp"))
+        beside = self._beside = self.world.group("tp", self.mesh.ranks("tp"))
+        self._all = group if beside.size == 1 else self.world.group("dp-tp", self.mesh.ranks("dp", "tp"))
 
         if self.device.type == "cpu":
             keep_freed_memory()
         built = build(model, seed)
+        options, member = group_options(built.module.named_parameters(), param_groups)
+        self._randomness = Randomness(seed, self.device)
+        built, self.layouts = self._cut(built, tensor_rules, optimizer, options)
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         self._microbatch = choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
-        self._randomness = Randomness(seed, self.device)
         self._keyed = dropout == "keyed"
         if self._keyed:
             repeated = blocks(self.module)
@@ -123,10 +131,9 @@ class Engine:
         cast_at_the_border(self.module, self.precision)
 
         exchange = self._exchange = algorithm(self.plan.exchange)
-        options, member = group_options(self.module.named_parameters(), param_groups)
         private, shared = Private(self.device), Shared(group, self.device)
         gradients = shared if exchange.reduces_in_place else private
-        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self.ledger)
+        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
         shards = self._shards(optimizer, options)
         if self.plan.zero or self.offload is not None:
             check_sharding(exchange, self.plan.exchange, self.plan.zero, self.offload is not None)
@@ -137,15 +144,17 @@ class Engine:
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
-        self._maker = ChunkMaker(self.module, member, self.precision, "dp", private, gradients, shards)
+        own = {name for name, layout in self.layouts.items() if not layout.alike}
+        place = (beside.rank, beside.size)
+        self._maker = ChunkMaker(self.module, member, self.precision, private, gradients, shards, own, place)
         sized = self._size_for_memory(shards)
-        measured = sized is None and worth_measuring(exchange, self._maker.gradient_bytes, group.size)
+        gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
+        measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
-        self.chunk_bytes = sized or chunk_bytes(exchange, self._maker.gradient_bytes, self.link)
+        self.chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self.link))
         self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
-        self.layouts = {name: Layout.replicated(tuple(parameter.shape)) for name, parameter in self.parameters.items()}
         self.passing = self._pass_weights()
         if self.passing is not None and self.recompute is not None:
             self.recompute.again.append(self.passing.again)
@@ -189,6 +198,7 @@ class Engine:
             keyed=self._keyed,
             passing=self.passing,
             scale=self.loss_scale,
+            beside=beside,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -216,13 +226,11 @@ class Engine:
         if cursor is not None:
             raise UserError("cursor= orders a map-style dataset; this one is an iterable, which comes as it comes")
         if not isinstance(self._source, IterableSource) or self._source.iterable is not dataset:
-            source = IterableSource(dataset, reads=self._group.rank == 0)
+            source = IterableSource(dataset, reads=self._all.rank == 0)
             if isinstance(self._source, dict):
                 source.load_state_dict(self._source)
             self._source = source
-        return self._source.batches(
-            self.global_batch, dispatch=self._group.broadcast_object, epochs=epochs, collate=self._collate
-        )
+        return self._source.batches(self.global_batch, dispatch=self._all.broadcast_object, epochs=epochs, collate=self._collate)
 
     def step(self, batch: Batch) -> StepResult:
         """Trains on one global batch. The result is lazy and the same on every rank.
@@ -264,7 +272,7 @@ class Engine:
             if self.passing is not None and self.offload.use_the_device(self.chunks, self.passing, self.optimizer):
                 self._runner.follow()
         if self.recompute is not None:
-            self.recompute.decide(self._group.broadcast_object)
+            self.recompute.decide(self._all.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
 
@@ -272,10 +280,11 @@ class Engine:
         """Once, after the first step: cuts the chunks in the order in which gradients came, if they leave enough earlier so. Nothing that
         is computed changes."""
         self._order_is_open = False
-        first = self._group.rank == 0
-        cut = self._group.broadcast_object(self._maker.better(self.chunk_bytes, self._runner.arrivals) if first else None)
-        if cut is None:
+        order = self._runner.arrivals if self._maker.better(self.chunk_bytes, self._runner.arrivals) is not None else None
+        order = self._all.broadcast_object(order)
+        if order is None:
             return
+        cut = self._maker.cut(self.chunk_bytes, order)
         self._runner.settle()
         self._exchange.settle()
         self._exchange.close()
@@ -333,16 +342,20 @@ class Engine:
 
     def _pieces(self) -> list[Piece]:
         """What this rank writes: its share of what all replicas have alike (or of their mean), and what only it has."""
-        rank, size = self._group.rank, self._group.size
+        standing = self._standing
         states = {name: kept.tensors for name, kept in self._exchange.state().items()}
-        own = state.exchange_pieces(states, rank)
+        own = state.exchange_pieces(states, standing)
         if not self._drifted():
-            return own + state.pieces(self.module, self.chunks, self.optimizer, rank, size)
-        own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, rank)]
+            return own + state.pieces(self.module, self.chunks, self.optimizer, standing)
+        own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, standing)]
         means = mean_of_optimizers(self.optimizer, self._group)
         with mean_of_replicas(self.module, self.chunks, self._group):
-            pieces = state.pieces(self.module, self.chunks, self.optimizer, rank, size, means)
+            pieces = state.pieces(self.module, self.chunks, self.optimizer, standing, means)
             return own + [_copied(piece) for piece in pieces]
+
+    @property
+    def _standing(self) -> state.Standing:
+        return state.Standing(self.layouts, self._group.rank, self._group.size, self._beside.rank, self._beside.size)
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -402,9 +415,9 @@ class Engine:
         # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
         saved = read_manifest(path).extra
         own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
-        extra = state.restore(path, self.module, self.chunks, self.optimizer, own)
+        extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
         kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
-        if not state.restore_exchange(path, kept, rank, size) and rank == 0:
+        if not state.restore_exchange(path, kept, self._standing) and self._all.rank == 0:
             warnings.warn(f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}: it starts anew", stacklevel=2)
         self._exchange.restored()
         self._go_on(extra, path.name)
@@ -429,14 +442,14 @@ class Engine:
         """The newest good checkpoint; the first rank looks, since it reads every byte. Damaged ones are named in a warning."""
         found: Path | None = None
         damaged: list[str] = []
-        if self._group.rank == 0:
+        if self._all.rank == 0:
             found = checkpoint.newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
-        found, damaged = self._group.broadcast_object((found, damaged))
+        found, damaged = self._all.broadcast_object((found, damaged))
         if found is None:
             raise CheckpointError(
                 f"no checkpoint to load in {directory}" + (f" (damaged: {'; '.join(damaged)})" if damaged else "")
             )
-        if damaged and self._group.rank == 0:
+        if damaged and self._all.rank == 0:
             warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {'; '.join(damaged)}", stacklevel=3)
         return found
 
@@ -449,11 +462,13 @@ class Engine:
             for chunk in self.chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
-            if self._group.rank == 0:
+            if self._group.rank == 0 and self._beside.size > 1:
+                weights = whole_parameters(weights, self.layouts, self._beside)
+            if self._all.rank == 0:
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 export_model(self.module, weights, Path(directory))
-            self._group.barrier()
+            self._all.barrier()
         return Path(directory)
 
     def close(self) -> None:
@@ -515,7 +530,7 @@ class Engine:
             return given
         itemsize, whole = self.precision.grad.itemsize, shards.whole_parameters
         found = search(self._maker.described, shards.group.size, itemsize, whole, allowed.device).best.chunk_bytes
-        return int(self._group.broadcast_object(found))  # "auto" may see other memory on each GPU
+        return int(self._all.broadcast_object(found))  # "auto" may see other memory on each GPU
 
     def _pass_weights(self) -> Passing | None:
         """Watches the weights that are whole only while they are used, if there are such."""
@@ -531,16 +546,38 @@ class Engine:
             on_host = partial(OnHost, self.offload.allowed.activations, self._weights_lane, self.offload.host)
         return Passing(self.module, passing, executor, together, self.tier, on_host)
 
+    def _cut(
+        self, built: Built, rules: Rules | None, optimizer: OptimizerFactory, options: list[dict[str, Any]]
+    ) -> tuple[Built, dict[str, Layout]]:
+        """What `plan.tp` leaves of the model to this rank, and how that lies in the whole."""
+        if self._beside.size == 1:
+            return built, {name: Layout.replicated(tuple(value.shape)) for name, value in built.module.named_parameters()}
+        if self.precision.fp8:
+            raise UserError('plan.tp > 1 does not go with precision = "fp8" yet: its products take whole matrices')
+        if needs_whole_parameters(optimizer, options, self.precision.master):
+            raise UserError(
+                "plan.tp > 1 leaves each rank a part of each matrix, and this optimizer looks at whole ones: take an elementwise one (AdamW, SGD), or "
+                "plan.dp"
+            )
+        region = Region(self._beside, self.world)
+        self._randomness.part = region.part
+        sliced = cut_among(built, region, rules_for(built.module, rules))
+        return sliced.built, sliced.layouts
+
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
         with torch.no_grad():
             for buffer in self.module.buffers():
-                self._group.broadcast(buffer, purpose="buffers")
+                self._all.broadcast(buffer, purpose="buffers")
             for chunk in self.chunks:
                 if chunk.is_cut:  # alike within a copy since `adopt`
                     chunk.agree()
                 else:
                     self._group.broadcast(chunk.master, purpose="weights")
+                    chunk.publish()
+            for chunk in self.chunks:
+                if chunk.beside[1] > 1:  # which the ranks beside this one have too
+                    self._beside.broadcast(chunk.owned.master, purpose="weights")
                     chunk.publish()
 
 

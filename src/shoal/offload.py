@@ -30,12 +30,13 @@ TRIAL = 1 << 22
 
 
 class Offload:
-    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is what the plan allows."""
+    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is what the plan allows. `everyone`: the ranks
+    that decide together, `group` the replicas among them."""
 
-    def __init__(self, plan: Plan, device: torch.device, group: Group, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, device: torch.device, group: Group, everyone: Group, ledger: Ledger) -> None:
         allowed = budget(plan.memory, device)
         assert allowed is not None
-        self.allowed, self._device, self._group = allowed, device, group
+        self.allowed, self._device, self._group, self._everyone = allowed, device, group, everyone
         self._ledger = ledger
         self.tier = Tier("plan.memory.device", allowed.device, device, ledger=ledger)
         self.host = Tier("plan.memory.host", allowed.host, ledger=ledger)
@@ -74,14 +75,14 @@ class Offload:
         if disk is None:
             return None
         all_is_there = len(away) == len(trained) and all(chunk.passes for chunk in chunks if chunk.trainable)
-        durable = all(self._group.all_gather_object(all_is_there))
+        durable = all(self._everyone.all_gather_object(all_is_there))
         if not away and not durable:
             return None
-        rank, ranks = self._group.rank, self._group.size
+        rank, ranks = self._everyone.rank, self._everyone.size
         about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
         pager = Pager(away, keys, Disk(disk.path / f"rank-{rank}", disk.size), durable, about, self._ledger)
         if durable:
-            known = self._group.all_gather_object(list(pager.records))
+            known = self._everyone.all_gather_object(list(pager.records))
             pager.begin_after(max(set(known[0]).intersection(*known), default=0))
         return pager
 
@@ -97,7 +98,7 @@ class Offload:
         if asked != "auto" or self._device.type != "cuda":
             return "at once" if asked == "auto" else asked
         faster = able and streams(link_rate(self._device), host_seconds(), 4 * (1 + len(self._keys)))
-        return "streamed" if self._group.broadcast_object(faster) else "deferred"
+        return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
 
     def use_the_device(self, chunks: Sequence[Chunk], passing: Passing, optimizer: ChunkOptimizer) -> bool:
         """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as far as that goes. Nothing that is

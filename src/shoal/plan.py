@@ -99,7 +99,6 @@ class Plan:
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pp", (1,), "pipeline parallel"),
     ("cp", (1,), "context parallel"),
-    ("tp", (1,), "tensor parallel"),
     ("ep", (1,), "expert parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),

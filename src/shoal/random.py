@@ -53,9 +53,9 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int) -> Tensor:
+def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int, first: int = 0) -> Tensor:
     """The mask of `shoal_keep` in torch operations: [samples, elements] bool, on the device of `keys` (int64 [samples])."""
-    counter = torch.arange(-(-elements // 4), device=keys.device)
+    counter = torch.arange(first // 4, -(-(first + elements) // 4), device=keys.device)
     c0 = (counter & _MASK32).expand(samples, -1)
     c1 = (counter >> 32).expand(samples, -1)
     c2 = c3 = torch.zeros_like(c0)
@@ -65,7 +65,7 @@ def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int) -> 
         high1, low1 = _multiply(c2, 0xCD9E8D57)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    words = torch.stack((c0, c1, c2, c3), dim=2).flatten(1)[:, :elements]
+    words = torch.stack((c0, c1, c2, c3), dim=2).flatten(1)[:, first % 4 :][:, :elements]
     return words >= threshold
 
 
@@ -75,27 +75,29 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return (high + (low >> 16)) >> 16, (((high & 0xFFFF) << 16) + low) & _MASK32
 
 
-def keyed_dropout_mask(keys: Tensor, elements: int, p: float) -> Tensor:
-    """Which of `elements` each sample keeps: [samples, elements] bool on the device of `keys` (int64 [samples])."""
+def keyed_dropout_mask(keys: Tensor, elements: int, p: float, first: int = 0) -> Tensor:
+    """Which of the `elements` from `first` on each sample keeps: [samples, elements] bool on the device of `keys` (int64 [samples])."""
     samples, threshold = keys.numel(), min(_MASK32, round(p * (1 << 32)))
     kernels = library() if keys.device.type == "cpu" else None
     if kernels is None:
-        return keep_fallback(samples, elements, keys, threshold)
+        return keep_fallback(samples, elements, keys, threshold, first)
     kept, keys = torch.empty(samples, elements, dtype=torch.bool), keys.contiguous()
-    kernels.shoal_keep(ctypes.c_void_p(kept.data_ptr()), samples, elements, ctypes.c_void_p(keys.data_ptr()), threshold)
+    where = ctypes.c_void_p(kept.data_ptr()), samples, elements
+    kernels.shoal_keep(*where, ctypes.c_void_p(keys.data_ptr()), threshold, first)
     return kept
 
 
 @torch.library.custom_op("shoal::keyed_drop", mutates_args=())
-def _keyed_drop(x: Tensor, p: float, keys: Tensor) -> Tensor:
-    """x / (1 - p) where kept, 0 elsewhere; `keys` int64 [samples], samples dividing the first dimension of x."""
+def _keyed_drop(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
+    """x / (1 - p) where kept, 0 elsewhere; `keys` int64 [samples], samples dividing the first dimension of x; of each sample here are the elements from
+    `first` on."""
     x = x.contiguous()
-    kept = keyed_dropout_mask(keys, x.numel() // max(1, keys.numel()), p)
+    kept = keyed_dropout_mask(keys, x.numel() // max(1, keys.numel()), p, first)
     return x * kept.view(x.shape) * (1.0 / (1.0 - p))
 
 
 @_keyed_drop.register_fake
-def _(x: Tensor, p: float, keys: Tensor) -> Tensor:
+def _(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -103,29 +105,37 @@ class _KeyedDropout(torch.autograd.Function):
     """Linear in x, so backward and forward mode apply the same mask."""
 
     @staticmethod
-    def forward(x: Tensor, p: float, keys: Tensor) -> Tensor:
-        return _keyed_drop(x, p, keys)
+    def forward(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
+        return _keyed_drop(x, p, keys, first)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor], output: Tensor) -> None:
-        _, ctx.p, ctx.keys = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor, int], output: Tensor) -> None:
+        _, ctx.p, ctx.keys, ctx.first = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _KeyedDropout.apply(grads[0], ctx.p, ctx.keys), None, None
+        return _KeyedDropout.apply(grads[0], ctx.p, ctx.keys, ctx.first), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _KeyedDropout.apply(tangents[0], ctx.p, ctx.keys)
+        return _KeyedDropout.apply(tangents[0], ctx.p, ctx.keys, ctx.first)
+
+
+def _whole(x: Tensor, elements: int) -> int:
+    return 0
 
 
 class Randomness:
-    """What is drawn in one microbatch. `begin` names it; the model's dropout layers read `samples`."""
+    """What is drawn in one microbatch. `begin` names it; the model's dropout layers read `samples`.
+
+    `part(x, elements)` says from which element of a sample on the `elements` of each in `x` are, where a rank has a part of them.
+    """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.samples = torch.zeros(1, dtype=torch.int64, device=device)
         self.active = False
+        self.part: Callable[[Tensor, int], int] = _whole
         self.module = ""
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
@@ -178,7 +188,8 @@ class Randomness:
         samples = self.samples if len(self.samples) and x.dim() and x.shape[0] % len(self.samples) == 0 else self.samples[:1]
         if p == 1.0:
             return x * 0.0
-        return _KeyedDropout.apply(x, p, mix(samples ^ key))
+        first = self.part(x, x.numel() // max(1, len(samples)))
+        return _KeyedDropout.apply(x, p, mix(samples ^ key), first)
 
     def next_key(self) -> Tensor:
         """The key of the next functional call inside the module that runs now."""

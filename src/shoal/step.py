@@ -155,7 +155,8 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs."""
+    """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
+    model is cut, which all run the same microbatches."""
 
     def __init__(
         self,
@@ -175,8 +176,10 @@ class StepRunner:
         keyed: bool,
         passing: Passing | None = None,
         scale: LossScale | None = None,
+        beside: Group | None = None,
     ) -> None:
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
+        self._beside = beside if beside is not None and beside.size > 1 else None
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
         self._reducer = Reducer(parameters, algorithm)
@@ -324,7 +327,7 @@ class StepRunner:
         self._reducer.finish()
         squares = torch.stack(self._reducer.squares).sum(0)
         if self._partners.size == 1 or holds is Holds.ALONE:
-            return totals, value_of(squares), [name for name, seen in self._reducer.touched.items() if not seen]
+            return totals, self._norm_squared(squares), [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
@@ -341,7 +344,7 @@ class StepRunner:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
-        return totals, value_of(squares), untouched
+        return totals, self._norm_squared(squares), untouched
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch learns the names of the auxiliary losses from the others."""
@@ -375,12 +378,20 @@ class StepRunner:
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in parts)
         if any(chunk.is_cut for chunk in chunks):
             cut = self._partners.all_reduce(cut, purpose="norm")
-        return value_of(whole + cut)
+        return self._norm_squared(whole + cut)
+
+    def _norm_squared(self, squares: Tensor) -> Tensor:
+        """Of the gradient of the whole model, from the exact sum over what is here of it."""
+        if self._beside is not None:
+            squares = self._beside.all_reduce(squares, purpose="norm")
+        return value_of(squares)
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
-        """Where chunks are cut, also the names that their other owners have found; in the order of the module."""
+        """Where chunks or the model are cut, also the names that their other owners have found; in the order of the module."""
         if any(chunk.is_cut for chunk in self._algorithm.replica.chunks):
             names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
+        if self._beside is not None:
+            names = [name for theirs in self._beside.all_gather_object(names) for name in theirs]
         found = set(names)
         return [name for name in self._parameters if name in found]
 

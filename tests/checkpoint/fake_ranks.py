@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore, Store
 
 from shoal.checkpoint import Piece, Want, Writer, share
-from shoal.parallel import boxes_of_range
+from shoal.parallel import Layout, boxes_of_range
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,11 @@ def on_ranks(size: int, body: Callable[[FakeWorld], Any], store: Store | None = 
 
 
 def pieces_of(state: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> list[Piece]:
-    return [piece for name, tensor in state.items() for piece in share(name, tensor, tuple(tensor.shape), rank, size)]
+    return [
+        piece
+        for name, tensor in state.items()
+        for piece in share(name, tensor, Layout.replicated(tuple(tensor.shape)), rank, size)
+    ]
 
 
 def flat_wants(like: dict[str, torch.Tensor], rank: int, size: int) -> tuple[list[Want], list[tuple[str, int, torch.Tensor]]]:

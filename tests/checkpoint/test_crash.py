@@ -21,11 +21,12 @@ import torch
 from torch.distributed import HashStore
 from shoal.checkpoint import Writer, load, newest, share
 from shoal.errors import CheckpointError
+from shoal.parallel import Layout
 torch.set_num_threads(1)
 directory = sys.argv[1]
 world = types.SimpleNamespace(rank=0, size=1, store=None)
 def pieces(kib):
-    return share("w", torch.zeros(kib * 256), (kib * 256,), 0, 1)
+    return share("w", torch.zeros(kib * 256), Layout.replicated((kib * 256,)), 0, 1)
 """
 
 FULL = (

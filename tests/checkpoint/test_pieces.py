@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import Piece, share
 from shoal.checkpoint.pieces import SMALL_BYTES, cut
-from shoal.parallel import Box
+from shoal.parallel import Box, Layout
 
 pytestmark = pytest.mark.fast
 
@@ -27,7 +27,7 @@ def times_written(shape: tuple[int, ...], pieces: list[Piece]) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (16384,), (130, 140), (7, 31, 90), (1, 20000)])
 def test_ranks_write_each_element_once_and_evenly(shape: tuple[int, ...], size: int) -> None:
     tensor = torch.arange(prod(shape), dtype=torch.float32).reshape(shape)
-    by_rank = [share("w", tensor, shape, rank, size) for rank in range(size)]
+    by_rank = [share("w", tensor, Layout.replicated(shape), rank, size) for rank in range(size)]
     pieces = [piece for mine in by_rank for piece in mine]
     assert bool((times_written(shape, pieces) == 1).all())
     assert all(torch.equal(piece.tensor, tensor[piece.box.slices]) for piece in pieces)
@@ -40,13 +40,13 @@ def test_ranks_write_each_element_once_and_evenly(shape: tuple[int, ...], size: 
 
 def test_small_tensors_are_spread_by_a_stable_hash() -> None:
     """The same owners in every process, unlike `hash(str)`: parity of CRC-32."""
-    owners = [next(r for r in (0, 1) if share(name, torch.zeros(3), (3,), r, 2)) for name in "abcdefgh"]
+    owners = [next(r for r in (0, 1) if share(name, torch.zeros(3), Layout.replicated((3,)), r, 2)) for name in "abcdefgh"]
     assert owners == [1, 1, 1, 0, 0, 0, 0, 1]
 
 
 def test_a_flat_view_stands_for_its_tensor() -> None:
     flat = torch.arange(6.0)
-    (piece,) = share("w", flat, (2, 3), 0, 1)
+    (piece,) = share("w", flat, Layout.replicated((2, 3)), 0, 1)
     assert torch.equal(piece.tensor, flat.view(2, 3))
 
 

@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_the_chunks_and_none_is_better(shapes, frozen, 
     group = Ranks(ranks)
     shards = Shards(group, group, None, CPU, 3, Private(CPU), whole)
     member = {name: index % 2 for index, (name, _) in enumerate(module.named_parameters())}
-    maker = ChunkMaker(module, member, kind, "dp", Private(CPU), Private(CPU), shards)
+    maker = ChunkMaker(module, member, kind, Private(CPU), Private(CPU), shards)
     choice = search(maker.described, ranks, kind.grad.itemsize, whole, budget)
     for each in choice.candidates:
         chunks = maker.make(maker.cut(each.chunk_bytes))

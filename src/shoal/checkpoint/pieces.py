@@ -7,7 +7,7 @@ from zlib import crc32
 
 import torch
 
-from shoal.parallel.layout import Box, boxes_of_range
+from shoal.parallel.layout import Box, Layout, boxes_of_range
 
 SMALL_BYTES = 64 * 1024
 """Tensors below this size are written whole by one rank: cutting them would cost more in headers than it shares out."""
@@ -42,28 +42,19 @@ class Want:
         assert tuple(self.into.shape) == self.box.sizes, f"{self.name}: tensor {tuple(self.into.shape)} for {self.box}"
 
 
-def share(name: str, tensor: torch.Tensor, shape: tuple[int, ...], rank: int, size: int) -> list[Piece]:
-    """The pieces that `rank` writes of a tensor that `size` ranks hold alike; over all ranks each element is written once.
+def share(name: str, tensor: torch.Tensor, layout: Layout, rank: int, size: int) -> list[Piece]:
+    """The pieces that `rank` writes of a tensor that `size` ranks hold alike, as `layout` says; over all ranks each element is written once.
 
     The flat range is cut evenly, so that all ranks write at the same time; a small tensor goes whole to one rank, chosen by
-    a hash of its name that is the same in every process. `tensor` has `shape`, or is a flat view of that many elements.
+    a hash of its name that is the same in every process. `tensor` has `layout.own_shape`, or is a flat view of that many elements.
     """
-    whole = tensor.view(shape)
-    if tensor.nbytes < SMALL_BYTES:
-        return [Piece(name, shape, Box.whole(shape), whole)] if crc32(name.encode()) % size == rank else []
-    start, stop = (tensor.numel() * r // size for r in (rank, rank + 1))
-    return [Piece(name, shape, box, whole[box.slices]) for box in boxes_of_range(shape, start, stop)]
-
-
-def parts_of_range(shape: tuple[int, ...], start: int, flat: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
-    """`flat`, which holds the elements from `start` on of the flattened tensor of `shape`, as boxes with views of it."""
-    if flat.numel() == 0:
-        return [(Box.whole(shape), flat.view(shape))]
-    parts, at = [], 0
-    for box in boxes_of_range(shape, start, start + flat.numel()):
-        parts.append((box, flat[at : at + box.numel].view(box.sizes)))
-        at += box.numel
-    return parts
+    flat = tensor.reshape(-1)
+    start, stop = (flat.numel() * r // size for r in (rank, rank + 1))
+    if flat.nbytes < SMALL_BYTES:
+        if crc32(name.encode()) % size != rank:
+            return []
+        start, stop = 0, flat.numel()
+    return [Piece(name, layout.shape, box, part) for box, part in layout.boxes(start, flat[start:stop])]
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:

@@ -12,33 +12,74 @@ extra["optim"]             optimizer state that is not a tensor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.pieces import Piece, Want, parts_of_range, share
+from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import CheckpointError, UserError
 from shoal.optimizer import ChunkOptimizer
-from shoal.parallel.layout import Box
+from shoal.parallel.layout import Box, Layout
 
 _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 """Options that say how an optimizer runs here, not what it computes: never taken from a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Who this rank is for a checkpoint: `rank` of `size` replicas, which is `place` of `places` ranks among whom a model is cut. `layouts` say what it has of
+    each parameter."""
+
+    layouts: Mapping[str, Layout]
+    rank: int = 0
+    size: int = 1
+    place: int = 0
+    places: int = 1
+
+    def layout(self, name: str | None, tensor: Tensor, slot: Slot | None = None) -> Layout:
+        """Of a tensor that lies as what is here of the parameter `name` (or as the part of it in `slot`); a whole one otherwise."""
+        if name is not None:
+            layout = self.layouts[name]
+            if tensor.shape == (torch.Size(layout.own_shape) if slot is None else slot.shape):
+                return layout
+        return Layout.replicated(tuple(tensor.shape))
+
+    def share(self, title: str, name: str | None, tensor: Tensor) -> list[Piece]:
+        """What it writes of a tensor that all replicas have alike."""
+        layout = self.layout(name, tensor)
+        if layout.alike:
+            return share(title, tensor, layout, self.rank * self.places + self.place, self.size * self.places)
+        return share(title, tensor, layout, self.rank, self.size)
+
+    def part(self, title: str, slot: Slot | None, tensor: Tensor) -> list[Piece]:
+        """What it writes of what its replica alone has: of a parameter or a state of it what lies in `slot`, or all of something else."""
+        layout = Layout.replicated(tuple(tensor.shape)) if slot is None else self.layouts[slot.name]
+        flat, start = tensor.reshape(-1), 0 if slot is None else slot.start
+        if layout.alike and self.places > 1:  # the ranks beside it have the same
+            first, last = (flat.numel() * place // self.places for place in (self.place, self.place + 1))
+            flat, start = flat[first:last], start + first
+        return [Piece(title, layout.shape, box, part) for box, part in layout.boxes(start, flat)]
+
+    @property
+    def alone(self) -> Standing:
+        """The same as the only replica."""
+        return replace(self, rank=0, size=1)
 
 
 def pieces(
     module: nn.Module,
     chunks: Sequence[Chunk],
     optimizer: ChunkOptimizer,
-    rank: int,
-    size: int,
+    standing: Standing,
     means: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Piece]:
-    """What `rank` of `size` equal replicas writes; `means` stands in for the state of optimizers that are not equal. Raises UserError
+    """What a rank writes of what replicas have in common; `means` stands in for the state of optimizers that are not equal. Raises UserError
     for a parameter that something has moved out of its chunk."""
     for chunk in chunks:
         for slot in chunk.slots:
@@ -48,11 +89,8 @@ def pieces(
                 )
     states = means if means is not None else optimizer.state_tensors()
     alike, own = _named(module, chunks, optimizer, states)
-    pieces = [piece for name, tensor in alike for piece in share(name, tensor.detach(), tuple(tensor.shape), rank, size)]
-    for name, slot, tensor in own:
-        shape, flat = tuple(slot.full), tensor.detach().reshape(-1)
-        pieces += [Piece(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, flat)]
-    return pieces
+    pieces = [piece for title, name, tensor in alike for piece in standing.share(title, name, tensor.detach())]
+    return pieces + [piece for title, slot, tensor in own for piece in standing.part(title, slot, tensor.detach())]
 
 
 def _is_view(parameter: Tensor, chunk: Chunk, slot: Slot) -> bool:
@@ -62,13 +100,13 @@ def _is_view(parameter: Tensor, chunk: Chunk, slot: Slot) -> bool:
 
 def _named(
     module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
-) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Slot, Tensor]]]:
+) -> tuple[list[Titled], list[tuple[str, Slot | None, Tensor]]]:
     """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
     stretches = [chunk.owned for chunk in chunks if chunk.is_cut and not chunk.copy_number]
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.owned.slots}
     copies = {slot.name for chunk in chunks if chunk.copy_number for slot in chunk.owned.slots}
-    own = []
+    own: list[tuple[str, Slot | None, Tensor]] = []
     for owned in stretches:
         flat = owned.master_to_read
         own += [(f"model.{slot.name}", slot, slot.view(flat)) for slot in owned.slots]
@@ -77,33 +115,46 @@ def _named(
         if name in copies:
             continue
         if name not in cut:
-            alike.append((title, _canonical(value)))
+            alike.append((title, name, _canonical(value)))
         elif value.shape == slot.shape:
             own.append((title, slot, _canonical(value)))
         elif slot.start == 0:  # a count and the like, which every owner of a part has: the first one writes it
-            whole = Slot(name, value.shape, 0)
-            own.append((title, whole, _canonical(value)))
+            own.append((title, None, _canonical(value)))
     return alike, own
 
 
-def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, rank: int) -> list[Piece]:
-    """What `rank` alone has of replicas that have drifted apart."""
+def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, standing: Standing) -> list[Piece]:
+    """What the replica of this rank alone has, of replicas that have drifted apart."""
     named = [*_state(module, chunks)]
-    named += [(f"optim.{name}.{key}", _canonical(value)) for (name, key), value in optimizer.state_tensors().items()]
-    return [_whole(f"replica.{rank}.{name}", tensor) for name, tensor in named]
+    named += [(f"optim.{name}.{key}", name, _canonical(value)) for (name, key), value in optimizer.state_tensors().items()]
+    alone, before = standing.alone, f"replica.{standing.rank}."
+    return [piece for title, name, tensor in named for piece in alone.share(before + title, name, _canonical(tensor.detach()))]
 
 
-def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], rank: int) -> list[Piece]:
-    """What the exchange algorithm of `rank` keeps, by state and parameter."""
-    return [_whole(f"exchange.{rank}.{state}.{name}", t) for state, tensors in states.items() for name, t in tensors.items()]
+def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
+    """What the exchange algorithm of this rank's replica keeps, by state and parameter."""
+    return [
+        piece
+        for state, tensors in states.items()
+        for name, tensor in tensors.items()
+        for piece in standing.alone.share(
+            _exchange_title(standing.rank, state, name, tensor, standing), name, _canonical(tensor.detach())
+        )
+    ]
 
 
-def _whole(name: str, tensor: Tensor) -> Piece:
-    return Piece(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), _canonical(tensor.detach()))
+def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: Standing) -> str:
+    """The name of an exchange's state. What is not laid out as a parameter of which each rank has a part is the part's own."""
+    own = not standing.layouts[name].alike and standing.layout(name, tensor).alike
+    return f"exchange.{rank}.{state}.{name}" + (f"@{standing.place}of{standing.places}" if own else "")
 
 
-def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[tuple[str, Tensor]]:
-    return [*_model(chunks), *buffers(module)]
+Titled = tuple[str, str | None, Tensor]
+"""A tensor by its name in a checkpoint, and the parameter as which it is laid out, if it is."""
+
+
+def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[Titled]:
+    return [*_model(chunks), *((title, None, buffer) for title, buffer in buffers(module))]
 
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
@@ -136,24 +187,30 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None) -> dict[str
 
 
 def restore(
-    path: Path, module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer | None, own: str = ""
+    path: Path,
+    module: nn.Module,
+    chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer | None,
+    standing: Standing,
+    own: str = "",
 ) -> dict[str, Any]:
     """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`.
 
     `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
     """
     saved = tensor_shapes(path)
-    _check_shapes(path, saved, chunks)
+    _check_shapes(path, saved, chunks, standing)
     pages = optimizer.pages if optimizer is not None else []
     elsewhere = {slot.name for page in pages for slot in page.chunk.slots}
-    wants = [_want(own + name, tensor) for name, tensor in _state(module, [chunk for chunk in chunks if not chunk.is_cut])]
+    alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
+    wants = [want for title, name, tensor in alike for want in _wants(own + title, standing.layout(name, tensor), tensor)]
     for chunk in chunks:
         if chunk.is_cut and not any(page.chunk is chunk.owned and page.has_master for page in pages):
-            wants += _masters_wanted(chunk.owned)
+            wants += _masters_wanted(chunk.owned, standing)
     states: dict[str, dict[str, Tensor]] = {}
     if optimizer is not None:
-        states = _empty_states(saved, optimizer, own, optimizer.known.keys() - elsewhere)
-        wants += _states_wanted(optimizer, states, own)
+        states = _empty_states(saved, optimizer, standing, own, optimizer.known.keys() - elsewhere)
+        wants += _states_wanted(optimizer, states, standing, own)
     with torch.no_grad():
         extra = load(path, wants)
         for chunk in chunks:
@@ -164,24 +221,32 @@ def restore(
         assert optimizer is not None
         with torch.no_grad(), page.there():
             names = {slot.name for slot in page.chunk.slots}
-            states = _empty_states(saved, optimizer, own, names)
-            load(path, _states_wanted(optimizer, states, own) + (_masters_wanted(page.chunk) if page.has_master else []))
+            states = _empty_states(saved, optimizer, standing, own, names)
+            masters = _masters_wanted(page.chunk, standing) if page.has_master else []
+            load(path, _states_wanted(optimizer, states, standing, own) + masters)
             for name in names:
                 optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
             page.chunk.rest()
     return extra
 
 
-def _masters_wanted(owned: Chunk) -> list[Want]:
-    return [want for slot in owned.slots for want in _wants_of(f"model.{slot.name}", slot, slot.view(owned.master))]
+def _masters_wanted(owned: Chunk, standing: Standing) -> list[Want]:
+    wants = []
+    for slot in owned.slots:
+        wants += _wants(f"model.{slot.name}", standing.layouts[slot.name], slot.view(owned.master), slot.start)
+    return wants
 
 
-def _states_wanted(optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], own: str) -> list[Want]:
+def _states_wanted(
+    optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], standing: Standing, own: str
+) -> list[Want]:
     wants = []
     for name, values in states.items():
         for key, tensor in values.items():
-            slot, title = optimizer.slots[name], f"{own}optim.{name}.{key}"
-            wants += _wants_of(title, slot, tensor) if slot.whole is not None and tensor.dim() else [_want(title, tensor)]
+            slot = optimizer.slots[name]
+            layout = standing.layout(name, tensor, slot)
+            start = slot.start if layout is standing.layouts[name] else 0
+            wants += _wants(f"{own}optim.{name}.{key}", layout, tensor, start)
     return wants
 
 
@@ -214,39 +279,43 @@ def restore_small(module: nn.Module, optimizer: ChunkOptimizer, tensors: Mapping
             buffer.copy_(tensors[name])
 
 
-def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk]) -> None:
+def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: Standing) -> None:
     """CheckpointError, on every rank alike, where a parameter is missing or of another shape, whoever owns it."""
     for chunk in chunks:
         for slot in chunk.slots:
             there = saved.get(f"model.{slot.name}")
             if there is None:
                 raise CheckpointError(f"{path} does not hold model.{slot.name}")
-            if there != tuple(slot.shape):
-                raise CheckpointError(f"{path}: model.{slot.name} has shape {there}, the model wants {tuple(slot.shape)}")
+            wanted = standing.layouts[slot.name].shape
+            if there != wanted:
+                raise CheckpointError(f"{path}: model.{slot.name} has shape {there}, the model wants {wanted}")
 
 
-def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], rank: int, size: int) -> bool:
+def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: Standing) -> bool:
     """Reads {state: (tensors by parameter, what a resize does: "split", "whole" or "mean")} of an exchange algorithm in place.
 
     False, and nothing is read, where the checkpoint holds none of them: it was written under another algorithm, or before it had any.
     """
     saved = tensor_shapes(path)
     before = 1 + max((int(name.split(".")[1]) for name in saved if name.startswith("exchange.")), default=-1)
-    if any(f"exchange.0.{state}.{name}" not in saved for state, (tensors, _) in states.items() for name in tensors):
-        return False
-    if before == size:
-        mine = (
-            (f"exchange.{rank}.{state}.{name}", tensor)
-            for state, (tensors, _) in states.items()
+
+    def wants(replica: int, state: str, tensors: Mapping[str, Tensor]) -> list[Want]:
+        return [
+            want
             for name, tensor in tensors.items()
-        )
-        load(path, [_want(name, tensor) for name, tensor in mine])
+            for want in _wants(_exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor)
+        ]
+
+    if any(want.name not in saved for state, (tensors, _) in states.items() for want in wants(0, state, tensors)):
+        return False
+    if before == standing.size:
+        load(path, [want for state, (tensors, _) in states.items() for want in wants(standing.rank, state, tensors)])
         return True
     for state, (tensors, on_resize) in states.items():
-        parts = {"split": size, "whole": 1, "mean": before}[on_resize]
+        parts = {"split": standing.size, "whole": 1, "mean": before}[on_resize]
         for replica in range(before):  # one after the other: all of them at once would be as many times the memory
             theirs = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-            load(path, [_want(f"exchange.{replica}.{state}.{name}", into) for name, into in theirs.items()])
+            load(path, wants(replica, state, theirs))
             for name, tensor in tensors.items():
                 tensor.copy_(theirs[name] if replica == 0 else tensor + theirs[name])
         for tensor in tensors.values():
@@ -254,18 +323,16 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
     return True
 
 
-def _want(name: str, into: Tensor) -> Want:
-    return Want(name, tuple(into.shape), Box.whole(tuple(into.shape)), into)
+def _wants(title: str, layout: Layout, into: Tensor, start: int = 0) -> list[Want]:
+    """What `into` holds of the global tensor `title`: the elements from `start` on of what is here of it."""
+    if into.is_contiguous():
+        return [Want(title, layout.shape, box, part) for box, part in layout.boxes(start, into.view(-1))]
+    assert layout.own_shape == layout.shape == tuple(into.shape), f"{title} is read in parts into a tensor that is not contiguous"
+    return [Want(title, layout.shape, Box.whole(layout.shape), into)]
 
 
-def _wants_of(name: str, slot: Slot, into: Tensor) -> list[Want]:
-    """The part of the global tensor `name` that lies in `slot`."""
-    shape = tuple(slot.full)
-    return [Want(name, shape, box, part) for box, part in parts_of_range(shape, slot.start, into.view(-1))]
-
-
-def _model(chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
-    return ((f"model.{slot.name}", slot.view(chunk.master)) for chunk in chunks for slot in chunk.slots)
+def _model(chunks: Sequence[Chunk]) -> Iterator[Titled]:
+    return ((f"model.{slot.name}", slot.name, slot.view(chunk.master)) for chunk in chunks for slot in chunk.slots)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -280,7 +347,7 @@ def _canonical(value: Tensor) -> Tensor:
 
 
 def _empty_states(
-    saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, own: str, names: Collection[str]
+    saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, standing: Standing, own: str, names: Collection[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
     states: dict[str, dict[str, Tensor]] = {}
@@ -291,7 +358,7 @@ def _empty_states(
         for key, shape in saved.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 slot = optimizer.slots[name]
-                if shape == tuple(slot.full):
+                if shape == standing.layouts[name].shape:
                     empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
                 else:
                     empty = torch.zeros(shape)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.chunks import Chunk
+from shoal.comm import Group
 from shoal.errors import UserError
+from shoal.parallel.layout import Layout
 
 
 @torch.no_grad()
@@ -60,6 +62,25 @@ def put_whole(
     for name in there.keys() & state.keys() - names.keys():
         there[name].copy_(state[name])
     return missing, unexpected
+
+
+def whole_parameters(own: Mapping[str, Tensor], layouts: Mapping[str, Layout], beside: Group) -> dict[str, Tensor]:
+    """On the first rank of `beside`, among whom a model is cut, all parameters whole; `own` are this rank's, which the others get back. All of them call it."""
+    everywhere = beside.all_gather_object({name: layouts[name] for name in own})
+    first, whole = beside.rank == 0, dict(own)
+    for name, value in own.items():
+        if layouts[name].alike:
+            continue
+        if not first:
+            beside.send(value.contiguous(), 0, f"export {name}")
+            continue
+        whole[name] = value.new_empty(layouts[name].shape)
+        layouts[name].put_into(whole[name], value)
+        for rank in range(1, beside.size):
+            layout = everywhere[rank][name]
+            part = beside.recv(value.new_empty(layout.own_shape), rank, f"export {name}")
+            layout.put_into(whole[name], part)
+    return whole
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -76,7 +76,8 @@ class Slot:
 
 class Chunk:
     """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master. Of a `sparse` one autograd gives
-    rows of the gradient of its only parameter."""
+    rows of the gradient of its only parameter. `beside`: which of how many ranks of a model that is cut this is, which have the same: they share the norm's
+    work, and count it once."""
 
     def __init__(
         self,
@@ -92,7 +93,9 @@ class Chunk:
         shards: Shards | None = None,
         keep: str = "whole",
         size: int | None = None,
+        beside: tuple[int, int] = (0, 1),
     ) -> None:
+        self.beside = beside
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards
@@ -309,6 +312,8 @@ class Chunk:
         of the owned stretch this copy of it counts."""
         if self._shards is not None:
             return self.owned.norm_pieces(*self._shards.copy)
+        place, places = self.beside
+        part, parts = part * places + place, parts * places
         flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
         pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
         return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]

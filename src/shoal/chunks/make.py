@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from shoal.chunks.lender import Lender
 from shoal.chunks.tier import Tier
 from shoal.precision import Precision
 
+OWN, ALIKE = "own", "alike"
+"""Groups of chunks: what this rank has a part of, of a model that is cut, and what the ranks beside it have too."""
 PAYS = 0.05
 """Of the backward's time, by how much earlier gradients must leave on average for chunks to be cut anew."""
 
@@ -23,6 +25,7 @@ class ChunkMaker:
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
     complete. `gradients` allocates the flat gradients, `allocate` the rest. `shards`: those among whom chunks are cut; not those of rows.
+    `own`: the parameters of which this rank has a part (see parallel.tensor); all others it has like those `beside` it: as which of how many.
     """
 
     def __init__(
@@ -30,13 +33,15 @@ class ChunkMaker:
         module: nn.Module,
         member: Mapping[str, int],
         precision: Precision,
-        group: str,
         allocate: Allocator,
         gradients: Allocator,
         shards: Shards | None = None,
+        own: Collection[str] = (),
+        beside: tuple[int, int] = (0, 1),
     ) -> None:
         self._precision, self._allocate, self._gradients, self._shards = precision, allocate, gradients, shards
-        self.described = described(module, member, precision, group)
+        self._beside = beside
+        self.described = described(module, member, precision, own)
 
     @property
     def gradient_bytes(self) -> int:
@@ -71,6 +76,7 @@ class ChunkMaker:
             shards,
             self._precision.keep,
             size,
+            (0, 1) if key.group == OWN else self._beside,
         )
 
     def _is_cut(self, key: ChunkKey) -> bool:
@@ -90,7 +96,7 @@ class ChunkMaker:
         return then if departure(then, order) < departure(now, order) - PAYS else None
 
 
-def described(module: nn.Module, member: Mapping[str, int], precision: Precision, group: str) -> list[Described]:
+def described(module: nn.Module, member: Mapping[str, int], precision: Precision, own: Collection[str] = ()) -> list[Described]:
     """The parameters of `module` as `assign` takes them, last registered first, which is about the order of their gradients."""
     owners = {
         f"{prefix}.{name}".lstrip("."): owner
@@ -101,6 +107,6 @@ def described(module: nn.Module, member: Mapping[str, int], precision: Precision
     for name, parameter in reversed(list(module.named_parameters())):
         dtype = precision.parameter_dtype(parameter.dtype, owners[name])
         rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
-        key = ChunkKey(dtype, group, member[name], parameter.requires_grad, name if rows else None)
+        key = ChunkKey(dtype, OWN if name in own else ALIKE, member[name], parameter.requires_grad, name if rows else None)
         found.append((name, torch.Size(parameter.shape), key))
     return found

@@ -21,7 +21,7 @@ from typing import Any
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-std=gnu11")
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "shoal_keep": (None, _POINTER, _INT, _INT, _POINTER, _UINT32),
+    "shoal_keep": (None, _POINTER, _INT, _INT, _POINTER, _UINT32, _INT),
     "shoal_round_stochastically": (None, _POINTER, _POINTER, _INT, _INT, _INT),
     "shoal_adam": (None, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER),
     "shoal_u8_encode": (None, _POINTER, _INT, _INT, _POINTER),

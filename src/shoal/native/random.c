@@ -23,19 +23,21 @@ static inline void philox(uint64_t counter, uint64_t key, uint32_t out[4]) {
 
 #define BLOCK 64 /* counters at a time: lanes of a vector register, several times */
 
-/* kept[i] = 1 where element i of a sample survives: the word (i % 4) of philox(i / 4) under the sample's key is >= threshold. */
-void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t *keys, uint32_t threshold) {
+/* kept[i] = 1 where element first + i of a sample survives: the word (e % 4) of philox(e / 4) under the sample's key is >= threshold, for element e. */
+void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t *keys, uint32_t threshold, int64_t first) {
     for (int64_t s = 0; s < samples; s++) {
         uint8_t *row = kept + s * elements;
         uint64_t key = (uint64_t)keys[s];
-        for (int64_t start = 0; start < elements; start += 4 * BLOCK) {
+        int64_t counter = first / 4, skip = first % 4;
+        for (int64_t start = 0; start < elements; counter += BLOCK, skip = 0) {
             uint32_t words[BLOCK][4];
             for (int lane = 0; lane < BLOCK; lane++)
-                philox((uint64_t)(start / 4 + lane), key, words[lane]);
-            int64_t stop = elements - start < 4 * BLOCK ? elements - start : 4 * BLOCK;
-            const uint32_t *flat = &words[0][0];
+                philox((uint64_t)(counter + lane), key, words[lane]);
+            int64_t stop = elements - start < 4 * BLOCK - skip ? elements - start : 4 * BLOCK - skip;
+            const uint32_t *flat = &words[0][0] + skip;
             for (int64_t i = 0; i < stop; i++)
                 row[start + i] = flat[i] >= threshold;
+            start += stop;
         }
     }
 }

@@ -154,6 +154,9 @@ class Layout:
 
     def boxes(self, start: int, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """`flat`, which holds the elements from `start` on of this rank's flattened tensor, as boxes of the global one with views of it."""
+        if prod(self.shape) == 0:
+            yield Box.whole(self.shape), flat.view(self.shape)
+            return
         at = 0
         for box in boxes_of_range(self.own_shape, start, start + flat.numel()):
             view = flat[at : at + box.numel].view(box.sizes)

@@ -98,7 +98,7 @@ def dry_run(subject: Subject) -> Recording:
 
 def _record(module: nn.Module, subject: Subject) -> Recording:
     member_options, member = group_options(module.named_parameters(), subject.param_groups)
-    parameters = described(module, member, subject.precision, "dp")
+    parameters = described(module, member, subject.precision)
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True

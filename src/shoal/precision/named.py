@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from shoal.errors import UserError, did_you_mean
 from shoal.precision.fp8 import products_in_fp8
@@ -117,5 +117,5 @@ def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with each floating tensor in it cast to `dtype`."""
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    """`tree` with each floating tensor in it, and what stands in for one, cast to `dtype`."""
+    return tree_map(lambda t: t.to(dtype) if hasattr(t, "is_floating_point") and t.is_floating_point() else t, tree)

@@ -1,11 +1,14 @@
 """Layers that keep a part of their weight. A layer becomes one by its class (`become`), so it stays what it was for everybody else.
 
-Column      y_r = x W_r^T            the rows of W are cut: of heads, of a wide layer
-Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
-Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
-Head        as Column, and the logits stay cut
-Inside      a layer whose weights all ranks have, between Column and Row: their gradients are summed
-Experts     a mixture's matrices, all cut inside; what goes in enters, what comes out leaves
+    Column      y_r = x W_r^T                   the rows of W are cut: of heads, of a wide layer
+    Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
+    Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
+    Head        as Column, and the logits stay cut
+    Attention   knows how many heads are here
+    Inside      a layer whose weights all ranks have, between Column and Row: their gradients are summed
+    Experts     a mixture's matrices, all cut inside; what goes in enters, what comes out leaves
+
+A rank's W_r has its own shape; nobody else has to know.
 """
 
 from __future__ import annotations
@@ -94,6 +97,16 @@ class Inside(Cut):
             return super().forward(*args, **kwargs)
         finally:
             self.__dict__["_parameters"] = own
+
+
+class Attention(Cut):
+    """`_heads`: of queries, on this rank."""
+
+    _heads: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._region.attention(self._heads):
+            return super().forward(*args, **kwargs)
 
 
 class Experts(Cut):

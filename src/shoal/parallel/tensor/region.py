@@ -7,7 +7,8 @@ What enters has its gradients summed; what leaves is summed. Inside, the ranks t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from weakref import ref
 
 import torch
@@ -24,6 +25,7 @@ class Region:
         self.group, self._world = group, world
         self.size, self.rank = group.size, group.rank
         self._last: tuple[ref[Tensor], ref[Tensor], bool] | None = None
+        self._heads = 0
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:
@@ -56,6 +58,19 @@ class Region:
     def whole(self, part: Tensor, lengths: Sequence[int]) -> Tensor:
         """The last dims of all ranks' parts, of `lengths`, one after the other, where all ranks then do the same with it."""
         return gather_alike(part, self.group, -1, lengths)
+
+    @contextmanager
+    def attention(self, heads: int) -> Iterator[None]:
+        """Inside, tensors [B, heads, ..] are of this rank's heads: `heads` of them, as many on every rank."""
+        before, self._heads = self._heads, heads
+        try:
+            yield
+        finally:
+            self._heads = before
+
+    def part(self, x: Tensor, elements: int) -> int:
+        """From which element of a whole sample on are the `elements` that `x` has of each: what keyed randomness asks."""
+        return self.rank * elements if self._heads and x.dim() == 4 and x.shape[1] == self._heads else 0
 
     def _neighbours(self, sharers: int) -> Group:
         first = self.rank - self.rank % sharers

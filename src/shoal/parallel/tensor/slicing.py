@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.build import Built
 from shoal.errors import UserError
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor.layers import Column, Experts, Head, Inside, Row, Vocabulary, become
+from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Vocabulary, become
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, kind_of
 from shoal.parallel.tensor.spans import Span, even, heads
@@ -60,7 +60,7 @@ class _Slicing:
             if kind in cuts:
                 cuts[kind](name, module)
         for found in self._attentions.values():
-            found.set_to(self._region.size)
+            found.set_to(self._region)
         return Sliced(self._built_anew(), self._replace())
 
     # one kind of layer each
@@ -255,8 +255,10 @@ class _Heads:
                 f"{name} has {self.queries} heads, which do not come out even among tp = {ranks} ranks: take one of {fits}"
             )
 
-    def set_to(self, ranks: int) -> None:
+    def set_to(self, region: Region) -> None:
         """Sets the numbers to those of a rank; where keys are fewer than ranks a rank has one."""
+        ranks = region.size
+        become(self._module, Attention, _region=region, _heads=self.queries // ranks)
         for attribute in self._names["queries"]:
             setattr(self._module, attribute, self.queries // ranks)
         keys = max(1, self.keys // ranks) if self.keys else 0
