@@ -56,7 +56,9 @@ class SharedMemory:
 
 
 def _shared_memory_files() -> set[str]:
-    return {str(path) for path in _SHM.rglob("*") if path.is_file()} if _SHM.is_dir() else set()
+    """All but multiprocessing's own semaphores, which its tracker removes when this process ends: torch.compile makes some."""
+    found = [path for path in _SHM.rglob("*") if path.is_file()] if _SHM.is_dir() else []
+    return {str(path) for path in found if not path.name.startswith("sem.mp-")}
 
 
 def _held_by_others() -> set[str]:

@@ -17,6 +17,8 @@ from shoal.models import (
     GPT,
     LSTM,
     MLP,
+    Bert,
+    BertConfig,
     GPTConfig,
     LSTMConfig,
     ResNet,
@@ -24,9 +26,11 @@ from shoal.models import (
     causal_lm,
     classification,
     from_config,
+    masked_lm,
     regression,
 )
 from shoal.optimizer import decay_matrices_only
+from shoal.parallel import Layout
 
 SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples
 
@@ -117,6 +121,8 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 
+GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
 
 
@@ -142,7 +148,13 @@ CASES: dict[str, Case] = {
     "tied": Case(partial(_gpt, tied=True), causal_lm, text),
     "unused-frozen": Case(SometimesUnused, regression, vectors),
     "auxiliary": Case(TwoLosses, two_losses, vectors),
+    "gpt2": Case(lambda: from_config(GPT2)(), causal_lm, text),
+    "bert": Case(
+        lambda: Bert(BertConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.0)), masked_lm, text
+    ),
 }
+MESH_ONLY = ("gpt2", "bert")
+"""Further models for plans that cut one; under the others they are what the ones above are."""
 
 
 def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
@@ -173,19 +185,26 @@ class Trace:
     evaluation: float
 
 
-def gathered(running: Engine, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank owns a part of them."""
-    if not running.plan.zero:
+def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> dict[str, Tensor]:
+    """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank has a part of them. `cut`: they are what the
+    optimizer has, which plan.zero cuts."""
+    if running.plan.size == running.plan.dp and not (cut and running.plan.zero):
         return {name: tensor.clone() for name, tensor in tensors.items()}
-    mine = [(running.optimizer.slots[name], tensor.clone()) for name, tensor in tensors.items()]
-    parts: dict[str, dict[int, tuple[Any, Tensor]]] = {}
+    slots = running.optimizer.slots
+    mine = [
+        (name, running.layouts[name], slots[name].start if cut and name in slots else 0, tensor.detach().reshape(-1).clone())
+        for name, tensor in tensors.items()
+    ]
+    parts: dict[str, dict[Layout, dict[int, Tensor]]] = {}
     for theirs in running.world.everyone.all_gather_object(mine):
-        for slot, tensor in theirs:
-            parts.setdefault(slot.name, {})[slot.start] = (slot.full, tensor.reshape(-1))
-    whole = {
-        name: torch.cat([flat for _, (_, flat) in sorted(found.items())]).view(next(iter(found.values()))[0])
-        for name, found in parts.items()
-    }
+        for name, layout, start, flat in theirs:
+            parts.setdefault(name, {}).setdefault(layout, {})[start] = flat
+    whole = {}
+    for name, by_layout in parts.items():
+        some = next(iter(next(iter(by_layout.values())).values()))
+        whole[name] = some.new_full(running.layouts[name].shape, torch.nan)
+        for layout, flats in by_layout.items():
+            layout.put_into(whole[name], torch.cat([flat for _, flat in sorted(flats.items())]).view(layout.own_shape))
     return {name: whole[name] for name in running.parameters if name in whole}
 
 
@@ -202,5 +221,5 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
     weights = gathered(running, {name: value.detach() for name, value in running.optimizer.parameters.items()})
     buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
     with running.whole_weights():
-        seen = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+        seen = gathered(running, {name: parameter.detach() for name, parameter in running.parameters.items()}, cut=False)
     return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)
