@@ -559,7 +559,7 @@ class Engine:
                 "plan.tp > 1 leaves each rank a part of each matrix, and this optimizer looks at whole ones: take an elementwise one (AdamW, SGD), or "
                 "plan.dp"
             )
-        region = Region(self._beside, self.world)
+        region = Region(self._beside, partial(self.world.group, "tp-sharers"))
         self._randomness.part = region.part
         sliced = cut_among(built, region, rules_for(built.module, rules))
         return sliced.built, sliced.layouts

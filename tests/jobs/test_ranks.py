@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -30,6 +31,18 @@ def test_a_run_goes_on_on_another_number_of_ranks(quick, make_job, tmp_path):
     train(rest, {}, World.single("cpu"))
     assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
     assert [record.step for record in records_of(rest).steps] == [1, 2, 3, 4, 5, 6], "one rank alone writes"
+
+
+def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):
+    whole = make_job(run={"dir": str(tmp_path / "whole")})
+    train(whole, {}, World.single("cpu"))
+    half = replace(make_job(steps=3, run={"sample": "3 + 4"}), plan=Plan(tp=2))
+    assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], half) == [3, 3]
+    parameters = records_of(half).run.parameters
+    rest = make_job()
+    train(rest, {}, World.single("cpu"))
+    assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert parameters == records_of(whole).run.parameters and records_of(rest).samples
 
 
 def test_the_timeline_has_every_rank(make_job, tmp_path):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.build import Built, build
+from shoal.comm import Group
+from shoal.comm.silent import Silent
 from shoal.data import stack_samples
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
@@ -97,7 +99,7 @@ def objective(module: nn.Module) -> torch.Tensor:
 
 
 def region_of(world) -> Region:
-    return Region(world.group("tp", list(range(world.size))), world)
+    return Region(world.group("tp", list(range(world.size))), partial(world.group, "tp-sharers"))
 
 
 def cut_and_whole(world, name: str) -> tuple[float, float, dict[str, float], int, dict]:
@@ -180,11 +182,9 @@ def test_a_users_own_rules():
         assert max(off.values()) < 1e-4, off
 
 
-class OfOne:
-    """Stands in for a group of `size` ranks where nothing is sent."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.rank, self.name, self.ranks = size, 0, "tp", list(range(size))
+def silent(size: int) -> Region:
+    """Of the first of `size` ranks, where nothing is sent."""
+    return Region(Group.of(Silent(0, size)), lambda ranks: Group.of(Silent(0, len(ranks))))
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ class OfOne:
 def test_rules_that_do_not_fit_say_so(rules, message):
     with pytest.raises(UserError, match=message):
         built = build(Encoder, 0)
-        cut_among(built, Region(OfOne(2), None), rules_for(built.module, rules))  # type: ignore[arg-type]
+        cut_among(built, silent(2), rules_for(built.module, rules))
 
 
 def test_heads_among_which_ranks_do_not_divide_are_refused_with_what_would_do():
     built = build(MODELS["gpt"], 0)
     with pytest.raises(UserError, match=r"4 heads, which do not come out even among tp = 16 ranks: take one of \[1, 2, 4\]"):
-        cut_among(built, Region(OfOne(16), None), rules_for(built.module))  # type: ignore[arg-type]
+        cut_among(built, silent(16), rules_for(built.module))
 
 
 def test_a_plan_of_transformers_that_is_not_known_is_refused():

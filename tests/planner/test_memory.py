@@ -37,13 +37,13 @@ def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=True, dropout=dropout))
 
 
-def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH) -> Recording:
+def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1) -> Recording:
     groups = decay_matrices_only(0.1)
-    return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), recompute, groups))
+    return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), recompute, groups, tp))
 
 
 def predicted(plan: Plan, precision, optimizer, place: Place, chunk: int = CHUNK, model=gpt) -> MemoryNeed:
-    recording, kind = run_dry(precision, plan.recompute, model), precision_named(precision)
+    recording, kind = run_dry(precision, plan.recompute, model, tp=plan.tp), precision_named(precision)
     state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, place.together > 1 or plan.memory is not None)
     chunks = lay_out_all(recording.parameters, plan, place, kind, state.whole_parameters, chunk)
     return memory_need(recording, chunks, plan, place, kind, state, -(-3 // plan.dp))
@@ -155,7 +155,7 @@ TWO_RANKS = [
 def case(options: dict) -> tuple[Plan, object, str]:
     options = dict(options)
     precision, optimizer = options.pop("precision", "fp32"), options.pop("optimizer", "adamw")
-    return Plan(dp=2, **options), precision, optimizer
+    return Plan(**{"dp": 2, **options}), precision, optimizer
 
 
 def held_by_rank(world: World, options: dict) -> dict:
@@ -169,6 +169,16 @@ def test_two_ranks_of_one_host(options):
     for rank, real in enumerate(run_ranks(held_by_rank, 2, options)):
         place = Place(rank, 2 if plan.zero else 1, 2, True)
         check(predicted(plan, precision, optimizer, place), real)
+
+
+@pytest.mark.parametrize(
+    "options", [{"tp": 2, "dp": 1}, {"tp": 2, "dp": 1, "memory": {}, "precision": "bf16"}, {"tp": 2, "zero": 1}], ids=str
+)
+def test_the_first_rank_of_a_model_that_is_cut(options):
+    plan, precision, optimizer = case(options)
+    real = run_ranks(held_by_rank, plan.size, options)[0]
+    check(predicted(plan, precision, optimizer, Place(0, 2 if plan.zero else 1, plan.size, True)), real)
+    assert run_dry(precision, tp=2).num_parameters == run_dry(precision).num_parameters
 
 
 def test_weights_that_pass_between_hosts():

@@ -107,11 +107,12 @@ class _Asked:
         self._recordings: dict[str, Recording] = {}
 
     def recording(self, table: Mapping[str, Any], plan: Plan) -> Recording:
-        key = repr((dict(table), plan.recompute))
+        key = repr((dict(table), plan.recompute, plan.tp))
         if key not in self._recordings:
             model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
-            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan.recompute, groups)
+            kind = (self._precision, plan.recompute, groups, plan.tp)
+            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, *kind)
             self._recordings[key] = dry_run(subject)
         return self._recordings[key]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from dataclasses import dataclass
@@ -154,9 +155,10 @@ class _Run:
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
         with self.recorder.pause(), engine.whole_weights():
-            if self.first:
+            if engine.mesh.rank("dp") == 0:  # of a model that is cut all its ranks write together
                 text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
-                self.recorder.sample(engine.step_index, job.run.sample, text)
+                if self.first:
+                    self.recorder.sample(engine.step_index, job.run.sample, text)
 
     def _evaluate(self) -> None:
         if self.held_out is not None:
@@ -181,7 +183,7 @@ class _Run:
             device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU ({platform.machine()})",
             world=world.size,
             versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
-            parameters=sum(parameter.numel() for parameter in self.engine.parameters.values()),
+            parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),
             peak_flops=peak,
             config=describe(self.job, self.settled.origins),
         )

@@ -21,13 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.build import build
+from shoal.build import Built, build
 from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described
+from shoal.comm import Group
+from shoal.comm.silent import Silent
 from shoal.compiling import blocks, recomputable
 from shoal.errors import ShoalError, UserError
 from shoal.optimizer import GroupRule, group_options
+from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
 from shoal.plan import Option, option_name
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
@@ -50,20 +53,20 @@ class Subject:
     precision: Precision
     recompute: Option = "none"
     param_groups: GroupRule | None = None
+    tp: int = 1
+    tensor_rules: Rules | None = None
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Of a dry run: the parameters in the order in which chunks are cut, each optimizer group's options, bytes of the buffers, and the events in order."""
+    """Of a dry run: of the model `num_parameters` in all; the parameters, as the first rank of `tp` has them, in the order in which chunks are cut, each
+    optimizer group's options, bytes of the buffers, and the events in order."""
 
+    num_parameters: int
     parameters: tuple[Described, ...]
     options: tuple[dict[str, Any], ...]
     buffers: int
     events: tuple[Event, ...]
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(shape.numel() for _, shape, _ in self.parameters)
 
     @property
     def activations(self) -> int:
@@ -87,8 +90,7 @@ class Recording:
 def dry_run(subject: Subject) -> Recording:
     """Raises UserError, in one line, for a model that cannot be built or a loss that fails on its data."""
     try:
-        built = build(subject.factory, 0).module
-        return _record(built, subject)
+        return _record(build(subject.factory, 0), subject)
     except ShoalError:
         raise
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
@@ -96,18 +98,25 @@ def dry_run(subject: Subject) -> Recording:
         raise UserError(f"the model cannot be run without computing it ({type(error).__name__}): {reason}") from error
 
 
-def _record(module: nn.Module, subject: Subject) -> Recording:
+def _record(built: Built, subject: Subject) -> Recording:
+    module = built.module
+    whole = sum(parameter.numel() for parameter in module.parameters())
     member_options, member = group_options(module.named_parameters(), subject.param_groups)
-    parameters = described(module, member, subject.precision)
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
+    randomness, own = Randomness(0, torch.device("cpu")), frozenset[str]()
+    if subject.tp > 1:
+        region = Region(_silent(subject.tp), lambda ranks: _silent(len(ranks)))
+        randomness.part = region.part
+        layouts = cut_among(built, region, rules_for(module, subject.tensor_rules)).layouts
+        own = frozenset(name for name, layout in layouts.items() if not layout.alike)
+    parameters = described(module, member, subject.precision, own)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
         _put_fakes(module, parameters, subject.precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
-        randomness = Randomness(0, torch.device("cpu"))
         randomness.take_over(module, [block for block in blocks(module) if block is not module])
         stack.enter_context(keyed_functional(randomness))
         recompute = None
@@ -116,7 +125,12 @@ def _record(module: nn.Module, subject: Subject) -> Recording:
         cast_at_the_border(module, subject.precision)
         module.train()
         events = _run(module, subject, randomness, recompute)
-    return Recording(tuple(parameters), tuple(member_options), buffers, events)
+    return Recording(whole, tuple(parameters), tuple(member_options), buffers, events)
+
+
+def _silent(ranks: int) -> Group:
+    """Of which this is the first rank, and nothing is sent."""
+    return Group.of(Silent(0, ranks))
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:

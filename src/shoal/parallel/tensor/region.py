@@ -7,22 +7,22 @@ What enters has its gradients summed; what leaves is summed. Inside, the ranks t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shoal.comm import Group, World
+from shoal.comm import Group
 from shoal.comm.functional import copy_to, gather_alike, gather_from, reduce_from
 
 
 class Region:
-    """The ranks of `group`, made of `world`."""
+    """The ranks of `group`; `among(ranks)` makes a group of some of them, by their numbers in the world."""
 
-    def __init__(self, group: Group, world: World) -> None:
-        self.group, self._world = group, world
+    def __init__(self, group: Group, among: Callable[[list[int]], Group]) -> None:
+        self.group, self._among = group, among
         self.size, self.rank = group.size, group.rank
         self._last: tuple[ref[Tensor], ref[Tensor], bool] | None = None
         self._heads = 0
@@ -74,4 +74,4 @@ class Region:
 
     def _neighbours(self, sharers: int) -> Group:
         first = self.rank - self.rank % sharers
-        return self._world.group(f"{self.group.name}-sharers", self.group.ranks[first : first + sharers])
+        return self._among(self.group.ranks[first : first + sharers])

@@ -1,0 +1,54 @@
+"""A transport that carries nothing: for runs in which only what would be sent is of interest, and for time without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal.comm.transport import NoSharedMemory
+
+
+class Silent(NoSharedMemory):
+    """`rank` of `size` ranks of which the others are not there: each operation returns at once and leaves tensors as they are."""
+
+    carrier = "nothing"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, flat: Tensor, op: str) -> None:
+        pass
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
+        pass
+
+    def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        pass
+
+    def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+        pass
+
+    def broadcast(self, flat: Tensor, src: int) -> None:
+        pass
+
+    def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
+        pass
+
+    def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
+        pass
+
+    def send(self, flat: Tensor, dst: int) -> None:
+        pass
+
+    def recv(self, flat: Tensor, src: int) -> None:
+        pass
+
+    def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
+        pass
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
