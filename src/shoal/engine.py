@@ -179,7 +179,9 @@ class Engine:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
         self.lender = self._maker.lender(trainable, shared, self.tier)
-        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender))
+        by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
+        tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
+        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender, tokens))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
@@ -325,7 +327,9 @@ class Engine:
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
         Hessian pass through its collectives and equal one process. All ranks must call it alike."""
-        return Objective(self.module, self._loss, self._runner, batch, self._randomness if self._keyed else None, self._group)
+        randomness = self._randomness if self._keyed else None
+        alone = {name for name, layout in self.layouts.items() if "tp" not in layout.reduce}
+        return Objective(self.module, self._loss, self._runner, batch, randomness, self._group, self._all, alone)
 
     def save(self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None) -> None:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied, unless a part of it lies on the disk of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,17 +19,26 @@ from shoal.step import Loss, StepRunner, call_loss
 class Objective:
     """Called with all parameters by name it gives the mean loss of `batch` (0-dim), the same on every rank of `group`.
 
-    `randomness`: where dropout is keyed.
+    `randomness`: where dropout is keyed. `everyone`: the ranks among whom the gradients of all parameters but those in `alone` are summed.
     """
 
     def __init__(
-        self, module: nn.Module, loss: Loss, runner: StepRunner, batch: Batch, randomness: Randomness | None, group: Group
+        self,
+        module: nn.Module,
+        loss: Loss,
+        runner: StepRunner,
+        batch: Batch,
+        randomness: Randomness | None,
+        group: Group,
+        everyone: Group,
+        alone: Collection[str],
     ) -> None:
         self._module, self._loss, self._runner, self._batch = module, loss, runner, batch
-        self._randomness, self._group = randomness, group
+        self._randomness, self._group, self._everyone, self._alone = randomness, group, everyone, alone
 
     def __call__(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        module = _Functional(self._module, {name: copy_to(value, self._group) for name, value in parameters.items()})
+        groups = {name: self._group if name in self._alone else self._everyone for name in parameters}
+        module = _Functional(self._module, {name: copy_to(value, groups[name]) for name, value in parameters.items()})
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
         mine = self._runner.cut(self._batch.ids)[0]
         # A rank without a microbatch runs one with weight 0: its collectives are the others'.

@@ -29,6 +29,7 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
 MODELS = {
     "gpt": partial(GPT, GPTConfig(**SIZE)),
+    "gpt-all-tokens": partial(GPT, GPTConfig(**SIZE)),
     "gpt-rotary": partial(GPT, GPTConfig(**SIZE, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, tied=False)),
     "bert": partial(Bert, BertConfig(**SIZE, dropout=0.0)),
     "llama": lambda: from_config(LLAMA)(),
@@ -108,13 +109,16 @@ def cut_and_whole(world, name: str) -> tuple[float, float, dict[str, float], int
     expected = objective(whole)
     expected.backward()
     built = build(MODELS[name], 0)
-    sliced = cut_among(built, region_of(world), rules_for(built.module))
+    own = {"": "whole"} if name.endswith("all-tokens") else {}
+    sliced = cut_among(built, region_of(world), rules_for(built.module, own))
     module = filled(sliced.built)
     loss = objective(module)
     loss.backward()
     reference, worst = dict(whole.named_parameters()), {}
     for key, parameter in module.named_parameters():
         assert tuple(parameter.shape) == sliced.layouts[key].own_shape
+        if "tp" in sliced.layouts[key].reduce:
+            world.group("tp", list(range(world.size))).all_reduce(parameter.grad)
         wanted = sliced.layouts[key].own_part(reference[key].grad)
         worst[key] = float((parameter.grad - wanted).abs().max() / (wanted.abs().max() + 1e-6))
     weights = {key: (sliced.layouts[key], parameter.detach()) for key, parameter in module.named_parameters()}

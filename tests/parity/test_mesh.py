@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import Plan
 from shoal.engine import Engine
+from shoal.errors import UserError
 from tests.parity.cases import CASES, Trace, engine, gathered, train
 from tests.parity.covering import in_turn, thinned
 from tests.parity.test_parity import compare
@@ -23,6 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},  # of models with two heads of keys and values: two ranks share one
     "dp2-tp2": {"dp": 2, "tp": 2},
+    "all-tokens": {"dp": 2, "tp": 2},  # without sequence parallel, where models have it
     "dp3-tp2": {"dp": 3, "tp": 2},
     "dp2-tp4": {"dp": 2, "tp": 4},
     "dp4-tp2": {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
@@ -71,7 +74,8 @@ def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace
     with TemporaryDirectory() as directory:
         shared = world.everyone.broadcast_object(directory)
         options = PLANS[plan] | ({"memory": {"disk": shared}} if plan == "disk" else {})
-        running = under(world, case, precision, accumulation, options, plan)
+        more = {"tensor_rules": {"": "whole"}} if plan == "all-tokens" else {}
+        running = under(world, case, precision, accumulation, options, plan, **more)
         try:
             return train(running, CASES[case].data(), STEPS)
         finally:
@@ -192,3 +196,82 @@ def test_exchange_algorithms_go_on_over_dp(exchange):
     cut = run_ranks(exchanged, 4, {"dp": 2, "tp": 2}, exchange)
     for rank, losses in enumerate(cut):
         assert losses == pytest.approx(whole[rank // 2], rel=1e-9, nan_ok=True)  # NaN: it had no sample of a short batch
+
+
+def derivatives(world, case: str, plan: dict[str, Any], rules: dict[str, str] | None) -> tuple[torch.Tensor, ...]:
+    """Value, slope, gradient and a product with the Hessian, in the same direction under any plan."""
+    running = engine(case, "fp64", 1, world=world, plan=Plan(**plan), tensor_rules=rules)
+    objective = running.objective(next(iter(running.batches(CASES[case].data()))))
+    weights = {name: value.detach() for name, value in running.parameters.items()}
+    draw = torch.Generator().manual_seed(0)
+    direction = {
+        name: layout.own_part(torch.randn(layout.shape, generator=draw, dtype=torch.float64))
+        for name, layout in running.layouts.items()
+    }
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of the CPU has no derivative in forward mode
+        value, slope = torch.func.jvp(objective, (weights,), (direction,))
+        gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
+    return value, slope, gathered(running, gradient, cut=False), gathered(running, product, cut=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "plan", "rules"),
+    [("gpt", {"tp": 2}, None), ("gpt", {"dp": 2, "tp": 2}, {"": "whole"}), ("tied", {"tp": 4}, None), ("llama", {"tp": 4}, None)],
+    ids=str,
+)
+def test_forward_mode_and_products_with_the_hessian_pass_through(case, plan, rules):
+    reference = run_ranks(derivatives, 1, case, {}, None)[0]
+    bound = 1e-5 if case == "llama" else 1e-9  # its RMSNorm computes in fp32 whatever it is given
+    for ours in run_ranks(derivatives, Plan(**plan).size, case, plan, rules):
+        torch.testing.assert_close(ours, reference, rtol=bound, atol=bound * 1e-3)
+
+
+def short_rows(world, plan: dict[str, Any], tokens: int) -> list[float]:
+    data = [{key: value[:tokens] for key, value in row.items()} for row in CASES["gpt-rotary-dropout"].data()]
+    running = engine("gpt-rotary-dropout", "fp64", 1, world=world, plan=Plan(**plan))
+    return train(running, data, 5).losses
+
+
+@pytest.mark.parametrize("tokens", [7, 3])
+def test_rows_that_do_not_come_out_even_among_the_ranks(tokens):
+    """Sequence parallel: of 7 tokens four ranks have 2, 2, 2 and 1, of 3 the last one has none."""
+    reference = run_ranks(short_rows, 1, {}, tokens)[0]
+    for losses in run_ranks(short_rows, 4, {"tp": 4}, tokens):
+        assert losses == pytest.approx(reference, rel=1e-9)
+
+
+def refused(world, plan: dict[str, Any], more: dict[str, Any], case: str) -> str:
+    with pytest.raises(UserError) as failure:
+        engine(case, more.pop("precision", "fp32"), 1, world=world, plan=Plan(**plan), **more)
+    return str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "message"),
+    [
+        ("lstm", {}, "nothing is known of how to cut LSTM"),
+        ("gpt", {"tensor_rules": {"blocks.*.mpl.up": "column"}}, "the model has no module of such a name"),
+        ("gpt", {"tensor_rules": {"blocks.*": "sequence"}}, 'it is said of the whole model, tensor_rules[""]'),
+        ("gpt", {"precision": "fp8"}, "fp8"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_alike_on_every_rank(case, more, message):
+    first, second = run_ranks(refused, 2, {"tp": 2}, more, case)
+    assert first == second and message in first
+
+
+def whole_matrices(world) -> str:
+    with pytest.raises(UserError) as failure:
+        Engine(
+            CASES["gpt"].factory,
+            CASES["gpt"].loss,
+            partial(torch.optim.Adafactor, lr=1e-2),
+            Plan(tp=2),
+            global_batch=4,
+            world=world,
+        )
+    return str(failure.value)
+
+
+def test_optimizers_of_whole_matrices_are_refused():
+    assert all("looks at whole ones" in message for message in run_ranks(whole_matrices, 2))

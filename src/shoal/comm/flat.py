@@ -13,7 +13,7 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Gives `tensor` the values of its flat form, unless they share their memory; returns it."""
-    if tensor is not flat and tensor.data_ptr() != flat.data_ptr():
+    """Gives `tensor` the values of its flat form, unless that is a view of it; returns it."""
+    if tensor is not flat and not tensor.is_contiguous():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor

@@ -42,7 +42,8 @@ class Replica:
 
     `group` serves `reduce`, one operation after the other on the lane. `background(name)` is another group of the same ranks for work
     that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them. `lender`: of whole
-    gradients, where chunks borrow them.
+    gradients, where chunks borrow them. `beside`: the ranks among whom a model is cut, where each has its tokens alone: they sum the gradients of what all of
+    them have.
     """
 
     chunks: Sequence[Chunk]
@@ -51,6 +52,7 @@ class Replica:
     optimizer: ChunkOptimizer
     among: Callable[[str, Sequence[int]], Group]
     lender: Lender | None = None
+    beside: Group | None = None
 
     def background(self, name: str) -> Group:
         return self.among(name, range(self.group.size))

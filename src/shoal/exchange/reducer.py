@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.chunks import Slot, sum_of_squares, weakly
+from shoal.chunks import Chunk, Slot, sum_of_squares, weakly
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.rows import add_rows, clear, sum_rows
@@ -34,7 +34,7 @@ class Reducer:
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm) -> None:
         replica = algorithm.replica
         self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
-        self._lender = replica.lender
+        self._lender, self._beside = replica.lender, replica.beside
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}
         self.squares: list[Tensor] = []
@@ -184,6 +184,7 @@ class Reducer:
         chunk = self._chunks[place]
         if self._unscale is not None:
             chunk.gradient.mul_(self._unscale)
+        self._sum_beside(chunk)
         if chunk.sparse and self._sums:
             slot = chunk.slots[0]
             self.rows[slot.name] = sum_rows(
@@ -194,6 +195,13 @@ class Reducer:
         if self._sums:
             self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)
 
+    def _sum_beside(self, chunk: Chunk) -> None:
+        """Of what the ranks among whom a model is cut have alike, each may have the gradient of its tokens alone."""
+        if self._beside is not None and chunk.beside[1] > 1:
+            self._beside.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index} beside")
+            if chunk.sparse:
+                self.rows[chunk.slots[0].name] = None
+
     @torch.no_grad()
     def _exchange_lent(self, place: int, turn: int, flat: Tensor, round_: int) -> None:
         assert self._lender is not None
@@ -201,6 +209,7 @@ class Reducer:
         lent = chunk.with_gradient(self._lender.to_reduce(turn, flat))
         if self._unscale is not None:
             lent.gradient.mul_(self._unscale)
+        self._sum_beside(lent)
         self._algorithm.reduce(lent, self._own_mean)
         home, new, last = chunk.owned.gradient, lent.owned.gradient, round_ == self._rounds - 1
         pieces = self._pieces[place]

@@ -110,10 +110,10 @@ class Layout:
     reduce: tuple[str, ...] = ("dp",)
 
     @classmethod
-    def replicated(cls, shape: tuple[int, ...]) -> Layout:
+    def replicated(cls, shape: tuple[int, ...], reduce: tuple[str, ...] = ("dp",)) -> Layout:
         """Every rank holds the whole parameter."""
         whole = Box.whole(shape)
-        return cls(tuple(shape), (Part(whole, whole),), ("dp", "tp"))
+        return cls(tuple(shape), (Part(whole, whole),), ("dp", "tp"), reduce)
 
     @classmethod
     def cut(cls, shape: tuple[int, ...], dim: int, stretches: Sequence[tuple[int, int]]) -> Layout:

@@ -3,6 +3,7 @@
     Column      y_r = x W_r^T                   the rows of W are cut: of heads, of a wide layer
     Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
     Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
+    Tokens      what it gives of a sequence is cut to this rank's tokens (sequence parallel)
     Head        as Column, and the logits stay cut
     Attention   knows how many heads are here
     Inside      a layer whose weights all ranks have, between Column and Row: their gradients are summed
@@ -74,7 +75,14 @@ class Vocabulary(Cut):
         here = ids - self._start
         elsewhere = (here < 0) | (here >= self.num_embeddings)
         rows = super().forward(here.masked_fill(elsewhere, 0))
-        return self._region.leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        return self._region.leave_first(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+class Tokens(Cut):
+    """What it gives of a sequence is cut to this rank's tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._region.own_tokens(super().forward(*args, **kwargs))
 
 
 class Head(Cut):

@@ -3,6 +3,11 @@
     same on all ranks  --enter-->  each rank its heads, its columns  --leave-->  same on all ranks
 
 What enters has its gradients summed; what leaves is summed. Inside, the ranks that share a head hand each other its rows (`share`).
+
+With `sequence` (sequence parallel, arXiv 2205.05198) each rank has its tokens between the regions: what all compute alike otherwise (norms, dropout,
+residual sums) is computed once. The sum and the distribution together send as much: all-gather and reduce-scatter in place of all-reduce.
+
+    its tokens  --enter-->  all tokens, its heads, its columns  --leave-->  its tokens
 """
 
 from __future__ import annotations
@@ -15,7 +20,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group
-from shoal.comm.functional import copy_to, gather_alike, gather_from, reduce_from
+from shoal.comm.functional import copy_to, gather_alike, gather_from, reduce_from, scatter_sum
+from shoal.errors import UserError
+from shoal.parallel.tensor.spans import length
+
+PURPOSE = "activations"
+HOW = 'tensor_rules={"": "whole"} gives each rank all tokens between its layers'
 
 
 class Region:
@@ -24,30 +34,60 @@ class Region:
     def __init__(self, group: Group, among: Callable[[list[int]], Group]) -> None:
         self.group, self._among = group, among
         self.size, self.rank = group.size, group.rank
+        self.sequence = False
+        self._tokens: tuple[int, ...] = ()  # of each rank, in the forward that runs
         self._last: tuple[ref[Tensor], ref[Tensor], bool] | None = None
         self._heads = 0
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:
-        """`x`, which all ranks have alike, for a use that differs. What enters several times in a row (queries, keys and values of the same) enters once, so that
-        its gradients are summed once."""
+        """`x` [B, T, ..], which all ranks have alike, or each its tokens of, for a use that differs. What enters several times in a row (queries, keys and values
+        of the same) enters once, so that its gradients are summed once."""
         if self._last is not None:
             outside, inside, recorded = self._last
             if outside() is x and (entered := inside()) is not None and recorded == torch.is_grad_enabled():
                 return entered
-        entered = copy_to(x, self.group)
+        if self.sequence:
+            self._check(x)
+            entered = gather_from(x, self.group, 1, self._tokens, PURPOSE)
+        else:
+            entered = copy_to(x, self.group, PURPOSE)
         self._last = ref(x), ref(entered), torch.is_grad_enabled()
         return entered
 
     @torch.compiler.disable
-    def enter_alone(self, x: Tensor) -> Tensor:
-        """The same for one use of `x`, such as a weight."""
-        return copy_to(x, self.group)
+    def enter_alone(self, weight: Tensor) -> Tensor:
+        """A weight that all ranks have, for a use that differs: its gradients are summed, here or with those of all such weights (`sequence`)."""
+        return weight if self.sequence else copy_to(weight, self.group, PURPOSE)
 
     @torch.compiler.disable
     def leave(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts."""
-        return reduce_from(part, self.group)
+        """The sum of all ranks' parts, or this rank's tokens of it."""
+        if not self.sequence:
+            return reduce_from(part, self.group, PURPOSE)
+        if part.shape[1] != sum(self._tokens):
+            raise UserError(f"{tuple(part.shape)} is summed for {sum(self._tokens)} tokens: {HOW}")
+        return scatter_sum(part, self.group, 1, self._tokens, PURPOSE)
+
+    @torch.compiler.disable
+    def leave_first(self, part: Tensor) -> Tensor:
+        """The same of an embedding [B, T, D], with which a forward begins: its T tokens are dealt to the ranks."""
+        if self.sequence:
+            self._tokens = tuple(length(part.shape[1], self.size, rank) for rank in range(self.size))
+        return self.leave(part)
+
+    @torch.compiler.disable
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """Of `x` [.., T, D], which all ranks have alike, this rank's tokens, where ranks have their own."""
+        if not self.sequence:
+            return x
+        if x.shape[-2] != sum(self._tokens):
+            raise UserError(f"{tuple(x.shape)} is cut by {sum(self._tokens)} tokens: {HOW}")
+        return x.narrow(-2, sum(self._tokens[: self.rank]), self._tokens[self.rank])
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() < 3 or x.shape[1] != self._tokens[self.rank]:
+            raise UserError(f"{tuple(x.shape)} comes where this rank has {self._tokens[self.rank]} of the tokens: {HOW}")
 
     @torch.compiler.disable
     def share(self, part: Tensor, sharers: int) -> Tensor:
@@ -70,7 +110,11 @@ class Region:
 
     def part(self, x: Tensor, elements: int) -> int:
         """From which element of a whole sample on are the `elements` that `x` has of each: what keyed randomness asks."""
-        return self.rank * elements if self._heads and x.dim() == 4 and x.shape[1] == self._heads else 0
+        if self._heads and x.dim() == 4:
+            return self.rank * elements if x.shape[1] == self._heads else 0
+        if self.sequence and x.dim() == 3 and x.shape[1] == self._tokens[self.rank]:
+            return sum(self._tokens[: self.rank]) * (elements // max(1, x.shape[1]))
+        return 0
 
     def _neighbours(self, sharers: int) -> Group:
         first = self.rank - self.rank % sharers

@@ -6,6 +6,8 @@
     "packed"      two linear layers in one (gate and up): the rows of each cut
     "attention"   a module that keeps numbers of heads: they are set to what is here. Linear layers in it are cut by heads
     "experts"     a mixture's matrices [experts, out, in] in one module, cut inside each expert
+    "tokens"      an embedding of positions: of what it gives each rank takes its tokens ("sequence")
+    "sequence"    of the whole model (the name ""): between its layers each rank has its tokens of [B, T, D], from the vocabulary to the head
     "inside"      a layer between column and row whose weights all ranks have (a norm of each head)
     "whole"       left as it is
 
@@ -23,12 +25,14 @@ from torch import nn
 from shoal.errors import UserError, did_you_mean
 
 Rules = Mapping[str, str]
-KINDS = ("vocabulary", "head", "column", "row", "qkv", "packed", "attention", "experts", "inside", "whole")
+KINDS = ("vocabulary", "head", "column", "row", "qkv", "packed", "attention", "experts", "tokens", "sequence", "inside", "whole")
 
 _BLOCK = {"attention": "attention", "attention.qkv": "qkv", "attention.out": "row"}
 TABLES: dict[str, Rules] = {
     "GPT": {
+        "": "sequence",
         "token_embedding": "vocabulary",
+        "position_embedding": "tokens",
         "head": "head",
         **{f"blocks.*.{name}": kind for name, kind in _BLOCK.items()},
         "blocks.*.mlp.up": "column",
@@ -36,7 +40,9 @@ TABLES: dict[str, Rules] = {
         "blocks.*.mlp.down": "row",
     },
     "Bert": {
+        "": "sequence",
         "token_embedding": "vocabulary",
+        "position_embedding": "tokens",
         "head.decoder": "head",
         **{f"blocks.*.{name}": kind for name, kind in _BLOCK.items()},
         "blocks.*.up": "column",
@@ -77,6 +83,8 @@ def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
                 f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
             )
     for pattern in given or {}:
+        if (given or {})[pattern] == "sequence" and pattern:
+            raise UserError(f'tensor_rules[{pattern!r}] = "sequence": it is said of the whole model, tensor_rules[""]')
         if not any(matches(pattern, name) for name, _ in module.named_modules()):
             raise UserError(f"tensor_rules[{pattern!r}]: the model has no module of such a name")
     found.update(given or {})

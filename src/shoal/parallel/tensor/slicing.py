@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.build import Built
 from shoal.errors import UserError
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Vocabulary, become
+from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Tokens, Vocabulary, become
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, kind_of
 from shoal.parallel.tensor.spans import Span, even, heads
@@ -50,9 +50,11 @@ class _Slicing:
             "qkv": self._qkv,
             "packed": self._packed,
             "experts": self._experts,
+            "tokens": self._tokens,
             "inside": self._inside,
         }
         modules = list(self._module.named_modules())
+        self._region.sequence = kind_of("", self._rules) == "sequence"
         attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
         self._attentions = {name: _Heads(name, module, self._region.size) for name, module in attentions}
         for name, module in modules:
@@ -142,6 +144,9 @@ class _Slicing:
         become(module, Experts, _region=self._region)
         _set(module, half.length, "intermediate_dim", "intermediate_size", "expert_dim")
 
+    def _tokens(self, name: str, module: nn.Module) -> None:
+        become(module, Tokens, _region=self._region)
+
     def _inside(self, name: str, module: nn.Module) -> None:
         if list(module.children()):
             raise UserError(f'{name} is "inside" by the rules, and has modules of its own: name those')
@@ -196,10 +201,11 @@ class _Slicing:
     def _replace(self) -> dict[str, Layout]:
         """Puts parameters of this rank's shapes where those that were built are."""
         layouts: dict[str, Layout] = {}
+        axes = ("dp", "tp") if self._region.sequence else ("dp",)  # each rank has the gradient of its tokens alone
         for name, parameter in list(self._module.named_parameters(remove_duplicate=False)):
             layout = self._layouts.get(id(parameter))
             if layout is None:
-                layouts.setdefault(name, Layout.replicated(tuple(parameter.shape)))
+                layouts.setdefault(name, Layout.replicated(tuple(parameter.shape), axes))
                 continue
             if id(parameter) not in self._new:
                 layouts[name] = layout

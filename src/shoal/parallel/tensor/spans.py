@@ -31,13 +31,17 @@ class Span:
         return Span(self.start + offset, self.stop + offset, self.sharers)
 
 
-def even(length: int, ranks: int, rank: int, what: str = "a dim") -> Span:
-    """Of `length` rows as many for each rank as for any other, or one more for the first ones. UserError if some would have none."""
-    if length < ranks:
-        raise UserError(f"{what} of {length} cannot be cut among tp = {ranks} ranks: take tp = {length} or less")
-    each, more = divmod(length, ranks)
-    start = rank * each + min(rank, more)
-    return Span(start, start + each + (rank < more))
+def even(whole: int, ranks: int, rank: int, what: str = "a dim") -> Span:
+    """Of `whole` rows as many for each rank as for any other, or one more for the first ones. UserError if some would have none."""
+    if whole < ranks:
+        raise UserError(f"{what} of {whole} cannot be cut among tp = {ranks} ranks: take tp = {whole} or less")
+    start = rank * (whole // ranks) + min(rank, whole % ranks)
+    return Span(start, start + length(whole, ranks, rank))
+
+
+def length(whole: int, ranks: int, rank: int) -> int:
+    """How many of `whole` a rank has: as many as any other, or one more if it is one of the first."""
+    return whole // ranks + (rank < whole % ranks)
 
 
 def heads(number: int, size: int, ranks: int, rank: int, what: str = "attention") -> Span:
