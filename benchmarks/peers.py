@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,6 +157,69 @@ def zero_redundancy(case: Case, precision: str) -> Step:
 
     def step() -> None:
         _forward_backward(model, *next(shares), context)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def tensor_parallel(case: Case, precision: str, sequence: bool = False, pure: bool = False) -> Step:
+    """torch's `parallelize_module` over all ranks, each of which has the whole batch: columns and rows as Megatron cuts them, the loss over sharded logits
+    (`loss_parallel`). The rows of the fused qkv stand so that a rank's are those of its heads, whose number is set by hand. `sequence`: norms and
+    residual sums over a rank's tokens (`SequenceParallel`). bf16: autocast over fp32 weights; `pure`: weights, gradients and AdamW's state in bf16."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    from shoal.models import gpt
+
+    vars(gpt)["_sum"] = torch.add  # what parallelize_module's layers give may not be changed in place
+    _, size = _init_gloo()
+    mesh, model, shares = init_device_mesh("cpu", (size,)), build_model(), _shares(case, 0, 1)
+    model.to(torch.bfloat16 if pure else torch.float32)
+    between = Shard(1) if sequence else Replicate()
+    plan = {
+        "token_embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+    }
+    whole = PrepareModuleInput(input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None))
+    block_plan = {
+        "attention.qkv": ColwiseParallel(),
+        "attention.out": RowwiseParallel(output_layouts=between),
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=between),
+    }
+    if sequence:
+        plan["position_embedding"] = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=between)
+        plan["norm"] = SequenceParallel()
+        block_plan |= {
+            "attention_norm": SequenceParallel(),
+            "attention": whole,
+            "mlp_norm": SequenceParallel(),
+            "mlp": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
+        }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        parallelize_module(block, mesh, block_plan)
+        attention: Any = block.attention
+        attention.heads, attention.kv_heads = attention.heads // size, attention.kv_heads // size
+    kinds = [
+        [p for p in model.parameters() if isinstance(p, DTensor) is cut] for cut in (True, False)
+    ]  # the kernel takes no mixture
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=LEARNING_RATE, fused=True)
+    context = nullcontext() if pure else _autocast(precision)
+
+    def step() -> None:
+        with loss_parallel():
+            _forward_backward(model, *next(shares), context)
         optimizer.step()
         optimizer.zero_grad()
 

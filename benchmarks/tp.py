@@ -1,0 +1,150 @@
+"""Question `tp`: what does tensor parallel cost, with Shoal and with torch's own?
+
+    python -m benchmarks.tp [--case 8x256,2x64] [--precision fp32,bf16] [--rounds 5] [--quick]
+
+2 processes of one thread share the GPT of 33.7M parameters and see the same rows of tokens. The limit is Shoal's engine whose tensor-parallel groups send
+nothing: all ranks at once, the same kernels and optimizer; a gather then copies the rank's own part into every place, since memory that nobody wrote
+would hold numbers that slow the products down. Times in turn as in `dp`. Writes results/tp.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness, peers
+from benchmarks.contenders import LIMIT, Entry
+from benchmarks.processes import ProcessGroup, Step
+from benchmarks.targets import Target, judge, print_targets
+from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, sum_loss
+from shoal.comm import Group, World
+from shoal.comm.silent import Silent
+
+RANKS = 2
+CASES = {
+    "8x256": Case("8x256", sequence=256, batch=8, steps=3),
+    "2x64": Case("2x64", sequence=64, batch=2, steps=12),
+}
+PRECISIONS = ("fp32", "bf16")
+TARGETS = [
+    *(
+        Target(f"8x256 {precision} limit", f"8 x 256, {precision}: share of the no-communication limit", 0.92)
+        for precision in PRECISIONS
+    ),
+    *(Target(f"8x256 {precision} torch", f"8 x 256, {precision}: torch's time over ours", 1.0) for precision in PRECISIONS),
+    *(Target(f"2x64 {precision} torch", f"2 x 64, {precision}: torch's time over ours", 1.25) for precision in PRECISIONS),
+]
+
+
+class Alone(Silent):
+    """Sends nothing, and takes what it has for what others would have sent."""
+
+    def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        out.view(self.size, -1).copy_(flat)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
+        out.copy_(flat.view(self.size, -1)[self.rank])
+
+
+class AloneGroup(Group):
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return value
+
+
+class AloneWorld(World):
+    """A world whose tensor-parallel groups are of one each, which thinks that it is several."""
+
+    def group(self, name: str, ranks: list[int]) -> Group:
+        if not name.startswith("tp"):
+            return super().group(name, ranks)
+        return AloneGroup(name, ranks, self.ledger, {"cpu": Alone(ranks.index(self.rank), len(ranks))})
+
+
+def shoal(case: Case, precision: str, alone: bool = False, sequence: bool = True) -> Step:
+    """Shoal's engine with plan.tp over all ranks. bf16: weights in bf16, fp32 masters in the optimizer."""
+    from shoal import Engine, Plan
+    from shoal.launch import join
+
+    world = join()
+    if alone:
+        world = AloneWorld(world.rank, world.size, local_rank=world.local_rank, local_size=world.local_size, store=world.store)
+    engine = Engine(
+        build_model,
+        sum_loss,
+        partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True),
+        Plan(tp=world.size),
+        global_batch=case.batch,
+        microbatch=case.batch,
+        precision=precision,
+        tensor_rules=None if sequence else {"": "whole"},
+        world=world,
+    )
+    batches = engine.batches(Tokens(case.sequence))
+    return lambda: engine.step(next(batches))
+
+
+CONTENDERS = {
+    LIMIT: Entry(partial(shoal, alone=True), "Shoal's engine, nothing is sent: all ranks at once, same kernels and optimizer"),
+    "shoal": Entry(shoal, "bf16: weights bf16, fp32 masters; sequence parallel between the layers"),
+    "shoal-all-tokens": Entry(partial(shoal, sequence=False), 'the same without sequence parallel (tensor_rules={"": "whole"})'),
+    "torch": Entry(peers.tensor_parallel, "torch parallelize_module over gloo; bf16: autocast over fp32 weights"),
+    "torch-sequence": Entry(partial(peers.tensor_parallel, sequence=True), "the same with SequenceParallel"),
+    "torch-pure-bf16": Entry(
+        partial(peers.tensor_parallel, pure=True), "torch; weights, gradients, AdamW all bf16: LOWER PRECISION", ("bf16",)
+    ),
+}
+
+
+def run_set(case: Case, precision: str, rounds: int) -> dict[str, Any]:
+    """One set of the record."""
+    entries = {name: entry for name, entry in CONTENDERS.items() if precision in entry.precisions}
+    with ExitStack() as stack:
+        groups = {}
+        for name, entry in entries.items():
+            print(f"{case.name} {precision}: starting {name}", flush=True)
+            groups[name] = stack.enter_context(ProcessGroup(entry.build, {"case": case, "precision": precision}, size=RANKS))
+        samples = harness.measure(groups, rounds, case.steps)
+    notes = {name: entry.note for name, entry in entries.items()}
+    return harness.result_of(samples, LIMIT, notes, case=case.name, precision=precision, steps=case.steps)
+
+
+def figures(results: list[dict[str, Any]]) -> dict[str, float]:
+    """What TARGETS name: ours against the fastest that torch does in the same precision."""
+    found = {}
+    for result in results:
+        rows, key = result["contenders"], f"{result['case']} {result['precision']}"
+        found[f"{key} limit"] = rows["shoal"]["share"]
+        ours = [statistics.median(steps) for steps in rows["shoal"]["samples_ms"]]
+        ratios = []
+        for peer in ("torch", "torch-sequence"):
+            theirs = [statistics.median(steps) for steps in rows[peer]["samples_ms"]]
+            ratios.append(statistics.median(other / own for other, own in zip(theirs, ours, strict=True)))
+        found[f"{key} torch"] = min(ratios)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=harness.several(list(CASES)), default=list(CASES))
+    parser.add_argument("--precision", type=harness.several(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = harness.parse(parser, "one round of one step", rounds=1)
+    cases = [replace(CASES[name], steps=1) if arguments.quick else CASES[name] for name in arguments.case]
+    results = [run_set(case, precision, arguments.rounds) for case, precision in itertools.product(cases, arguments.precision)]
+    for result in results:
+        harness.print_table(result)
+    judged = judge(TARGETS, figures(results))
+    print_targets(judged)
+    print(f"record: {harness.write_record('tp', vars(arguments), {'sets': results, 'targets': judged})}")
+
+
+if __name__ == "__main__":
+    main()
