@@ -32,7 +32,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_clip_value, check_masters, check_sharding
+from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding
 from shoal.exchange.tuning import chunk_bytes, given_chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -137,6 +137,8 @@ class Engine:
         shards = self._shards(optimizer, options)
         if self.plan.zero or self.offload is not None:
             check_sharding(exchange, self.plan.exchange, self.plan.zero, self.offload is not None)
+        if self.plan.tp > 1:
+            check_cut_model(exchange, self.plan.exchange)
         if self.precision.keep != "whole":
             check_masters(exchange, self.plan.exchange, self.precision.keep)
         if clip_value is not None:
@@ -152,7 +154,8 @@ class Engine:
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
         self.chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self.link))
-        self.chunks = self._maker.make(self._maker.cut(self.chunk_bytes))
+        cut = self._maker.cut(self.chunk_bytes)
+        self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
         self.passing = self._pass_weights()
@@ -181,7 +184,8 @@ class Engine:
         self.lender = self._maker.lender(trainable, shared, self.tier)
         by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
         tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
-        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender, tokens))
+        deciding = self.world.group("tp-decisions", beside.ranks) if beside.size > 1 else None
+        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender, tokens, deciding))
         self._order_is_open = measured and len(trainable) > 1 and shards is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
@@ -286,7 +290,7 @@ class Engine:
         order = self._all.broadcast_object(order)
         if order is None:
             return
-        cut = self._maker.cut(self.chunk_bytes, order)
+        cut = self._maker.cut_like(self._maker.cut(self.chunk_bytes, order), self._beside)
         self._runner.settle()
         self._exchange.settle()
         self._exchange.close()

@@ -44,10 +44,9 @@ class Standing:
 
     def layout(self, name: str | None, tensor: Tensor, slot: Slot | None = None) -> Layout:
         """Of a tensor that lies as what is here of the parameter `name` (or as the part of it in `slot`); a whole one otherwise."""
-        if name is not None:
-            layout = self.layouts[name]
-            if tensor.shape == (torch.Size(layout.own_shape) if slot is None else slot.shape):
-                return layout
+        layout = None if name is None else self.layouts.get(name)
+        if layout is not None and tensor.shape == (torch.Size(layout.own_shape) if slot is None else slot.shape):
+            return layout
         return Layout.replicated(tuple(tensor.shape))
 
     def share(self, title: str, name: str | None, tensor: Tensor) -> list[Piece]:
@@ -145,7 +144,7 @@ def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standi
 
 def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: Standing) -> str:
     """The name of an exchange's state. What is not laid out as a parameter of which each rank has a part is the part's own."""
-    own = not standing.layouts[name].alike and standing.layout(name, tensor).alike
+    own = name in standing.layouts and not standing.layouts[name].alike and standing.layout(name, tensor).alike
     return f"exchange.{rank}.{state}.{name}" + (f"@{standing.place}of{standing.places}" if own else "")
 
 

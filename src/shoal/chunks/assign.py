@@ -54,6 +54,21 @@ def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int
     return [(key, slots) for _, key, slots in sorted(done, key=lambda entry: entry[0])]
 
 
+def assign_like(parameters: Iterable[Described], groups: Sequence[Sequence[str]], grad_itemsize: int) -> Cut:
+    """Chunks of the parameters that `groups` name, in that order: how another rank has cut the same model, of which it has other parts."""
+    described = {name: (shape, key) for name, shape, key in parameters}
+    cut: Cut = []
+    for names in groups:
+        slots: list[Slot] = []
+        key = described[names[0]][1]
+        for name in names:
+            itemsize = min(key.dtype.itemsize, grad_itemsize)
+            offset = aligned(slots[-1].offset + slots[-1].numel, itemsize) if slots else 0
+            slots.append(Slot(name, described[name][0], offset))
+        cut.append((key, tuple(slots)))
+    return cut
+
+
 def deal(slots: Sequence[Slot], ranks: int, itemsize: int) -> tuple[tuple[Slot, ...], int]:
     """The same parameters laid out so that an even cut among `ranks` goes through none of them, and the size of it all: the largest first, each to the
     rank that has least so far."""

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from shoal.chunks.allocate import Allocator, Shards, Shared
-from shoal.chunks.assign import ChunkKey, Cut, Described, assign, departure, lay_out
+from shoal.chunks.assign import ChunkKey, Cut, Described, assign, assign_like, departure, lay_out
 from shoal.chunks.chunk import Chunk, Slot
 from shoal.chunks.lender import Lender
 from shoal.chunks.tier import Tier
+from shoal.comm import Group
 from shoal.precision import Precision
 
 OWN, ALIKE = "own", "alike"
@@ -53,6 +54,11 @@ class ChunkMaker:
         place = {name: index for index, name in enumerate(order)}
         ordered = sorted(self.described, key=lambda each: place.get(each[0], len(place)))
         return assign(ordered, chunk_bytes, self._precision.grad.itemsize)
+
+    def cut_like(self, cut: Cut, beside: Group) -> Cut:
+        """Chunks of the same parameters as those of the first rank of `beside`, among whom the model is cut: what is decided chunk by chunk is decided alike."""
+        names = beside.broadcast_object([[slot.name for slot in slots] for _, slots in cut])
+        return assign_like(self.described, names, self._precision.grad.itemsize)
 
     def make(self, cut: Cut) -> list[Chunk]:
         """Zeroed storage for `cut`; all ranks make it alike."""

@@ -103,32 +103,30 @@ def _own(group: Group, dim: int, lengths: tuple[int, ...]) -> Map:
 
 def _gathered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -> Map:
     def gathered(x: Tensor) -> Tensor:
-        rows, longest = x.movedim(dim, 0), max(lengths)
-        out = rows.new_empty(group.size, longest, *rows.shape[1:])
-        group.all_gather(out, _filled_up(rows, longest), purpose=purpose)
-        if min(lengths) == longest:
-            return out.flatten(0, 1).movedim(0, dim).contiguous()
-        return torch.cat([part[:length] for part, length in zip(out, lengths, strict=True)]).movedim(0, dim).contiguous()
+        mine = _filled_up(x, dim, max(lengths))
+        out = mine.new_empty(group.size, *mine.shape)
+        group.all_gather(out, mine, purpose=purpose)
+        parts = [part.narrow(dim, 0, length) for part, length in zip(out, lengths, strict=True)]
+        return torch.cat(parts, dim)
 
     return gathered
 
 
 def _scattered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -> Map:
     def scattered(x: Tensor) -> Tensor:
-        rows, longest = x.movedim(dim, 0), max(lengths)
-        if min(lengths) == longest:
-            whole = rows.contiguous() if rows is not x else rows.clone()
-        else:
-            whole = torch.cat([_filled_up(part, longest) for part in rows.split(lengths)])
-        out = rows.new_empty(longest, *rows.shape[1:])
+        whole = torch.stack([_filled_up(part, dim, max(lengths)) for part in x.split(lengths, dim)])
+        out = whole.new_empty(whole.shape[1:])
         group.reduce_scatter(out, whole, purpose=purpose)
-        return out[: lengths[group.rank]].movedim(0, dim).contiguous()
+        return out.narrow(dim, 0, lengths[group.rank]).contiguous()
 
     return scattered
 
 
-def _filled_up(rows: Tensor, length: int) -> Tensor:
-    """`rows` with zeros behind them up to `length`, contiguous."""
-    if len(rows) == length:
-        return rows.contiguous()
-    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` with zeros at the end of `dim` up to `length`."""
+    missing = length - x.shape[dim]
+    if not missing:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)

@@ -25,6 +25,7 @@ class Adasum(Algorithm):
     """Combines the replicas' mean gradients. The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is
     usual."""
 
+    of_whole_models = "it weighs replicas by products of whole parameters"
     chunk_bytes: int | None = USUAL_CHUNK
 
     def holds(self, step: int) -> Holds:

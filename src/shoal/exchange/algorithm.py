@@ -43,7 +43,7 @@ class Replica:
     `group` serves `reduce`, one operation after the other on the lane. `background(name)` is another group of the same ranks for work
     that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them. `lender`: of whole
     gradients, where chunks borrow them. `beside`: the ranks among whom a model is cut, where each has its tokens alone: they sum the gradients of what all of
-    them have.
+    them have. `deciding`: the same ranks, for what an algorithm decides by the values of all of a model.
     """
 
     chunks: Sequence[Chunk]
@@ -53,6 +53,7 @@ class Replica:
     among: Callable[[str, Sequence[int]], Group]
     lender: Lender | None = None
     beside: Group | None = None
+    deciding: Group | None = None
 
     def background(self, name: str) -> Group:
         return self.among(name, range(self.group.size))
@@ -78,6 +79,8 @@ class Algorithm:
     chunk_bytes: int | None = None
     reduces_in_place: ClassVar[bool] = False
     """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in memory that the group shares, where there is such."""
+    of_whole_models: ClassVar[str | None] = None
+    """Why it does not do the same for a model that is cut among ranks (plan.tp); None: it does."""
     replica: Replica = field(init=False, repr=False, compare=False)
 
     def attach(self, replica: Replica) -> None:

@@ -25,6 +25,7 @@ class AsyncAverage(TrainsAlone):
     """Averages in rounds that begin `interval_ms` milliseconds after the end of the one before, after `warmup` exact steps: on a slow link
     rounds are rarer, and there is always time without one."""
 
+    of_whole_models = "its rounds begin by the clock, and ranks that share weights would average them at different steps"
     interval_ms: float = 500.0
     warmup: int = 0
     bound: int = 64

@@ -104,7 +104,7 @@ class DiLoCo(TrainsAlone):
     def _runs_away(self, fragment: int, moved: Sequence[Tensor]) -> bool:
         if not moved or not self.guard:
             return False
-        norm = math.sqrt(math.fsum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in moved))
+        norm = math.sqrt(self._of_the_model(math.fsum(float(torch.linalg.vector_norm(flat)) ** 2 for flat in moved)))
         usual = float(self._usual[str(fragment)])
         if usual and norm > self.guard * usual:
             if self._group.rank == 0:
@@ -116,6 +116,13 @@ class DiLoCo(TrainsAlone):
             return True
         self._usual[str(fragment)].fill_(norm if not usual else 0.8 * usual + 0.2 * norm)
         return False
+
+    def _of_the_model(self, squares: float) -> float:
+        """The sum over the ranks among whom a model is cut, which decide alike."""
+        deciding = self.replica.deciding
+        if deciding is None:
+            return squares
+        return float(deciding.all_reduce(torch.tensor([squares], dtype=torch.float64), purpose="movement"))
 
     def state(self) -> dict[str, State]:
         chunks = self.replica.chunks

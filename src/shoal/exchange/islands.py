@@ -32,6 +32,7 @@ class Islands(Algorithm):
     def __post_init__(self) -> None:
         self._inside, self._across = self.make(self.inside), self.make(self.across)
         fixed = (self.chunk_bytes, self._inside.chunk_bytes, self._across.chunk_bytes)
+        self.of_whole_models = self._inside.of_whole_models or self._across.of_whole_models  # type: ignore[misc]
         self.chunk_bytes = next((number for number in fixed if number is not None), None)
 
     def attach(self, replica: Replica) -> None:

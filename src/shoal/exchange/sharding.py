@@ -1,4 +1,4 @@
-"""Which algorithms go with chunks that are cut among the replicas (plan.zero), with masters that are not kept as fp32, with clipped elements."""
+"""Which algorithms go with models that are cut among ranks, with chunks that are cut among the replicas (plan.zero), with masters that are not kept as fp32, with clipped elements."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def check_sharding(chosen: Algorithm, option: Option, stage: int, offloads: bool
     if reason is not None:
         plan = "plan.memory" if offloads else f"plan.zero = {stage}"
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with {plan}: {reason}')
+
+
+def check_cut_model(chosen: Algorithm, option: Option) -> None:
+    """UserError with the reason where `chosen` would not do the same for a model that is cut among ranks (plan.tp)."""
+    if chosen.of_whole_models is not None:
+        raise UserError(
+            f'plan.exchange = "{option_name(option, "exchange")}" does not go with a model that is cut (plan.tp): {chosen.of_whole_models}'
+        )
 
 
 def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
