@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal import checkpoint
-from shoal.batchnorm import synchronise
+from shoal.batchnorm import has_batch_statistics, synchronise
 from shoal.build import Built, build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
@@ -32,7 +32,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding
+from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding, check_shared_rows
 from shoal.exchange.tuning import chunk_bytes, given_chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -49,12 +49,13 @@ from shoal.optimizer import (
     group_options,
     needs_whole_parameters,
 )
+from shoal.parallel.context import Context, Parts
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
-from shoal.random import Randomness
+from shoal.random import Randomness, attention
 from shoal.recompute import Recompute
 from shoal.step import Loss, StepResult, StepRunner, choose_microbatch
 
@@ -102,9 +103,10 @@ class Engine:
         self.mesh = Mesh(self.plan, self.world.rank, self.world.size)
         self.device, self.ledger = self.world.device, self.world.ledger
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
-        group = self._group = self.world.group("dp", self.mesh.ranks("dp"))
+        cp = self.plan.cp > 1
+        group = self._group = self.world.group("dp-cp" if cp else "dp", self.mesh.ranks("dp", "cp"))
         beside = self._beside = self.world.group("tp", self.mesh.ranks("tp"))
-        self._all = group if beside.size == 1 else self.world.group("dp-tp", self.mesh.ranks("dp", "tp"))
+        self._all = group if beside.size == 1 else self.world.group("dp-cp-tp", self.mesh.ranks("dp", "cp", "tp"))
 
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -115,7 +117,8 @@ class Engine:
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
-        self._microbatch = choose_microbatch(microbatch, global_batch, group.size, self.module, sync_bn)
+        self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, self.module, sync_bn)
+        self._context = self._share_rows() if cp else None
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._keyed = dropout == "keyed"
@@ -124,6 +127,7 @@ class Engine:
             self._randomness.take_over(self.module, repeated if repeated != [self.module] else [])
         elif dropout != "fused":
             raise UserError(f'dropout = "{dropout}": "keyed" drops the same under every plan, "fused" uses torch\'s kernels')
+        self._randomness.keyed = self._keyed
         set_products(self.module, self.precision, self.device)
         if self.plan.compile:
             compile_blocks(self.module, self.plan.compile)
@@ -137,6 +141,8 @@ class Engine:
         shards = self._shards(optimizer, options)
         if self.plan.zero or self.offload is not None:
             check_sharding(exchange, self.plan.exchange, self.plan.zero, self.offload is not None)
+        if cp:
+            check_shared_rows(exchange, self.plan.exchange, self.plan.cp)
         if self.plan.tp > 1:
             check_cut_model(exchange, self.plan.exchange)
         if self.precision.keep != "whole":
@@ -205,6 +211,7 @@ class Engine:
             passing=self.passing,
             scale=self.loss_scale,
             beside=beside,
+            context=self._context,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -264,6 +271,10 @@ class Engine:
                 f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the engine global_batch = "
                 f"{microbatches} x microbatch"
             )
+        if self._context is not None:
+            raise UserError(
+                "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
+            )
         passing, group = self.passing, self._group
         return Loop(
             self.module, self._runner, self._randomness, passing, group, microbatches, lambda: self.step_index, self._stepped
@@ -309,10 +320,9 @@ class Engine:
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
+        of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(
-                self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device, self.passing
-            )
+            return evaluate(*of_all, self.passing, self._context, self._randomness)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -331,7 +341,7 @@ class Engine:
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
         Hessian pass through its collectives and equal one process. All ranks must call it alike."""
-        randomness = self._randomness if self._keyed else None
+        randomness = self._randomness if self._keyed or self._context is not None else None
         alone = {name for name, layout in self.layouts.items() if "tp" not in layout.reduce}
         return Objective(self.module, self._loss, self._runner, batch, randomness, self._group, self._all, alone)
 
@@ -487,6 +497,8 @@ class Engine:
             stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
             stack.callback(self._weights_lane.close)
+            if self._context is not None:
+                stack.callback(self._context.end)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
@@ -568,9 +580,21 @@ class Engine:
                 "plan.dp"
             )
         region = Region(self._beside, partial(self.world.group, "tp-sharers"))
-        self._randomness.part = region.part
+        self._randomness.part = Parts(region, None)
         sliced = cut_among(built, region, rules_for(built.module, rules))
         return sliced.built, sliced.layouts
+
+    def _share_rows(self) -> Context:
+        """What `plan.cp` makes of rows of tokens."""
+        if has_batch_statistics(self.module):
+            raise UserError("plan.cp > 1 gives each rank a part of each row: the model's BatchNorm would count them as samples")
+        lane = Lane(self.device, self.ledger) if self.plan.context == "ring" else None
+        context = Context(self.world.group("cp", self.mesh.ranks("cp")), attention, lane)
+        context.watch(self.module)
+        part = self._randomness.part
+        self._randomness.part = Parts(part.region if isinstance(part, Parts) else None, context)
+        self._randomness.attend = context.attend
+        return context
 
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""

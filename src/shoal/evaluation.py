@@ -14,6 +14,8 @@ from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import UserError
+from shoal.parallel.context import Context
+from shoal.random import Randomness, keyed_functional
 from shoal.step import Loss, call_loss, microbatches, share
 
 
@@ -37,8 +39,11 @@ def evaluate(
     group: Group,
     device: torch.device,
     passing: Passing | None = None,
+    context: Context | None = None,
+    randomness: Randomness | None = None,
 ) -> Evaluation:
-    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it.
+    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. With `context` its ranks share
+    the tokens of each row, and attention is what `randomness` says.
 
     Raises UserError if nothing there counts.
     """
@@ -46,17 +51,21 @@ def evaluate(
     pieces = microbatches(range(samples), microbatch)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
-    mine = [(pieces[i], 1) for i in share(len(pieces), group.rank, group.size)]
+    streams = 1 if context is None else context.size
+    mine = [(pieces[i], 1) for i in share(len(pieces), group.rank // streams, group.size // streams)]
     if passing is not None and pieces:  # weights come together: every rank runs as many forwards
-        mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size)) - len(mine))
+        mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size // streams)) - len(mine))
     module.eval()
     try:
         with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
             for ids, weight in mine:
                 batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
-                sums = call_loss(loss, module, batch)
+                with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
+                    sums = call_loss(loss, module, batch if context is None else context.cut(batch))
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * weight
     finally:
+        if context is not None:
+            context.close()
         module.train()
     total, count = group.all_reduce(totals, purpose="evaluation").tolist()
     if count == 0:

@@ -54,10 +54,11 @@ class Mesh:
         return grid[tuple(slice(None) if name in axes else self._at[name] for name in names)].flatten().tolist()
 
     def shards(self) -> tuple[list[int], list[int]]:
-        """The data-parallel ranks that share one copy of the state with this one, neighbours, and those that keep the same part of other copies."""
-        ranks, at = self.ranks("dp"), self.rank("dp")
-        start = at - at % self._shard
-        return ranks[start : start + self._shard], ranks[at % self._shard :: self._shard]
+        """The ranks along dp and cp that share one copy of the state with this one, neighbours, and those that keep the same part of other copies."""
+        ranks = self.ranks("dp", "cp")
+        at, each = ranks.index(int(self.grid[self.coordinates])), self._shard * self.size("cp")
+        start = at - at % each
+        return ranks[start : start + each], ranks[at % each :: each]
 
     def _view(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], torch.Tensor]:
         for names, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):

@@ -21,7 +21,7 @@ class Plan:
     """Degrees and strategies; world = pp x dp x cp x tp.
 
     `dp` counts all data-parallel ranks, `shard` those that share one copy of the state (default `dp`); `ep` divides dp x cp.
-    `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
+    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
     backend) or a backend's name, and applies to the forward of each block.
 
     Raises UserError for a degree below 1 and, by name, for a field whose strategy does not exist yet.
@@ -33,6 +33,7 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    context: str = "ulysses"
     zero: int = 0
     exchange: Option = "allreduce"
     schedule: Option = "1f1b"
@@ -98,8 +99,8 @@ class Plan:
 
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pp", (1,), "pipeline parallel"),
-    ("cp", (1,), "context parallel"),
     ("ep", (1,), "expert parallel"),
+    ("context", ("ulysses", "ring"), "context parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),
 )

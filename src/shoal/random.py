@@ -121,21 +121,24 @@ class _KeyedDropout(torch.autograd.Function):
         return _KeyedDropout.apply(tangents[0], ctx.p, ctx.keys, ctx.first)
 
 
-def _whole(x: Tensor, elements: int) -> int:
-    return 0
+def _whole(x: Tensor, elements: int) -> list[tuple[int, int]]:
+    return [(0, elements)]
 
 
 class Randomness:
     """What is drawn in one microbatch. `begin` names it; the model's dropout layers read `samples`.
 
-    `part(x, elements)` says from which element of a sample on the `elements` of each in `x` are, where a rank has a part of them.
+    `part(x, elements)` says which stretches (first, number) of a sample the `elements` of each in `x` are, where a rank has a part of them. `keyed`: whether functional
+    calls draw by key. `attend`: what computes F.scaled_dot_product_attention where a rank has a part of each row.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.samples = torch.zeros(1, dtype=torch.int64, device=device)
         self.active = False
-        self.part: Callable[[Tensor, int], int] = _whole
+        self.part: Callable[[Tensor, int], list[tuple[int, int]]] = _whole
+        self.keyed = True
+        self.attend: Callable[..., Tensor] | None = None
         self.module = ""
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
@@ -188,8 +191,13 @@ class Randomness:
         samples = self.samples if len(self.samples) and x.dim() and x.shape[0] % len(self.samples) == 0 else self.samples[:1]
         if p == 1.0:
             return x * 0.0
-        first = self.part(x, x.numel() // max(1, len(samples)))
-        return _KeyedDropout.apply(x, p, mix(samples ^ key), first)
+        stretches = self.part(x, x.numel() // max(1, len(samples)))
+        keys = mix(samples ^ key)
+        if len(stretches) == 1:
+            return _KeyedDropout.apply(x, p, keys, stretches[0][0])
+        parts = x.reshape(len(samples), -1).split([number for _, number in stretches], 1)
+        dropped = [_KeyedDropout.apply(part, p, keys, first) for part, (first, _) in zip(parts, stretches, strict=True)]
+        return torch.cat(dropped, 1).view(x.shape)
 
     def next_key(self) -> Tensor:
         """The key of the next functional call inside the module that runs now."""
@@ -301,7 +309,7 @@ _open = _Open()
 @contextmanager
 def keyed_functional(randomness: Randomness) -> Iterator[None]:
     """While open in this thread, `F.dropout` and the dropout of `F.scaled_dot_product_attention` are keyed, also inside torch's own
-    modules."""
+    modules, and attention is what `randomness.attend` makes of it."""
     before = randomness.active
     _open.enter(randomness)
     randomness.active = True
@@ -316,7 +324,7 @@ def keyed_functional(randomness: Randomness) -> Iterator[None]:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Stands in for `F.dropout`."""
     randomness = _open.here()
-    if randomness is None:
+    if randomness is None or not randomness.keyed:
         return _torch_dropout(input, p, training, inplace)
     if not training or p == 0.0:
         return input
@@ -333,9 +341,26 @@ def _attention(
     is_causal: bool = False,
     **rest: Any,
 ) -> Tensor:
-    """Stands in for `F.scaled_dot_product_attention`, whose kernels draw inside: with dropout the attention is computed explicitly."""
-    if dropout_p == 0.0:
-        return _torch_attention(query, key, value, attn_mask, 0.0, is_causal, **rest)
+    """Stands in for `F.scaled_dot_product_attention`."""
+    randomness = _open.here()
+    if randomness is not None and randomness.attend is not None:
+        return randomness.attend(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    return attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **rest: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention`, whose kernels draw inside: with dropout that is keyed it is computed explicitly."""
+    randomness = _open.here()
+    if dropout_p == 0.0 or randomness is None or not randomness.keyed:
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
     weights = attention_weights(query, key, attn_mask, is_causal, **rest)
     groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
     return _dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)

@@ -27,6 +27,7 @@ from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
 from shoal.optimizer import ChunkOptimizer
+from shoal.parallel.context import Context
 from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
 
@@ -156,7 +157,7 @@ class StepResult:
 
 class StepRunner:
     """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
-    model is cut, which all run the same microbatches."""
+    model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group."""
 
     def __init__(
         self,
@@ -177,8 +178,10 @@ class StepRunner:
         passing: Passing | None = None,
         scale: LossScale | None = None,
         beside: Group | None = None,
+        context: Context | None = None,
     ) -> None:
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
+        self._context, self._streams = context, 1 if context is None else context.size
         self._beside = beside if beside is not None and beside.size > 1 else None
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
@@ -210,16 +213,17 @@ class StepRunner:
             mine = share(len(ids), self._group.rank, self._group.size)
             return [ids[mine.start : mine.stop]], 0, 1
         pieces = microbatches(ids, self._microbatch)
-        mine = share(len(pieces), self._group.rank, self._group.size)
-        last = share(len(pieces), self._group.ranks.index(self._partners.ranks[-1]), self._group.size)
-        most = share(len(pieces), self._group.ranks.index(self._partners.ranks[0]), self._group.size)
+        places = (self._group.rank, *(self._group.ranks.index(self._partners.ranks[place]) for place in (-1, 0)))
+        each = self._streams
+        mine, last, most = (share(len(pieces), place // each, self._group.size // each) for place in places)
         return [pieces[i] for i in mine], last.stop - mine.stop, len(most)
 
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
-        """The samples `ids` on the device; none of them as a batch of zero samples."""
+        """The samples `ids` on the device, of a row this rank's tokens; none of them as a batch of zero samples."""
         if not ids:
             return {key: value[:0].to(self._device) for key, value in batch.load(batch.ids[:1]).items()}
-        return {key: value.to(self._device, non_blocking=True) for key, value in batch.load(ids).items()}
+        microbatch = {key: value.to(self._device, non_blocking=True) for key, value in batch.load(ids).items()}
+        return microbatch if self._context is None else self._context.cut(microbatch)
 
     def run(self, batch: Batch) -> StepResult:
         """One step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
@@ -229,9 +233,11 @@ class StepRunner:
         self._module.train()
         with nullcontext() if self._passing is None else self._passing.step(("train", most)):
             self._accumulate(batch, mine, most - len(mine) if self._passing is not None else 0)
+        if self._context is not None:
+            self._context.close()
         samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
         if alone or self._partners.size < self._group.size:
-            samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size)
+            samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size // self._streams)
         result = self.end(batch.epoch, after, samples / len(batch.ids))
         if self._device.type != "cuda":
             self.per_sample = max(1e-6, result.tokens / max(1, samples))
@@ -252,7 +258,7 @@ class StepRunner:
 
     def keyed(self) -> AbstractContextManager[None]:
         """Around forward and backward: what is drawn there is keyed, if it is to be."""
-        return keyed_functional(self._randomness) if self._keyed else nullcontext()
+        return keyed_functional(self._randomness) if self._keyed or self._context is not None else nullcontext()
 
     def backward(self, sums: Sums, last: bool, counts: bool = True) -> None:
         """Backward of one microbatch; in the step's `last` one what is complete is exchanged while it goes on. One that does not count
@@ -298,6 +304,11 @@ class StepRunner:
                 with self.keyed(), nullcontext() if counts else buffers_untouched(self._module):
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
+                    if self._context is not None and sums.aux:
+                        raise UserError(
+                            f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which each "
+                            "rank has a part"
+                        )
                     self.backward(sums, index == len(runs) - 1, counts)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())

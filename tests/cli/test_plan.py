@@ -16,6 +16,28 @@ def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
     assert not (job_file.parent / "run").exists()
 
 
+def test_without_memory_it_shows_who_holds_what(shoal, job_file):
+    answer = shoal(
+        "plan", job_file, "--nproc", "8", "--set", "plan.dp=2", "--set", "plan.cp=2", "--set", "plan.tp=2", "--set", "plan.zero=3"
+    )
+    assert answer.code == 0, answer.err
+    lines = [" ".join(line.split()) for line in answer.out.splitlines()]
+    assert lines[:6] == [
+        "8 rank(s): dp 2 x cp 2 x tp 2",
+        "dp cp tp 0 tp 1",
+        "0 0 rank 0 rank 1",
+        "0 1 rank 2 rank 3",
+        "1 0 rank 4 rank 5",
+        "1 1 rank 6 rank 7",
+    ]
+    assert "zero = 3: optimizer state, gradients and weights cut among 4 ranks, such as 0, 2, 4, 6" in lines
+    assert json.loads(shoal("plan", job_file, "--json", "--nproc", "2").out)["ranks"] == [[[[0]], [[1]]]]
+    wrong = shoal("plan", job_file, "--nproc", "4", "--set", "plan.dp=3")
+    assert wrong.code == 2 and "dp = 4" in wrong.err
+    large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
+    assert "1024 rank(s): dp 128 x tp 8" in large.out and len(large.out.splitlines()) < 25 and "rank 1023" in large.out
+
+
 def test_json_has_the_numbers_and_the_sizes_of_chunks(shoal, job_file):
     answer = shoal(
         "plan", job_file, "--memory", "--json", "--nproc", "1", "--host", "1GiB", "--set", 'plan.memory={device="2MiB"}'

@@ -54,10 +54,17 @@ def plan(
     host: Annotated[str | None, typer.Option(help="As if each host had so much free, e.g. 512GiB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
-    """Says what a job will need before it runs; nothing is trained. Exit code 1 if it does not fit this machine."""
+    """Shows which rank stands where and holds what, and with --memory what a job will need; nothing is trained. Exit code 1 if it does not fit this
+    machine."""
+    given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
+    if not memory:
+        from shoal.cli.mesh_table import show_mesh
+
+        show_mesh(job, given, as_json)
+        return
     from shoal.cli.memory_table import ask, show
 
-    answer = ask(job, [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])], memory, device, host)
+    answer = ask(job, given, device, host)
     show(answer, as_json)
     raise typer.Exit(int(answer.prediction.free < 0))
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shoal.chunks.search import Candidate
 from shoal.chunks.tier import nbytes
-from shoal.errors import UserError
+from shoal.cli.mesh_table import mesh_table, who_holds_what
 from shoal.jobs.plan import Answer, plan_memory
 from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units
@@ -21,10 +21,8 @@ NEAR = 4
 """Sizes of chunks that are shown on either side of the chosen one."""
 
 
-def ask(job: Path, assignments: Sequence[str], memory: bool, device: str | None, host: str | None) -> Answer:
+def ask(job: Path, assignments: Sequence[str], device: str | None, host: str | None) -> Answer:
     """The planner's answer. UserError for what the command line says wrong."""
-    if not memory:
-        raise UserError("shoal plan says nothing yet but what memory a job needs: give --memory")
     return plan_memory(
         job, assignments, None if device is None else nbytes(device, "--device"), None if host is None else nbytes(host, "--host")
     )
@@ -36,7 +34,9 @@ def show(answer: Answer, as_json: bool) -> None:
         print(json.dumps(answer.to_dict(), indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_title(answer), "", role_table(answer.prediction), sep="\n")
+    plan = answer.prediction.plan
+    picture = [mesh_table(plan), *who_holds_what(plan), ""] if plan.size > 1 else []
+    console.print(_title(answer), "", *picture, role_table(answer.prediction), sep="\n")
     sizes = answer.prediction.sizes
     if sizes is not None:
         console.print("", size_table(sizes.candidates, answer.prediction.chunk_bytes), sep="\n")

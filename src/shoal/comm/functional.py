@@ -5,6 +5,7 @@ reduce_from   leaves it: sum forward, identity backward
 gather_from   puts the ranks' parts of a dim together for uses that differ: all-gather forward, reduce-scatter backward
 scatter_sum   sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
 gather_alike  puts parts together where all ranks then do the same: all-gather forward, each takes its own part of the gradient backward
+swap          each rank has a part of one dim and wants a part of another: all-to-all both ways
 take_own      each rank takes its part of what all have alike: the part forward, all-gather backward
 
 All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is made of the other one of a pair, so
@@ -89,6 +90,11 @@ def take_own(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose:
     return _Pair(_own(group, dim, tuple(lengths)), _gathered(group, dim, tuple(lengths), purpose))(x)
 
 
+def swap(x: Tensor, group: Group, give: int, take: int, purpose: str = "") -> Tensor:
+    """Of a tensor of which each rank has an even part of dim `take`: all of that dim, and an even part of dim `give`."""
+    return _Pair(_swapped(group, give, take, purpose), _swapped(group, take, give, purpose))(x)
+
+
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
@@ -120,6 +126,14 @@ def _scattered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -
         return out.narrow(dim, 0, lengths[group.rank]).contiguous()
 
     return scattered
+
+
+def _swapped(group: Group, give: int, take: int, purpose: str) -> Map:
+    def swapped(x: Tensor) -> Tensor:
+        parts = torch.stack(x.chunk(group.size, give))
+        return torch.cat(group.all_to_all(torch.empty_like(parts), parts, purpose=purpose).unbind(0), take)
+
+    return swapped
 
 
 def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:

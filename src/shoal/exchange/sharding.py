@@ -30,6 +30,16 @@ def check_cut_model(chosen: Algorithm, option: Option) -> None:
         )
 
 
+def check_shared_rows(chosen: Algorithm, option: Option, sharers: int) -> None:
+    """UserError where `chosen` lets ranks drift apart that share the rows of a microbatch (plan.cp)."""
+    together = getattr(chosen, "ranks", 1)
+    if type(chosen).drifts is not Algorithm.drifts and together % sharers:
+        raise UserError(
+            f'plan.exchange = "{option_name(option, "exchange")}" lets ranks train apart that share each row (plan.cp = {sharers}): take '
+            f'{{name = "islands", ranks = {sharers}}}, or one that keeps replicas equal'
+        )
+
+
 def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
     """UserError where `chosen` exchanges the masters themselves, which `keep` rounds."""
     if type(chosen).drifts is not Algorithm.drifts:

@@ -25,16 +25,18 @@ from shoal.build import Built, build
 from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described
-from shoal.comm import Group
+from shoal.comm import Group, Lane
+from shoal.comm.ledger import Ledger
 from shoal.comm.silent import Silent
 from shoal.compiling import blocks, recomputable
 from shoal.errors import ShoalError, UserError
 from shoal.optimizer import GroupRule, group_options
+from shoal.parallel.context import Context, Parts
 from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
 from shoal.plan import Option, option_name
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
-from shoal.random import Randomness, keyed_functional
+from shoal.random import Randomness, attention, keyed_functional
 from shoal.recompute import Recompute
 from shoal.step import Loss, call_loss
 
@@ -54,6 +56,8 @@ class Subject:
     recompute: Option = "none"
     param_groups: GroupRule | None = None
     tp: int = 1
+    cp: int = 1
+    context: str = "ulysses"
     tensor_rules: Rules | None = None
 
 
@@ -106,11 +110,17 @@ def _record(built: Built, subject: Subject) -> Recording:
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
     randomness, own = Randomness(0, torch.device("cpu")), frozenset[str]()
+    region, context = None, None
+    if subject.cp > 1:
+        lane = Lane(torch.device("cpu"), Ledger()) if subject.context == "ring" else None
+        context = Context(_silent(subject.cp), attention, lane)
+        context.watch(module)
+        randomness.attend = context.attend
     if subject.tp > 1:
         region = Region(_silent(subject.tp), lambda ranks: _silent(len(ranks)))
-        randomness.part = region.part
         layouts = cut_among(built, region, rules_for(module, subject.tensor_rules)).layouts
         own = frozenset(name for name, layout in layouts.items() if not layout.alike)
+    randomness.part = Parts(region, context)
     parameters = described(module, member, subject.precision, own)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -124,7 +134,9 @@ def _record(built: Built, subject: Subject) -> Recording:
             recompute = Recompute(recomputable(module), subject.recompute, [randomness.again])
         cast_at_the_border(module, subject.precision)
         module.train()
-        events = _run(module, subject, randomness, recompute)
+        if context is not None:
+            stack.callback(context.end)
+        events = _run(module, subject, randomness, recompute, context)
     return Recording(whole, tuple(parameters), tuple(member_options), buffers, events)
 
 
@@ -149,7 +161,9 @@ def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Pr
                 owner_module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)
 
 
-def _run(module: nn.Module, subject: Subject, randomness: Randomness, recompute: Recompute | None) -> tuple[Event, ...]:
+def _run(
+    module: nn.Module, subject: Subject, randomness: Randomness, recompute: Recompute | None, context: Context | None
+) -> tuple[Event, ...]:
     """The events of a microbatch as it is once `recompute` has decided what it computes again."""
     log: list[Event] = []
     named = dict(module.named_parameters())
@@ -166,7 +180,7 @@ def _run(module: nn.Module, subject: Subject, randomness: Randomness, recompute:
         with _Living(log), passing.step("dry run"):
             batch = {key: torch.empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
             randomness.begin(0, range(subject.microbatch))
-            sums = call_loss(subject.loss, module, batch)
+            sums = call_loss(subject.loss, module, batch if context is None else context.cut(batch))
             randomness.replay()
             sum(sums.aux.values(), sums.total).backward()
             passing.backward_is_over()

@@ -85,7 +85,7 @@ def predict(
         check_sharding(exchange, plan.exchange, plan.zero, plan.memory is not None)
     if precision.keep != "whole":
         check_masters(exchange, plan.exchange, precision.keep)
-    together = (plan.shard or plan.dp) if plan.zero else 1
+    together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
     place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit)
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
     alone = plan.size == 1 and microbatches == 1 and plan.memory is not None

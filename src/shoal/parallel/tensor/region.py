@@ -108,13 +108,14 @@ class Region:
         finally:
             self._heads = before
 
-    def part(self, x: Tensor, elements: int) -> int:
-        """From which element of a whole sample on are the `elements` that `x` has of each: what keyed randomness asks."""
-        if self._heads and x.dim() == 4:
-            return self.rank * elements if x.shape[1] == self._heads else 0
-        if self.sequence and x.dim() == 3 and x.shape[1] == self._tokens[self.rank]:
-            return sum(self._tokens[: self.rank]) * (elements // max(1, x.shape[1]))
-        return 0
+    def has_heads(self, heads: int, among: int = 1) -> bool:
+        """Whether weights of attention of so many heads are of this rank's, which it shares with `among` ranks along another axis."""
+        return self._heads > 0 and heads * among == self._heads
+
+    @property
+    def tokens_here(self) -> tuple[int, int]:
+        """How many tokens of the forward that runs stand before this rank's, and how many it has (`sequence`)."""
+        return (sum(self._tokens[: self.rank]), self._tokens[self.rank]) if self._tokens else (0, 0)
 
     def _neighbours(self, sharers: int) -> Group:
         first = self.rank - self.rank % sharers

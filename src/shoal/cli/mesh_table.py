@@ -1,0 +1,83 @@
+"""`shoal plan`: which rank stands where on the mesh, and what ranks that differ along an axis have alike and apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.jobs.choose import ranks_here, spread
+from shoal.jobs.read import load_job
+from shoal.mesh import Mesh
+from shoal.plan import Plan
+
+MOST = 16
+"""Rows and columns that are shown; of more the first and the last ones."""
+
+
+def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
+    """Of the plan of a job file; nothing is opened but that. UserError for a plan that does not fit the ranks."""
+    settled, origins = load_job(job, assignments)
+    plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
+    if as_json:
+        mesh = Mesh(plan, 0, plan.size)
+        print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
+        return
+    Console(highlight=False, soft_wrap=True).print(mesh_table(plan), *who_holds_what(plan), sep="\n")
+
+
+def mesh_table(plan: Plan) -> Table:
+    """A row for each place along dp and cp (and pp), a column for each along tp; in the cells the ranks, with the experts that they hold if those are spread."""
+    mesh = Mesh(plan, 0, plan.size)
+    degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1)
+    table = Table(title=f"{plan.size} rank(s): {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False)
+    outer = [axis for axis in ("pp", "dp", "cp") if mesh.size(axis) > 1]
+    for axis in outer:
+        table.add_column(axis, justify="right")
+    columns = list(_shown(plan.tp))
+    for place in columns:
+        table.add_column("..." if place is None else f"tp {place}", justify="right")
+    rows = mesh.grid.flatten(0, 2)
+    experts = (mesh.grid.new_tensor(range(plan.size)) // plan.tp % plan.ep).view(-1, plan.tp)
+    for number in _shown(len(rows)):
+        if number is None:
+            table.add_row(*["..."] * (len(outer) + len(columns)))
+            continue
+        at = {"pp": number // (plan.dp * plan.cp), "dp": number // plan.cp % plan.dp, "cp": number % plan.cp}
+        cells = [
+            "..."
+            if place is None
+            else f"rank {int(rows[number, place])}" + (f" ep {int(experts[number, place])}" if plan.ep > 1 else "")
+            for place in columns
+        ]
+        table.add_row(*(str(at[axis]) for axis in outer), *cells)
+    return table
+
+
+def who_holds_what(plan: Plan) -> Iterator[str]:
+    """A line for each axis, and for what is cut among ranks."""
+    if plan.dp > 1:
+        yield "along dp: the same weights, other samples"
+    if plan.cp > 1:
+        yield f'along cp: the same weights and samples, other tokens of each row (context = "{plan.context}")'
+    if plan.tp > 1:
+        yield "along tp: the same samples, other parts of each large matrix"
+    if plan.zero:
+        within, copies = Mesh(plan, 0, plan.size).shards()
+        what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[plan.zero - 1]
+        again = f", {len(copies)} copies" if len(copies) > 1 else ""
+        ranks = ", ".join("..." if place is None else str(within[place]) for place in _shown(len(within)))
+        yield f"zero = {plan.zero}: {what} cut among {len(within)} ranks, such as {ranks}{again}"
+
+
+def _shown(number: int) -> Iterator[int | None]:
+    """0 to `number`, of too many the first and the last ones with None between."""
+    if number <= MOST:
+        yield from range(number)
+        return
+    yield from range(MOST - 3)
+    yield None
+    yield from range(number - 2, number)

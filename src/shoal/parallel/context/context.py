@@ -1,0 +1,224 @@
+"""What the ranks along cp do with one microbatch: each has its tokens of every row, and attention sees all of them.
+
+`plan.context = "ulysses"` (DeepSpeed-Ulysses, arXiv 2309.14509): the heads are dealt out while attention runs, which is the usual kernel over whole rows. A rank sends
+(1 - 1/cp) of its queries, keys, values and results; cp divides the heads.
+
+    tokens of rank r [B, H, T / cp, K]  --all-to-all-->  heads of rank r [B, H / cp, T, K]  --attention-->  back again
+
+`plan.context = "ring"`: keys and values go round (see ring), for any number of heads; a rank sends its keys and values cp - 1 times.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shoal.comm import Group, Lane
+from shoal.comm.functional import gather_from, swap
+from shoal.errors import UserError
+from shoal.parallel.context.ring import Ring, ring_attention
+
+PURPOSE = "attention"
+
+
+class Context:
+    """The ranks of `group` share the tokens of a microbatch. `attention` computes it on one device (torch's signature); `lane`: keys and values go round on it,
+    None: heads are dealt out."""
+
+    def __init__(self, group: Group, attention: Callable[..., Tensor], lane: Lane | None = None) -> None:
+        self.group, self._attention, self._lane = group, attention, lane
+        self.size, self.rank = group.size, group.rank
+        self.attending = False
+        self._whole = 0  # tokens of a row
+        self._documents: Tensor | None = None  # [B, T], of whole rows
+        self._masks: dict[bool, Tensor] = {}
+        self._begins = torch.empty(0)
+        self._known: tuple[Tensor, bool] | None = None
+        self._window: int | None = None
+        self._takes_padding = False
+
+    def watch(self, module: nn.Module) -> None:
+        """Sees to it that `module` is told where its tokens stand. UserError for one that cannot be told."""
+        if "position_ids" not in inspect.signature(module.forward).parameters:
+            raise UserError(
+                f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot know which tokens of a row it has"
+            )
+        module.register_forward_pre_hook(self._check_positions, with_kwargs=True)
+        self._takes_padding = "attention_mask" in inspect.signature(module.forward).parameters
+        config = getattr(module, "config", None)
+        self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+
+    def _check_positions(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if self._whole and kwargs.get("position_ids") is None and len(args) < 2:
+            raise UserError(
+                f"plan.cp = {self.size}: the loss called the model without position_ids, which the microbatch has: each rank would number its tokens from 0"
+            )
+
+    def runs(self, rank: int | None = None) -> list[tuple[int, int]]:
+        """Which tokens of a row a rank has, this one by default: (start, number) of stretches, in order. Two where keys go round, so that a causal mask is as much
+        work for each rank."""
+        rank, pieces = self.rank if rank is None else rank, self.size if self._lane is None else 2 * self.size
+        each = self._whole // pieces
+        return [(place * each, each) for place in ((rank,) if self._lane is None else (rank, pieces - 1 - rank))]
+
+    def own(self, x: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
+        """The tokens of this rank, or of another one, of whole rows."""
+        return torch.cat([x.narrow(dim, start, number) for start, number in self.runs(rank)], dim)
+
+    def cut(self, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's tokens of each tensor [B, T, ..] in `microbatch`, with `position_ids`. UserError where rows do not come out even."""
+        ids = microbatch.get("input_ids")
+        if ids is None or ids.dim() != 2:
+            raise UserError(
+                f"plan.cp = {self.size} cuts rows of tokens, input_ids [B, T]; this batch has {', '.join(microbatch)}"
+            )
+        T, pieces = ids.shape[1], self.size if self._lane is None else 2 * self.size
+        if T % pieces:
+            raise UserError(
+                f"plan.cp = {self.size}: rows of {T} tokens do not come out even in {pieces} pieces; take rows of {-(-T // pieces) * pieces}"
+            )
+        if self._window is not None and self._window < T:
+            raise UserError(f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many")
+        padding = microbatch.get("attention_mask")
+        if padding is not None and not bool(padding.all()):
+            raise UserError(
+                "plan.cp > 1 takes no attention_mask: give padding a document of its own (document_ids), and labels of -100"
+            )
+        self._whole, self._masks, self._known = T, {}, None
+        self._documents = _documents(microbatch)
+        whole = dict(microbatch)
+        if "position_ids" not in whole:
+            whole["position_ids"] = torch.arange(T, device=ids.device).expand(ids.shape)
+        if self._takes_padding:  # or transformers would look for documents in a rank's positions, and some ranks would find some
+            whole["attention_mask"] = torch.ones_like(ids)
+        found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
+        self._begins = _begun(found["position_ids"])
+        return found
+
+    def close(self) -> None:
+        """The microbatch is over: a forward outside of it is of whole rows."""
+        self._whole = 0
+
+    def end(self) -> None:
+        """No microbatch will come any more."""
+        if self._lane is not None:
+            self._lane.close()
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """F.scaled_dot_product_attention of this rank's tokens [B, H, T / cp, K] over whole rows; the mask of the model is known again by what it is of this
+        rank's tokens: causal, by documents, or both. UserError for any other."""
+        if not self._whole:
+            return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is not None:
+            is_causal = self._is_causal(attn_mask)
+        if self._lane is None:
+            return self._by_heads(query, key, value, dropout_p, is_causal, scale)
+        if dropout_p:
+            raise UserError('plan.context = "ring" has no dropout inside attention: take "ulysses", or a model without it')
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # forward mode, gradients of gradients
+            return self._gathered(query, key, value, is_causal, scale)
+        scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
+        documents = None
+        if self._documents is not None:
+            documents = tuple(self.own(self._documents, rank=rank) for rank in range(self.size))
+        return ring_attention(query, key, value, Ring(self.group, self._lane, is_causal, scale, documents))
+
+    def _by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        heads, keys = query.shape[1], key.shape[1]
+        if heads % self.size or (keys % self.size and self.size % keys):
+            raise UserError(
+                f'plan.cp = {self.size} deals out {heads} heads, and {keys} of keys and values, which does not come out even: take plan.context = "ring", or a '
+                "cp that divides the heads"
+            )
+        if keys < self.size:
+            key, value = (each.repeat_interleave(self.size // keys, 1) for each in (key, value))
+        by_rank = zip(*(each.chunk(self.size, 1) for each in (query, key, value)), strict=True)
+        together = swap(torch.cat([part for parts in by_rank for part in parts], 1), self.group, 1, 2, PURPOSE)
+        each, keys = heads // self.size, key.shape[1] // self.size
+        query, key, value = together.split([each, keys, keys], 1)
+        mask = None if self._documents is None else self._mask(is_causal)
+        self.attending = True
+        try:
+            causal = is_causal and mask is None
+            out = self._attention(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=each != keys)
+        finally:
+            self.attending = False
+        return swap(out, self.group, 2, 1, PURPOSE)
+
+    def _gathered(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+        """The same from all keys and values at once, by operations that can be differentiated again."""
+        keys, values = (gather_from(each, self.group, 2, purpose=PURPOSE) for each in (key, value))
+        every = torch.arange(self._whole, device=query.device)
+        mine, theirs = self.own(every, 0), torch.cat([self.own(every, 0, rank) for rank in range(self.size)])
+        mask = theirs <= mine[:, None] if is_causal else torch.ones_like(theirs <= mine[:, None])
+        if self._documents is not None:
+            mask = mask & (self._documents[:, None, mine, None] == self._documents[:, None, None, theirs])
+        return self._attention(query, keys, values, mask, 0.0, False, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+
+    def _mask(self, causal: bool) -> Tensor:
+        """[B, 1, T, T]: which tokens of whole rows a token may see."""
+        if causal not in self._masks:
+            assert self._documents is not None
+            self._masks[causal] = _seen(self._documents, causal)
+        return self._masks[causal]
+
+    def _is_causal(self, mask: Tensor) -> bool:
+        """Whether the model's mask of this rank's tokens is the causal one, or all tokens of a document see each other."""
+        if self._known is not None and self._known[0] is mask:
+            return self._known[1]
+        if isinstance(mask, FakeTensor):
+            return True  # of a dry run, in which nothing has values
+        documents = self._documents
+        if documents is None:
+            documents = torch.zeros(1, self._whole, dtype=torch.int64, device=mask.device)
+        seen = mask if mask.dtype == torch.bool else mask == 0
+        # transformers takes a place that does not follow the one before it for the beginning of a document
+        for own, causal in ((self.own(documents), True), (self.own(documents), False), (self._begins, True)):
+            mine = _seen(own, causal)
+            if seen.shape[-2:] == mine.shape[-2:] and bool((seen == mine).all()):
+                self._known = mask, causal
+                return causal
+        raise UserError(
+            f"plan.cp = {self.size}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of documents (document_ids) cannot be cut by tokens"
+        )
+
+
+def _seen(documents: Tensor, causal: bool) -> Tensor:
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril() if causal else same
+
+
+def _documents(microbatch: Mapping[str, Tensor]) -> Tensor | None:
+    """Which document each token of whole rows is of: as said, or by positions that start anew; None where a row is one document."""
+    if "document_ids" in microbatch:
+        return microbatch["document_ids"]
+    positions = microbatch.get("position_ids")
+    if positions is None:
+        return None
+    return _begun(positions)
+
+
+def _begun(positions: Tensor) -> Tensor:
+    """A number for each stretch of tokens [B, T] whose positions follow each other."""
+    begins = torch.ones_like(positions)
+    begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1).long()
+    return begins.cumsum(1)

@@ -1,0 +1,53 @@
+"""Which elements of a sample a rank has, of a tensor that a forward makes: what keyed randomness asks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shoal.parallel.context.context import Context
+from shoal.parallel.tensor import Region
+
+
+class Parts:
+    """By the tokens that `context` leaves to this rank, and `region` of those, and by the heads that both do."""
+
+    def __init__(self, region: Region | None, context: Context | None) -> None:
+        self.region, self._context = region, context
+
+    def __call__(self, x: Tensor, elements: int) -> list[tuple[int, int]]:
+        """The stretches of a whole sample that make up the `elements` which `x` has of each: (first element, number)."""
+        if x.dim() == 4:  # weights of attention [B, H, T, T]
+            return [(self._heads_before(x.shape[1]) * elements, elements)]
+        runs = self._tokens() if x.dim() == 3 else []
+        tokens = sum(number for _, number in runs)
+        if not tokens or x.shape[1] != tokens:
+            return [(0, elements)]
+        each = elements // tokens
+        return [(start * each, number * each) for start, number in runs]
+
+    def _heads_before(self, heads: int) -> int:
+        """How many ranks have the heads before these, of as many each."""
+        context = self._context if self._context is not None and self._context.attending else None
+        dealt = 1 if context is None else context.size
+        before = self.region.rank if self.region is not None and self.region.has_heads(heads, dealt) else 0
+        return before if context is None else before * dealt + context.rank
+
+    def _tokens(self) -> list[tuple[int, int]]:
+        """This rank's tokens of a row, as stretches."""
+        runs = self._context.runs() if self._context is not None else []
+        if self.region is None or not self.region.sequence:
+            return runs
+        before, number = self.region.tokens_here
+        return _between(runs, before, number) if runs else [(before, number)]
+
+
+def _between(runs: list[tuple[int, int]], before: int, number: int) -> list[tuple[int, int]]:
+    """Of stretches one after the other those `number` elements that have `before` before them."""
+    found = []
+    for start, length in runs:
+        skipped = min(before, length)
+        taken = min(number, length - skipped)
+        if taken:
+            found.append((start + skipped, taken))
+        before, number = before - skipped, number - taken
+    return found

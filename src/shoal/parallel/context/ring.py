@@ -1,0 +1,206 @@
+"""Attention over whole rows of which each rank has some tokens: keys and values go round the ranks, and results are merged by their log-sum-exp.
+
+    rank r has the pieces r and 2 cp - 1 - r of a row of 2 cp pieces (zig-zag): under a causal mask every step of the ring is as much work for each rank
+
+    step 0        its own keys         causal                      (both pieces)
+    from j < r    piece j              all queries see it          (its other piece is later than all of them)
+    from j > r    both pieces          the later queries see them  (the earlier ones see neither)
+
+Ring Attention (arXiv 2310.01889) with the balance of Striped and zig-zag variants (arXiv 2311.09431). A rank holds two pieces of keys and values at a time, and the next
+ones come while it computes. Backward goes round once more with the gradients of keys and values, so nothing is saved but what a rank has itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm import Group, Lane
+
+PURPOSE = "attention"
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """Which of a rank's queries see which of the keys that are there: halves of both as slices. `causal`: by their order. `mask` [B, 1, q, k]: and by this."""
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`group`: the ranks, in order of their first piece. `documents` [B, T / cp] by rank: a token sees those of its own; None: all."""
+
+    group: Group
+    lane: Lane
+    causal: bool
+    scale: float
+    documents: tuple[Tensor, ...] | None = None
+
+    def block(self, source: int, tokens: int) -> Block:
+        """What this rank's queries see of the keys of `source`."""
+        rank, half, whole = self.group.rank, tokens // 2, slice(None)
+        if not self.causal:
+            found = Block(whole, whole)
+        elif source == rank:
+            found = Block(whole, whole, causal=True)
+        elif source < rank:
+            found = Block(whole, slice(0, half))
+        else:
+            found = Block(slice(half, tokens), whole)
+        if self.documents is None:
+            return found
+        mine, theirs = self.documents[rank][:, found.queries], self.documents[source][:, found.keys]
+        mask = mine[:, None, :, None] == theirs[:, None, None, :]
+        return Block(found.queries, found.keys, False, mask.tril() if found.causal else mask)
+
+    def visits(self, *mine: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Each rank's tensors in turn, with its number, this rank's first; the next ones come meanwhile."""
+        size, rank = self.group.size, self.group.rank
+        here = torch.stack(mine)
+        for step in range(size):
+            coming = None
+            if step < size - 1:
+                coming = torch.empty_like(here)
+                self.lane.submit(lambda out=coming, sent=here: self._pass_on(out, sent), "keys and values")  # type: ignore[misc]
+            yield (rank - step) % size, here.unbind(0)
+            if coming is not None:
+                self.lane.wait()
+                here = coming
+
+    def _pass_on(self, out: Tensor, sent: Tensor) -> None:
+        size, rank = self.group.size, self.group.rank
+        self.group.exchange(out, (rank - 1) % size, sent, (rank + 1) % size, PURPOSE)
+
+    def pass_on(self, sent: Tensor) -> Tensor:
+        """What the rank before this one has sent."""
+        out = torch.empty_like(sent)
+        self.lane.submit(lambda: self._pass_on(out, sent), "gradients of keys and values")
+        self.lane.wait()
+        return out
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    """softmax(q k^T scale) v of this rank's queries [B, H, T / cp, K] over the keys and values [B, H, T / cp, K] of all ranks."""
+    return _RingAttention.apply(query, key, value, ring)[0]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(query, dtype=_wide(query.dtype))
+        logsumexp = out.new_full(query.shape[:-1], -math.inf)
+        for source, (keys, values) in ring.visits(key, value):
+            block = ring.block(source, query.shape[2])
+            part, total = attend(query[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys], block, ring.scale)
+            so_far, at = out[:, :, block.queries], logsumexp[:, :, block.queries]
+            both = torch.logaddexp(at, total)
+            weight = _share(at, both)
+            so_far.mul_(weight).add_(part * _share(total, both))
+            at.copy_(both)
+        return out.to(query.dtype), logsumexp
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Ring], output: tuple[Tensor, Tensor]) -> None:
+        *tensors, ctx.ring = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        ring, grad = ctx.ring, grads[0].contiguous()
+        grad_query = torch.zeros_like(query, dtype=logsumexp.dtype)
+        travelling = torch.zeros(2, *key.shape, dtype=logsumexp.dtype, device=key.device)
+        for step, (source, (keys, values)) in enumerate(ring.visits(key, value)):
+            if step:
+                travelling = ring.pass_on(travelling)
+            block = ring.block(source, query.shape[2])
+            q, k = block.queries, block.keys
+            gradients = attend_backward(
+                grad[:, :, q], query[:, :, q], keys[:, :, k], values[:, :, k], out[:, :, q], logsumexp[:, :, q], block, ring.scale
+            )
+            grad_query[:, :, q] += gradients[0]
+            travelling[0][:, :, k] += gradients[1]
+            travelling[1][:, :, k] += gradients[2]
+        grad_key, grad_value = ring.pass_on(travelling)  # the last ones are those of the rank behind this one
+        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of one block, and the log-sum-exp of its scores [B, H, q], -inf where a query sees nothing."""
+    key, value = (_as_many(each, query.shape[1]) for each in (key, value))
+    if block.mask is None:
+        if query.is_cpu:
+            return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal, scale=scale)
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
+    scores = _scores(query, key, block, scale)
+    total = scores.logsumexp(-1)
+    weights = (scores - total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)).exp()  # 0 where a query sees nothing here
+    return (weights @ value.to(weights.dtype)), total
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, block: Block, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one block adds to the gradients of queries, keys and values, `out` and `logsumexp` being those over all blocks."""
+    keys = key.shape[1]
+    key, value = (_as_many(each, query.shape[1]) for each in (key, value))
+    tensors = (grad, query, key, value, out, logsumexp)
+    if block.mask is None and query.is_cpu:
+        rows = [each.contiguous() for each in tensors]
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, block.causal, scale=scale)
+    elif block.mask is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        lengths = (None, None, query.shape[2], key.shape[2])
+        nothing = torch.zeros((), dtype=torch.int64, device=query.device)
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *tensors, *lengths, 0.0, block.causal, nothing, nothing, scale=scale
+        )
+    else:
+        wide = logsumexp.dtype
+        weights = (_scores(query, key, block, scale) - logsumexp.unsqueeze(-1)).exp()
+        grad, out, value = grad.to(wide), out.to(wide), value.to(wide)
+        inner = (grad * out).sum(-1, keepdim=True)
+        by_score = weights * (grad @ value.transpose(-2, -1) - inner) * scale
+        found = by_score @ key.to(wide), by_score.transpose(-2, -1) @ query.to(wide), weights.transpose(-2, -1) @ grad
+    of_query, of_key, of_value = found
+    return of_query, _together(of_key, keys), _together(of_value, keys)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block, scale: float) -> Tensor:
+    wide = _wide(query.dtype)
+    scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * scale
+    if block.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores if block.mask is None else scores.masked_fill(~block.mask, -math.inf)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _share(of: Tensor, all_: Tensor) -> Tensor:
+    """exp(of - all) as weights of rows; 0 where nothing was seen yet."""
+    return (of - all_).masked_fill(of == -math.inf, -math.inf).exp().unsqueeze(-1)
+
+
+def _as_many(x: Tensor, heads: int) -> Tensor:
+    """Heads of keys and values repeated for each query's."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _together(gradient: Tensor, heads: int) -> Tensor:
+    """The sum over the queries' heads that share one."""
+    return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)
