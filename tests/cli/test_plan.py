@@ -23,19 +23,19 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     assert answer.code == 0, answer.err
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
     assert lines[:6] == [
-        "8 rank(s): dp 2 x cp 2 x tp 2",
+        "8 rank(s) by number: dp 2 x cp 2 x tp 2",
         "dp cp tp 0 tp 1",
-        "0 0 rank 0 rank 1",
-        "0 1 rank 2 rank 3",
-        "1 0 rank 4 rank 5",
-        "1 1 rank 6 rank 7",
+        "0 0 0 1",
+        "0 1 2 3",
+        "1 0 4 5",
+        "1 1 6 7",
     ]
     assert "zero = 3: optimizer state, gradients and weights cut among 4 ranks, such as 0, 2, 4, 6" in lines
     assert json.loads(shoal("plan", job_file, "--json", "--nproc", "2").out)["ranks"] == [[[[0]], [[1]]]]
     wrong = shoal("plan", job_file, "--nproc", "4", "--set", "plan.dp=3")
     assert wrong.code == 2 and "dp = 4" in wrong.err
     large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
-    assert "1024 rank(s): dp 128 x tp 8" in large.out and len(large.out.splitlines()) < 25 and "rank 1023" in large.out
+    assert "1024 rank(s) by number: dp 128 x tp 8" in large.out and len(large.out.splitlines()) < 25 and "1023" in large.out
 
 
 def test_json_has_the_numbers_and_the_sizes_of_chunks(shoal, job_file):

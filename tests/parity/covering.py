@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -20,10 +20,12 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]
     return [(one, second[place % len(second)]) for place, one in enumerate(first)]
 
 
-def pairwise(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """A pairwise covering array: every pair of values that stands together in any row does so at least once. Chosen greedily (most new
-    pairs first, ties in their order)."""
-    left = {pair for row in rows for pair in _pairs(row)}
+def pairwise(
+    rows: list[tuple[Any, ...]], needed: Callable[[tuple[int, Any, int, Any]], bool] = lambda pair: True
+) -> list[tuple[Any, ...]]:
+    """A pairwise covering array: every pair (column, value, column, value) that is `needed` and stands together in any row does so at least once. Chosen
+    greedily (most new pairs first, ties in their order)."""
+    left = {pair for row in rows for pair in _pairs(row) if needed(pair)}
     chosen = []
     while left:
         best = max(rows, key=lambda row: len(left & _pairs(row)))

@@ -56,7 +56,9 @@ def goes_together(case: str, size: int, precision: str, accumulation: int, plan:
 
 
 ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
-COVERING = set(pairwise(ROWS))
+MOST = ("gpt-rotary-dropout", "unused-frozen", "resnet-batchnorm")
+"""The cases that differ most meet every plan in the covering array; the others all sizes, precisions and accumulations."""
+COVERING = set(pairwise(ROWS, lambda pair: (pair[0], pair[2]) != (0, 4) or pair[1] in MOST))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
 TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5), "fp16": (2e-3, 2e-2, 1e-4)}

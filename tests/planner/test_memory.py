@@ -37,13 +37,17 @@ def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=True, dropout=dropout))
 
 
-def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1) -> Recording:
+def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, context="ulysses") -> Recording:
     groups = decay_matrices_only(0.1)
-    return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), recompute, groups, tp))
+    kind = (precision_named(precision), recompute, groups, tp, cp, context)
+    return dry_run(Subject(model, causal_lm, text()[0], microbatch, *kind))
 
 
 def predicted(plan: Plan, precision, optimizer, place: Place, chunk: int = CHUNK, model=gpt) -> MemoryNeed:
-    recording, kind = run_dry(precision, plan.recompute, model, tp=plan.tp), precision_named(precision)
+    recording, kind = (
+        run_dry(precision, plan.recompute, model, tp=plan.tp, cp=plan.cp, context=plan.context),
+        precision_named(precision),
+    )
     state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, place.together > 1 or plan.memory is not None)
     chunks = lay_out_all(recording.parameters, plan, place, kind, state.whole_parameters, chunk)
     return memory_need(recording, chunks, plan, place, kind, state, -(-3 // plan.dp))
@@ -171,13 +175,20 @@ def test_two_ranks_of_one_host(options):
         check(predicted(plan, precision, optimizer, place), real)
 
 
-@pytest.mark.parametrize(
-    "options", [{"tp": 2, "dp": 1}, {"tp": 2, "dp": 1, "memory": {}, "precision": "bf16"}, {"tp": 2, "zero": 1}], ids=str
-)
+CUT = [
+    {"tp": 2, "dp": 1},
+    {"tp": 2, "dp": 1, "memory": {}, "precision": "bf16"},
+    {"tp": 2, "zero": 1},
+    {"cp": 2, "dp": 1, "memory": {}},
+    {"cp": 2, "dp": 1, "zero": 2, "memory": {}, "context": "ring"},
+]
+
+
+@pytest.mark.parametrize("options", CUT, ids=str)
 def test_the_first_rank_of_a_model_that_is_cut(options):
     plan, precision, optimizer = case(options)
     real = run_ranks(held_by_rank, plan.size, options)[0]
-    check(predicted(plan, precision, optimizer, Place(0, 2 if plan.zero else 1, plan.size, True)), real)
+    check(predicted(plan, precision, optimizer, Place(0, plan.dp * plan.cp if plan.zero else 1, plan.size, True)), real)
     assert run_dry(precision, tp=2).num_parameters == run_dry(precision).num_parameters
 
 

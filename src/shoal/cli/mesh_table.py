@@ -33,13 +33,13 @@ def mesh_table(plan: Plan) -> Table:
     """A row for each place along dp and cp (and pp), a column for each along tp; in the cells the ranks, with the experts that they hold if those are spread."""
     mesh = Mesh(plan, 0, plan.size)
     degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1)
-    table = Table(title=f"{plan.size} rank(s): {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"{plan.size} rank(s) by number: {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False)
     outer = [axis for axis in ("pp", "dp", "cp") if mesh.size(axis) > 1]
     for axis in outer:
-        table.add_column(axis, justify="right")
+        table.add_column(axis, justify="right", no_wrap=True)
     columns = list(_shown(plan.tp))
     for place in columns:
-        table.add_column("..." if place is None else f"tp {place}", justify="right")
+        table.add_column("..." if place is None else f"tp {place}", justify="right", no_wrap=True)
     rows = mesh.grid.flatten(0, 2)
     experts = (mesh.grid.new_tensor(range(plan.size)) // plan.tp % plan.ep).view(-1, plan.tp)
     for number in _shown(len(rows)):
@@ -47,12 +47,10 @@ def mesh_table(plan: Plan) -> Table:
             table.add_row(*["..."] * (len(outer) + len(columns)))
             continue
         at = {"pp": number // (plan.dp * plan.cp), "dp": number // plan.cp % plan.dp, "cp": number % plan.cp}
-        cells = [
-            "..."
-            if place is None
-            else f"rank {int(rows[number, place])}" + (f" ep {int(experts[number, place])}" if plan.ep > 1 else "")
-            for place in columns
-        ]
+        cells = []
+        for place in columns:
+            with_experts = f" (ep {int(experts[number, place])})" if plan.ep > 1 and place is not None else ""
+            cells.append("..." if place is None else f"{int(rows[number, place])}{with_experts}")
         table.add_row(*(str(at[axis]) for axis in outer), *cells)
     return table
 
