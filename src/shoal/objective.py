@@ -41,14 +41,15 @@ class Objective:
         module = _Functional(self._module, {name: copy_to(value, groups[name]) for name, value in parameters.items()})
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
         mine = self._runner.cut(self._batch.ids)[0]
-        # A rank without a microbatch runs one with weight 0: its collectives are the others'.
-        for ids in mine or [self._batch.ids[:1]]:
-            if self._randomness is not None:
-                self._randomness.begin(self._batch.step, ids)
-            with nullcontext() if self._randomness is None else keyed_functional(self._randomness):
-                sums = call_loss(self._loss, module, self._runner.load(self._batch, ids))  # type: ignore[arg-type]
-            weight = float(bool(mine))
-            total, count = total + weight * sums.total, count + weight * sums.count
+        with self._runner.rows():
+            # A rank without a microbatch runs one with weight 0: its collectives are the others'.
+            for ids in mine or [self._batch.ids[:1]]:
+                if self._randomness is not None:
+                    self._randomness.begin(self._batch.step, ids)
+                with nullcontext() if self._randomness is None else keyed_functional(self._randomness):
+                    sums = call_loss(self._loss, module, self._runner.load(self._batch, ids))  # type: ignore[arg-type]
+                weight = float(bool(mine))
+                total, count = total + weight * sums.total, count + weight * sums.count
         return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
 
 

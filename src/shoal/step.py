@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -218,6 +218,15 @@ class StepRunner:
         mine, last, most = (share(len(pieces), place // each, self._group.size // each) for place in places)
         return [pieces[i] for i in mine], last.stop - mine.stop, len(most)
 
+    @contextmanager
+    def rows(self) -> Iterator[None]:
+        """Around microbatches: after it a forward is of whole rows again."""
+        try:
+            yield
+        finally:
+            if self._context is not None:
+                self._context.close()
+
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
         """The samples `ids` on the device, of a row this rank's tokens; none of them as a batch of zero samples."""
         if not ids:
@@ -231,10 +240,8 @@ class StepRunner:
         mine, after, most = self.cut(batch.ids)
         self.begin(batch.step, most, self.per_sample * len(batch.ids))
         self._module.train()
-        with nullcontext() if self._passing is None else self._passing.step(("train", most)):
+        with nullcontext() if self._passing is None else self._passing.step(("train", most)), self.rows():
             self._accumulate(batch, mine, most - len(mine) if self._passing is not None else 0)
-        if self._context is not None:
-            self._context.close()
         samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
         if alone or self._partners.size < self._group.size:
             samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size // self._streams)

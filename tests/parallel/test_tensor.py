@@ -315,6 +315,9 @@ def looks(world) -> None:
     assert torch.equal(torch.softmax(cut.float(), -1), whole.float().softmax(-1)) and torch.equal(cut + 1, whole + 1)
     assert torch.equal(cut == cut, whole == whole) and torch.equal(1 - cut, 1 - whole) and len(cut) == 5
     assert torch.equal(F.log_softmax(cut.detach(), 0), F.log_softmax(whole.detach(), 0))
+    before = world.ledger.total().payload
+    assert getattr(cut, "logits", None) is None and not hasattr(cut, "aux_loss"), "as a loss asks"
+    assert world.ledger.total().payload == before, "nothing is gathered for that"
 
 
 def test_cut_logits_look_like_whole_ones():

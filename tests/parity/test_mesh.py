@@ -394,3 +394,32 @@ def islands(world, plan: dict[str, Any]) -> list[float]:
 def test_islands_of_ranks_that_share_rows_train_apart():
     losses = run_ranks(islands, 4, {"dp": 2, "cp": 2})
     assert losses[0] == losses[1] != losses[2] == losses[3] and losses[0][-1] < losses[0][0]
+
+
+def sent_in_a_step(world, plan: dict[str, Any], rules: dict[str, str] | None) -> dict[str, int]:
+    """Bytes of payload in the second step, by purpose."""
+    running = engine("gpt", "fp64", 1, world=world, plan=Plan(**plan), tensor_rules=rules)
+    batches = running.batches(CASES["gpt"].data())
+    running.step(next(batches))
+    purposes = ("activations", "logits", "attention")
+    before = {purpose: world.ledger.total(purpose=purpose).payload for purpose in purposes}
+    running.step(next(batches))
+    return {purpose: world.ledger.total(purpose=purpose).payload - before[purpose] for purpose in purposes}
+
+
+@pytest.mark.parametrize(
+    ("plan", "rules"),
+    [({"tp": 2}, None), ({"tp": 2}, {"": "whole"}), ({"cp": 2}, None), ({"cp": 2, "context": "ring"}, None)],
+    ids=str,
+)
+def test_bytes_are_those_of_the_formula(plan, rules):
+    """A global batch of 12 rows of 12 tokens, 32 channels, 2 blocks, fp64; whole activations are S bytes, and a block is entered and left twice."""
+    S, layers, tokens = 12 * 12 * 32 * 8, 2, 12 * 12
+    for sent in run_ranks(sent_in_a_step, 2, plan, rules):
+        if "tp" in plan:
+            ways = 2 if rules is None else 1  # gathers and reduce-scatters; an all-reduce is both
+            assert sent["activations"] == ways * (4 * layers + 2) * S and sent["logits"] == 3 * tokens * 8
+        elif "context" in plan:  # half of keys and values forward; backward again, and twice their gradients
+            assert sent["attention"] == layers * (1 + 1 + 2) * S
+        else:  # a rank's queries, keys, values and results, forward and backward
+            assert sent["attention"] == layers * 2 * 4 * S // 2

@@ -42,8 +42,8 @@ class ShardedLogits:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(Tensor, name):  # nothing is gathered to find that a tensor has no such thing
+            raise AttributeError(f"logits that are cut among ranks have no {name}, as tensors have none")
         return getattr(self.whole(), name)
 
     def __getitem__(self, index: Any) -> Any:

@@ -36,23 +36,24 @@ class Region:
         self.size, self.rank = group.size, group.rank
         self.sequence = False
         self._tokens: tuple[int, ...] = ()  # of each rank, in the forward that runs
-        self._last: tuple[ref[Tensor], ref[Tensor], bool] | None = None
+        self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:
         """`x` [B, T, ..], which all ranks have alike, or each its tokens of, for a use that differs. What enters several times in a row (queries, keys and values
         of the same) enters once, so that its gradients are summed once."""
+        state = torch.is_grad_enabled(), None if x.is_inference() else x._version
         if self._last is not None:
-            outside, inside, recorded = self._last
-            if outside() is x and (entered := inside()) is not None and recorded == torch.is_grad_enabled():
+            outside, inside, before = self._last
+            if outside() is x and (entered := inside()) is not None and before == state:
                 return entered
         if self.sequence:
             self._check(x)
             entered = gather_from(x, self.group, 1, self._tokens, PURPOSE)
         else:
             entered = copy_to(x, self.group, PURPOSE)
-        self._last = ref(x), ref(entered), torch.is_grad_enabled()
+        self._last = ref(x), ref(entered), state
         return entered
 
     @torch.compiler.disable
