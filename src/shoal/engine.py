@@ -118,7 +118,7 @@ class Engine:
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, self.module, sync_bn)
-        self._context = self._share_rows() if cp else None
+        self._context = self._share_rows(sync_bn) if cp else None
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._keyed = dropout == "keyed"
@@ -264,7 +264,7 @@ class Engine:
         return self._runner.cut(batch.ids)[2]
 
     def loop(self, microbatches: int = 1) -> Loop:
-        """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank. UserError for more than its `global_batch` has, where
+        """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank; ranks among whom a model is cut (plan.tp) are to be given the same. UserError for more than its `global_batch` has, where
         that has decided how gradients are kept."""
         if microbatches > 1 and self.precision.grad == torch.bfloat16:
             raise UserError(
@@ -584,10 +584,12 @@ class Engine:
         sliced = cut_among(built, region, rules_for(built.module, rules))
         return sliced.built, sliced.layouts
 
-    def _share_rows(self) -> Context:
+    def _share_rows(self, sync_bn: bool) -> Context:
         """What `plan.cp` makes of rows of tokens."""
         if has_batch_statistics(self.module):
             raise UserError("plan.cp > 1 gives each rank a part of each row: the model's BatchNorm would count them as samples")
+        if sync_bn:
+            raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")
         lane = Lane(self.device, self.ledger) if self.plan.context == "ring" else None
         context = Context(self.world.group("cp", self.mesh.ranks("cp")), attention, lane)
         context.watch(self.module)

@@ -62,6 +62,8 @@ def evaluate(
                 batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
                 with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
                     sums = call_loss(loss, module, batch if context is None else context.cut(batch))
+                if context is not None:
+                    context.attended()
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * weight
     finally:
         if context is not None:

@@ -311,6 +311,8 @@ class StepRunner:
                 with self.keyed(), nullcontext() if counts else buffers_untouched(self._module):
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
+                    if self._context is not None:
+                        self._context.attended()
                     if self._context is not None and sums.aux:
                         raise UserError(
                             f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which each "

@@ -309,6 +309,10 @@ def looks(world) -> None:
         assert torch.equal(cut.view(*shape), whole.view(*shape))
     assert torch.equal(three.flatten(), whole.flatten()) and torch.equal(cut.argmax(-1), whole.argmax(-1))
     assert isinstance(cut[1:3], ShardedLogits) and torch.equal(cut[1:3].whole(), whole[1:3])
+    mask = torch.tensor([True, False, True, False, True])
+    assert torch.equal(cut[mask].whole(), whole[mask]) and isinstance(cut[None], ShardedLogits)
+    three, picked = cut.view(5, 1, 7), torch.tensor([0, 6, 3])
+    assert torch.equal(three[mask.view(5, 1), picked], whole.view(5, 1, 7)[mask.view(5, 1), picked])
     for index in ((slice(None), 2), (..., 3), (slice(None), slice(1, 4)), (torch.tensor([0, 2]), torch.tensor([1, 5]))):
         assert torch.equal(cut[index], whole[index])
     assert torch.equal((cut * 2.0 / 3).tanh().whole(), (whole * 2.0 / 3).tanh())

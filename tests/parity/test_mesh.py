@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shoal import Plan
 from shoal.engine import Engine
 from shoal.errors import UserError
-from shoal.models import causal_lm
-from tests.parity.cases import CASES, Trace, engine, gathered, train
+from shoal.models import causal_lm, from_config
+from shoal.models.attention import Attention
+from tests.parity.cases import CASES, LLAMA, Trace, engine, gathered, train
 from tests.parity.covering import in_turn, thinned
 from tests.parity.test_parity import compare
 from tests.pool import apart, run_ranks
@@ -343,21 +344,58 @@ def without_positions(model: nn.Module, mb: dict[str, torch.Tensor]) -> Any:
     return causal_lm(model, {key: value for key, value in mb.items() if key != "position_ids"})
 
 
+class Mixing(nn.Module):
+    """Tokens see each other by what `between` makes of [B, T, D]."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.words, self.between, self.head = nn.Embedding(61, 16), between, nn.Linear(16, 61)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
+        return self.head(self.between(self.words(input_ids)))
+
+
+class Averaging(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Scaled(Attention):
+    """With a parameter that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4, 4, bias=True, causal=True, dropout=0.0)
+        self.scale = nn.RMSNorm(8)
+
+
+def with_a_norm_of_each_head() -> nn.Module:
+    model = CASES["gpt"].factory()
+    model.blocks[0].attention = Scaled()
+    return model
+
+
+def eager() -> nn.Module:
+    model = from_config(LLAMA)()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+STRANGE = {
+    "by-hand": lambda: Mixing(Averaging()),
+    "convolution": lambda: Mixing(nn.Conv1d(12, 12, 3, padding=1)),
+    "head-norm": with_a_norm_of_each_head,
+    "eager": eager,
+}
+
+
 def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) -> str:
-    chosen = CASES[case]
-    rows = more.pop("rows", {})
+    factory = STRANGE.get(case)
+    chosen = CASES["gpt" if factory else case]
+    rows, more = more.get("rows", {}), {key: value for key, value in more.items() if key != "rows"}
     data = [{**row, **rows} for row in chosen.data()]
     with pytest.raises(UserError) as failure:
-        running = Engine(
-            chosen.factory,
-            more.pop("loss", chosen.loss),
-            chosen.optimizer,
-            Plan(**plan),
-            global_batch=4,
-            microbatch=2,
-            world=world,
-            **more,
-        )
+        options = {"global_batch": 4, "microbatch": 2, "loss": chosen.loss, **more}
+        running = Engine(factory or chosen.factory, options.pop("loss"), chosen.optimizer, Plan(**plan), world=world, **options)
         running.step(next(running.batches(data)))
     return str(failure.value)
 
@@ -375,6 +413,18 @@ def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) 
         ("gpt-rotary-dropout", {"cp": 2, "context": "ring"}, {}, "has no dropout inside attention"),
         ("gpt", {"cp": 4, "context": "ring"}, {}, "do not come out even in 8 pieces; take rows of 16"),
         ("gpt", {"cp": 5}, {}, "do not come out even in 5 pieces; take rows of 15"),
+        ("gpt", {"cp": 2}, {"rows": {"labels": torch.tensor(3)}}, "are not of tokens (2, 12)"),
+        ("gpt", {"cp": 2, "exchange": "adasum"}, {}, "attention mixes those of ranks that share a row"),
+        ("eager", {"cp": 2}, {}, 'is computed as "eager"'),
+        ("by-hand", {"cp": 2}, {}, "called no torch.nn.functional.scaled_dot_product_attention"),
+        ("convolution", {"cp": 2}, {}, "looks at neighbouring tokens"),
+        ("gpt", {"cp": 2}, {"sync_bn": True, "microbatch": None}, "does not go with sync_bn"),
+        (
+            "head-norm",
+            {"tp": 2},
+            {"tensor_rules": {"": "whole"}},
+            "attention.scale lies inside attention that is cut, and no rule names it",
+        ),
         ("gpt", {"dp": 2, "tp": 2, "exchange": "adasum"}, {}, "it weighs replicas by products of whole parameters"),
         ("gpt", {"dp": 2, "tp": 2, "exchange": "async_average"}, {}, "its rounds begin by the clock"),
     ],
@@ -423,3 +473,45 @@ def test_bytes_are_those_of_the_formula(plan, rules):
             assert sent["attention"] == layers * (1 + 1 + 2) * S
         else:  # a rank's queries, keys, values and results, forward and backward
             assert sent["attention"] == layers * 2 * 4 * S // 2
+
+
+def with_positions_alone(world, plan: dict[str, Any]) -> list[float]:
+    data = [{**row, "position_ids": torch.arange(12) // 2} for row in CASES["gpt"].data()]
+    running = engine("gpt", "fp64", 1, world=world, plan=Plan(**plan))
+    return train(running, data, 3).losses
+
+
+def test_positions_alone_make_no_documents_where_a_model_masks_by_document_ids():
+    reference = run_ranks(with_positions_alone, 1, {})[0]
+    assert run_ranks(with_positions_alone, 2, {"cp": 2})[0] == pytest.approx(reference, rel=1e-9)
+
+
+def after_a_step(world) -> None:
+    """A step that fails and an objective leave the model to whoever calls it: rows are whole again."""
+    running = engine("gpt", "fp64", 1, world=world, plan=Plan(cp=2))
+    batch = next(running.batches(CASES["gpt"].data()))
+    ids = CASES["gpt"].data()[0]["input_ids"][None]
+    whole = running.module(ids)
+    running.objective(batch)({name: value.detach() for name, value in running.parameters.items()})
+    torch.testing.assert_close(running.module(ids), whole)
+    with pytest.raises(IndexError):
+        bad = [{**row, "input_ids": row["input_ids"] + 1000} for row in CASES["gpt"].data()]
+        running.step(next(running.batches(bad)))
+    torch.testing.assert_close(running.module(ids), whole)
+
+
+def test_outside_of_a_step_rows_are_whole():
+    run_ranks(after_a_step, 2)
+
+
+def out_of_range(world, key: str) -> str:
+    running = engine("gpt", "fp64", 1, world=world, plan=Plan(tp=2))
+    data = [{**row, key: row[key].clamp(min=0) + 61} for row in CASES["gpt"].data()]
+    with pytest.raises(IndexError) as failure:
+        running.step(next(running.batches(data)))
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("key", ["input_ids", "labels"])
+def test_ids_that_no_rank_has_are_errors(key):
+    assert all("where there are 61" in message for message in run_ranks(out_of_range, 2, key))

@@ -26,6 +26,7 @@ class Adasum(Algorithm):
     usual."""
 
     of_whole_models = "it weighs replicas by products of whole parameters"
+    of_whole_rows = "it combines the gradients of ranks' own losses, and attention mixes those of ranks that share a row"
     chunk_bytes: int | None = USUAL_CHUNK
 
     def holds(self, step: int) -> Holds:

@@ -81,6 +81,8 @@ class Algorithm:
     """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in memory that the group shares, where there is such."""
     of_whole_models: ClassVar[str | None] = None
     """Why it does not do the same for a model that is cut among ranks (plan.tp); None: it does."""
+    of_whole_rows: ClassVar[str | None] = None
+    """Why it does not go with ranks that share rows of tokens (plan.cp); None: it does."""
     replica: Replica = field(init=False, repr=False, compare=False)
 
     def attach(self, replica: Replica) -> None:

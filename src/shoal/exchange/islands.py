@@ -33,6 +33,7 @@ class Islands(Algorithm):
         self._inside, self._across = self.make(self.inside), self.make(self.across)
         fixed = (self.chunk_bytes, self._inside.chunk_bytes, self._across.chunk_bytes)
         self.of_whole_models = self._inside.of_whole_models or self._across.of_whole_models  # type: ignore[misc]
+        self.of_whole_rows = self._inside.of_whole_rows or self._across.of_whole_rows  # type: ignore[misc]
         self.chunk_bytes = next((number for number in fixed if number is not None), None)
 
     def attach(self, replica: Replica) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
-from shoal.random import mix
+from shoal.random import mix, name_key
 
 
 @dataclass
@@ -36,7 +36,7 @@ class PowerSGD(Algorithm):
         for chunk in replica.chunks:
             for slot in chunk.slots:
                 if self._thin(slot):
-                    seed = int(mix(torch.tensor(len(self._q))))
+                    seed = int(mix(torch.tensor(name_key(slot.name))))
                     draw = torch.Generator().manual_seed(seed % 2**63)
                     q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.grad_dtype)
                     self._q[slot.name] = q.to(chunk.data.device)

@@ -31,7 +31,9 @@ def check_cut_model(chosen: Algorithm, option: Option) -> None:
 
 
 def check_shared_rows(chosen: Algorithm, option: Option, sharers: int) -> None:
-    """UserError where `chosen` lets ranks drift apart that share the rows of a microbatch (plan.cp)."""
+    """UserError where `chosen` does not go with ranks that share the rows of a microbatch (plan.cp), or lets them drift apart."""
+    if chosen.of_whole_rows is not None:
+        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.cp: {chosen.of_whole_rows}')
     together = getattr(chosen, "ranks", 1)
     if type(chosen).drifts is not Algorithm.drifts and together % sharers:
         raise UserError(

@@ -118,4 +118,9 @@ def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     """`tree` with each floating tensor in it, and what stands in for one, cast to `dtype`."""
-    return tree_map(lambda t: t.to(dtype) if hasattr(t, "is_floating_point") and t.is_floating_point() else t, tree)
+    return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
+
+
+def _is_floating(leaf: Any) -> bool:
+    asked = getattr(leaf, "is_floating_point", None)
+    return callable(asked) and bool(asked())

@@ -41,7 +41,8 @@ class Context:
         self._begins = torch.empty(0)
         self._known: tuple[Tensor, bool] | None = None
         self._window: int | None = None
-        self._takes_padding = False
+        self._takes_padding = self._takes_documents = False
+        self._place = self._calls = 0
 
     def watch(self, module: nn.Module) -> None:
         """Sees to it that `module` is told where its tokens stand. UserError for one that cannot be told."""
@@ -49,13 +50,25 @@ class Context:
             raise UserError(
                 f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot know which tokens of a row it has"
             )
+        parameters = list(inspect.signature(module.forward).parameters)
+        self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
+        self._place = parameters.index("position_ids")
         module.register_forward_pre_hook(self._check_positions, with_kwargs=True)
-        self._takes_padding = "attention_mask" in inspect.signature(module.forward).parameters
+        for name, part in module.named_modules():
+            if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
+                raise UserError(
+                    f"plan.cp = {self.size}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a rank has a part: only attention brings them together"
+                )
         config = getattr(module, "config", None)
-        self._window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        kind = getattr(config, "_attn_implementation", "sdpa")
+        if kind != "sdpa":
+            raise UserError(
+                f'plan.cp = {self.size}: attention of {type(module).__name__} is computed as "{kind}", which sees this rank\'s tokens alone; "sdpa" is needed'
+            )
+        self._window = _window(config)
 
     def _check_positions(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self._whole and kwargs.get("position_ids") is None and len(args) < 2:
+        if self._whole and kwargs.get("position_ids") is None and len(args) <= self._place:
             raise UserError(
                 f"plan.cp = {self.size}: the loss called the model without position_ids, which the microbatch has: each rank would number its tokens from 0"
             )
@@ -86,12 +99,19 @@ class Context:
         if self._window is not None and self._window < T:
             raise UserError(f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many")
         padding = microbatch.get("attention_mask")
-        if padding is not None and not bool(padding.all()):
+        if padding is not None and not isinstance(padding, FakeTensor) and not bool(padding.all()):
             raise UserError(
                 "plan.cp > 1 takes no attention_mask: give padding a document of its own (document_ids), and labels of -100"
             )
-        self._whole, self._masks, self._known = T, {}, None
-        self._documents = _documents(microbatch)
+        for key in ("labels", "targets"):
+            given = microbatch.get(key)
+            if given is not None and given.shape[:2] != ids.shape:
+                raise UserError(
+                    f"plan.cp = {self.size}: {key} {tuple(given.shape)} are not of tokens {tuple(ids.shape)}; each rank, which has a part of a row, would count them"
+                )
+        self.close()
+        self._whole, self._calls = T, 0
+        self._documents = self._documents_of(microbatch)
         whole = dict(microbatch)
         if "position_ids" not in whole:
             whole["position_ids"] = torch.arange(T, device=ids.device).expand(ids.shape)
@@ -103,7 +123,25 @@ class Context:
 
     def close(self) -> None:
         """The microbatch is over: a forward outside of it is of whole rows."""
-        self._whole = 0
+        self._whole, self._documents, self._masks, self._known = 0, None, {}, None
+
+    def attended(self) -> None:
+        """After a forward: UserError if no attention came by here, so that each token saw its own rank's alone."""
+        if not self._calls:
+            raise UserError(
+                f"plan.cp = {self.size}: the model called no torch.nn.functional.scaled_dot_product_attention (by that name, so that it can be stood in for), and other "
+                "ways from token to token see one rank's tokens alone"
+            )
+
+    def _documents_of(self, microbatch: Mapping[str, Tensor]) -> Tensor | None:
+        """Which document each token of whole rows is of, where the model masks by them: as it is told, or as models of transformers see it by positions that
+        start anew; None where a row is one document."""
+        if self._takes_documents:
+            return microbatch.get("document_ids")
+        positions = microbatch.get("position_ids")
+        if not self._takes_padding or positions is None or "attention_mask" in microbatch:
+            return None
+        return _begun(positions)
 
     def end(self) -> None:
         """No microbatch will come any more."""
@@ -124,6 +162,7 @@ class Context:
     ) -> Tensor:
         """F.scaled_dot_product_attention of this rank's tokens [B, H, T / cp, K] over whole rows; the mask of the model is known again by what it is of this
         rank's tokens: causal, by documents, or both. UserError for any other."""
+        self._calls += 1
         if not self._whole:
             return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if attn_mask is not None:
@@ -192,7 +231,8 @@ class Context:
             documents = torch.zeros(1, self._whole, dtype=torch.int64, device=mask.device)
         seen = mask if mask.dtype == torch.bool else mask == 0
         # transformers takes a place that does not follow the one before it for the beginning of a document
-        for own, causal in ((self.own(documents), True), (self.own(documents), False), (self._begins, True)):
+        candidates = [(self.own(documents), True), (self.own(documents), False), (self._begins, True)]
+        for own, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
             mine = _seen(own, causal)
             if seen.shape[-2:] == mine.shape[-2:] and bool((seen == mine).all()):
                 self._known = mask, causal
@@ -207,14 +247,14 @@ def _seen(documents: Tensor, causal: bool) -> Tensor:
     return same.tril() if causal else same
 
 
-def _documents(microbatch: Mapping[str, Tensor]) -> Tensor | None:
-    """Which document each token of whole rows is of: as said, or by positions that start anew; None where a row is one document."""
-    if "document_ids" in microbatch:
-        return microbatch["document_ids"]
-    positions = microbatch.get("position_ids")
-    if positions is None:
-        return None
-    return _begun(positions)
+def _window(config: Any) -> int | None:
+    """How many tokens back attention sees, by the configuration of a model of transformers; None: all."""
+    found = []
+    for each in (config, getattr(config, "text_config", None)):
+        if getattr(each, "use_sliding_window", True):
+            found.append(getattr(each, "sliding_window", None))
+        found.append(getattr(each, "attention_chunk_size", None))
+    return min((size for size in found if isinstance(size, int)), default=None)
 
 
 def _begun(positions: Tensor) -> Tensor:

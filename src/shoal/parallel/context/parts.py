@@ -16,11 +16,12 @@ class Parts:
 
     def __call__(self, x: Tensor, elements: int) -> list[tuple[int, int]]:
         """The stretches of a whole sample that make up the `elements` which `x` has of each: (first element, number)."""
-        if x.dim() == 4:  # weights of attention [B, H, T, T]
+        if x.dim() == 4 and x.shape[2] == x.shape[3]:  # weights of attention [B, H, T, T]
             return [(self._heads_before(x.shape[1]) * elements, elements)]
-        runs = self._tokens() if x.dim() == 3 else []
+        runs = self._tokens()
         tokens = sum(number for _, number in runs)
-        if not tokens or x.shape[1] != tokens:
+        here = x.shape[1] if x.dim() > 2 else elements // max(1, x.shape[-1])  # of [B, T, ..], or of [B T, D]
+        if not tokens or here != tokens:
             return [(0, elements)]
         each = elements // tokens
         return [(start * each, number * each) for start, number in runs]

@@ -157,10 +157,9 @@ def attend_backward(
     """What one block adds to the gradients of queries, keys and values, `out` and `logsumexp` being those over all blocks."""
     keys = key.shape[1]
     key, value = (_as_many(each, query.shape[1]) for each in (key, value))
-    tensors = (grad, query, key, value, out, logsumexp)
+    tensors = [each.contiguous() for each in (grad, query, key, value, out, logsumexp)]
     if block.mask is None and query.is_cpu:
-        rows = [each.contiguous() for each in tensors]
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, block.causal, scale=scale)
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, block.causal, scale=scale)
     elif block.mask is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         lengths = (None, None, query.shape[2], key.shape[2])
         nothing = torch.zeros((), dtype=torch.int64, device=query.device)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shoal.parallel.tensor.logits import ShardedLogits
+from shoal.parallel.tensor.logits import ShardedLogits, check_range
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.spans import Span
 
@@ -66,12 +66,14 @@ class Row(Cut):
 
 
 class Vocabulary(Cut):
-    """`_start`: the id of its first row."""
+    """`_start`: the id of its first row, `_whole`: how many rows all ranks have."""
 
     num_embeddings: int
     _start: int
+    _whole: int
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_range(ids, self._whole, "a token")
         here = ids - self._start
         elsewhere = (here < 0) | (here >= self.num_embeddings)
         rows = super().forward(here.masked_fill(elsewhere, 0))

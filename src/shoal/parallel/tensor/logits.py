@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from shoal.comm import Group
@@ -48,7 +49,8 @@ class ShardedLogits:
 
     def __getitem__(self, index: Any) -> Any:
         rows = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in [row for row in rows if not isinstance(row, Tensor)] or len(rows) >= self.local.dim():
+        taken = sum(row.dim() if isinstance(row, Tensor) and row.dtype == torch.bool else row is not None for row in rows)
+        if any(row is Ellipsis for row in rows) or taken >= self.local.dim():
             return self.whole()[index]
         return self._with(self.local[index])
 
@@ -155,6 +157,7 @@ class ShardedLogits:
 
     def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `target` in `local`, 0 where it is another rank's, and where that is so."""
+        check_range(target, sum(self._lengths), "a target")
         here = target - sum(self._lengths[: self._region.rank])
         elsewhere = (here < 0) | (here >= self.local.shape[-1])
         return here.masked_fill(elsewhere, 0), elsewhere
@@ -191,6 +194,17 @@ _BINARY = (
 for _name in (*_BINARY, "neg", "abs", "len", "iter", "bool", "float", "int"):
     setattr(ShardedLogits, f"__{_name}__", _of_the_whole(f"__{_name}__"))
 ShardedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def check_range(ids: Tensor, stop: int, what: str) -> None:
+    """IndexError for an id outside of [0, stop), as one device raises it: no rank would have it. On a GPU an assertion of the device, without a wait."""
+    if isinstance(ids, FakeTensor) or not ids.numel() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    inside = ((ids >= 0) & (ids < stop)).all()
+    if ids.is_cuda:
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(f"{what} is out of range: ids from {int(ids.min())} to {int(ids.max())}, where there are {stop}")
 
 
 class _Likelihood(torch.autograd.Function):

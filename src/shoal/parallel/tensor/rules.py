@@ -118,6 +118,8 @@ def _of_transformers(module: nn.Module) -> Rules:
     names = [name for name, _ in module.named_modules()]
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     rules: dict[str, str] = {}
+    output: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
+    head = output() if output is not None else None
     for pattern, style in plan.items():
         of_parameters = not any(matches(pattern, name) for name in names) and any(matches(pattern, name) for name in parameters)
         if of_parameters:
@@ -126,6 +128,10 @@ def _of_transformers(module: nn.Module) -> Rules:
             raise UserError(
                 f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give tensor_rules with another kind, or "
                 "plan.tp = 1"
+            )
+        if _STYLES[style] == "head" and not any(matches(pattern, name) for name, each in module.named_modules() if each is head):
+            raise UserError(
+                f"the plan of {type(module).__name__} gathers what {pattern} gives, which is not its head: give tensor_rules, or plan.tp = 1"
             )
         rules[pattern] = _STYLES[style]
         owner, _, last = pattern.rpartition(".")

@@ -14,7 +14,7 @@ from shoal.errors import UserError
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Tokens, Vocabulary, become
 from shoal.parallel.tensor.region import Region
-from shoal.parallel.tensor.rules import Rules, kind_of
+from shoal.parallel.tensor.rules import Rules, kind_of, matches
 from shoal.parallel.tensor.spans import Span, even, heads
 
 _COUNTS = {"heads": "queries", "num_heads": "queries", "num_attention_heads": "queries"}
@@ -61,9 +61,22 @@ class _Slicing:
             kind = kind_of(name, self._rules)
             if kind in cuts:
                 cuts[kind](name, module)
+        if not self._region.sequence:
+            self._check_inside(modules)
         for found in self._attentions.values():
             found.set_to(self._region)
         return Sliced(self._built_anew(), self._replace())
+
+    def _check_inside(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """UserError for parameters inside attention that no rule names: ranks would have other gradients of them, and nobody would sum those."""
+        for name, module in modules:
+            own = next(iter(module.named_parameters(recurse=False)), None)
+            named = any(matches(pattern, name) for pattern in self._rules)
+            if own is not None and not named and self._attention_of(name) is not None:
+                raise UserError(
+                    f'{name} lies inside attention that is cut, and no rule names it: give tensor_rules={{"{name}": "inside"}} if it works on what is cut, '
+                    '"whole" if on what all ranks have'
+                )
 
     # one kind of layer each
 
@@ -75,7 +88,7 @@ class _Slicing:
         span = even(module.num_embeddings, self._region.size, self._region.rank, f"the vocabulary of {name}")
         self._cut(name, module, "weight", 0, [span])
         padding = module.padding_idx
-        become(module, Vocabulary, _region=self._region, _start=span.start)
+        become(module, Vocabulary, _region=self._region, _start=span.start, _whole=module.num_embeddings)
         module.num_embeddings = span.length
         module.padding_idx = padding - span.start if padding is not None and span.start <= padding < span.stop else None
 
