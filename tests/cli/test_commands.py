@@ -43,7 +43,6 @@ def test_help_lists_the_commands(shoal):
             "no such file, directory or glob: /nowhere.txt",
         ),
         (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
-        (["plan", "{job}"], "give --memory"),
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),

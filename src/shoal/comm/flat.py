@@ -13,7 +13,12 @@ def flat_of(tensor: Tensor) -> Tensor:
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Gives `tensor` the values of its flat form, unless that is a view of it; returns it."""
-    if tensor is not flat and not tensor.is_contiguous():
+    """Gives `tensor` the values of its flat form, unless they share their memory; returns it."""
+    if tensor is not flat and _place(tensor) != _place(flat):
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Where it begins; fake tensors have such a place, too, and no address."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
