@@ -1,0 +1,85 @@
+"""What goes together: the table in docs/parallel.md is what engines say when they are made so."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal import Engine, Plan
+from shoal.errors import UserError
+from shoal.exchange.named import ALGORITHMS
+from shoal.models import GPT, GPTConfig, causal_lm
+from tests.pool import run_ranks
+
+PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
+BEGIN, END = "<!-- what goes together: written by tests/test_together.py -->", "<!-- end -->"
+COLUMNS: dict[str, dict[str, Any]] = {
+    "tp": {"dp": 2, "tp": 2},
+    "cp": {"dp": 2, "cp": 2},
+    "zero = 1": {"dp": 4, "zero": 1},
+    "zero = 2": {"dp": 4, "zero": 2},
+    "zero = 3": {"dp": 4, "zero": 3},
+    "memory": {"dp": 4, "memory": {}},
+}
+ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{f'exchange = "{name}"': ({"exchange": name}, {}) for name in ALGORITHMS},
+    'recompute = "full"': ({"recompute": "full"}, {}),
+    'recompute = "selective"': ({"recompute": "selective"}, {}),
+    "compile": ({"compile": "aot_eager"}, {}),
+    "zero = 3": ({"zero": 3}, {}),
+    "memory": ({"memory": {}}, {}),
+    "clip_value": ({}, {"clip_value": 1.0}),
+    "precision bf16": ({}, {"precision": "bf16"}),
+    "precision bf16, masters by Kahan": ({}, {"precision": {"name": "bf16", "master": "kahan"}}),
+    "an optimizer of whole matrices (Adafactor)": ({}, {"optimizer": partial(torch.optim.Adafactor, lr=1e-2)}),
+    "sync_bn": ({}, {"sync_bn": True, "microbatch": None}),
+}
+
+
+def tried(world) -> dict[str, dict[str, str]]:
+    """By row and column: nothing, or why not."""
+    found: dict[str, dict[str, str]] = {}
+    for row, (plan, more) in ROWS.items():
+        for column, base in COLUMNS.items():
+            options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "global_batch": 8, "microbatch": 1, **more}
+            try:
+                Engine(
+                    lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=1, d_model=16, heads=4)),
+                    causal_lm, plan=Plan(**{**base, **plan}), world=world, **options,
+                ).close()  # fmt: skip
+                found.setdefault(row, {})[column] = ""
+            except UserError as error:
+                found.setdefault(row, {})[column] = str(error)
+    return found
+
+
+def table(found: dict[str, dict[str, str]]) -> str:
+    reasons: dict[str, int] = {}
+    lines = ["| | " + " | ".join(f"`{column}`" for column in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for row, cells in found.items():
+        marks = []
+        for why in cells.values():
+            if why:
+                why = re.sub(r"^plan\.exchange = \"\w+\" (does not go with [^:]+: )?", "", why)
+                reasons.setdefault(why, len(reasons) + 1)
+            marks.append(f"no ({reasons[why]})" if why else "yes")
+        lines.append(f"| {row} | " + " | ".join(marks) + " |")
+    return "\n".join([*lines, "", *(f"{number}. {why}" for why, number in reasons.items())])
+
+
+def test_the_table_in_the_docs_is_what_engines_say():
+    """SHOAL_WRITE_DOCS=1 writes it."""
+    first, *others = run_ranks(tried, 4)
+    assert all(other == first for other in others), "ranks refuse alike"
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    now, after = rest.split(END)
+    if os.environ.get("SHOAL_WRITE_DOCS"):
+        PAGE.write_text(f"{before}{BEGIN}\n{table(first)}\n{END}{after}")
+        return
+    assert now.strip() == table(first)
