@@ -8,10 +8,14 @@ import tomllib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from shoal.comm import Group, World
+from shoal.comm.silent import Silent
 from shoal.errors import UserError
 from shoal.exchange import algorithm
 from shoal.mesh import Mesh
+from shoal.parallel.groups import MeshGroups
 from shoal.plan import Plan
 
 pytestmark = pytest.mark.fast
@@ -114,3 +118,28 @@ def test_experts_divide_dp_x_cp():
         UserError, match=r"plan.ep = 3: experts are spread over dp x cp = 4 x 1 = 4 ranks, so it is one of \[1, 2, 4\]"
     ):
         Plan(dp=4, ep=3)
+
+
+class Elsewhere(World):
+    """A world whose groups send nothing."""
+
+    def group(self, name: str, ranks: list[int]) -> Group:
+        key = (name, tuple(ranks))
+        if key not in self._groups:
+            self._groups[key] = Group(name, ranks, self.ledger, {"cpu": Silent(ranks.index(self.rank), len(ranks))})
+        return self._groups[key]
+
+
+def test_the_groups_of_1024_ranks():
+    """Of every rank, in seconds: along each axis the ranks are parted, and each is where it says."""
+    plan = Plan(dp=32, cp=4, tp=8)
+    seen: dict[str, set[tuple[int, ...]]] = {}
+    for rank in range(plan.size):
+        world = Elsewhere(rank, plan.size, store=HashStore())
+        groups = MeshGroups(Mesh(plan, rank, plan.size), world)
+        for axes in (("dp",), ("cp",), ("tp",), ("dp", "cp"), ("dp", "cp", "tp")):
+            group = groups.group(*axes)
+            assert group.ranks[group.rank] == rank
+            seen.setdefault("-".join(axes), set()).add(tuple(group.ranks))
+    for axes, found in seen.items():
+        assert sorted(rank for ranks in found for rank in ranks) == list(range(plan.size)), axes

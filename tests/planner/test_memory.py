@@ -13,6 +13,7 @@ from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
+from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig, build, causal_lm
 from shoal.optimizer import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
@@ -190,6 +191,27 @@ def test_the_first_rank_of_a_model_that_is_cut(options):
     real = run_ranks(held_by_rank, plan.size, options)[0]
     check(predicted(plan, precision, optimizer, Place(0, plan.dp * plan.cp if plan.zero else 1, plan.size, True)), real)
     assert run_dry(precision, tp=2).num_parameters == run_dry(precision).num_parameters
+
+
+@pytest.mark.parametrize("place", [0, 7])
+def test_a_rank_of_a_plan_of_1024_has_and_sends_what_the_formula_says(place):
+    """tp = 8 of dp 128: a vocabulary of 61 leaves the first rank 8 rows, the last 7. Sixteen rows of 12 tokens, 64 channels, 2 blocks."""
+    D, F, V, T, B, blocks, tp = 64, 256, 61, 12, 16, 2, 8
+
+    def model() -> GPT:
+        return GPT(GPTConfig(vocab_size=V, sequence=T, layers=blocks, d_model=D, heads=8, tied=True))
+
+    Mesh(Plan(dp=128, tp=tp), 8 * 127 + place, 1024)
+    groups = decay_matrices_only(0.1)
+    found = dry_run(Subject(model, causal_lm, text()[0], B, precision_named("fp32"), "none", groups, tp, place=place))
+    rows = V // tp + (place < V % tp)
+    matrices = blocks * (4 * D * D + 2 * D * F) // tp + rows * D
+    vectors = blocks * ((3 * D + F) // tp + 2 * D + 4 * D) + 2 * D + T * D  # biases cut and whole, norms, positions
+    assert sum(shape.numel() for _, shape, _ in found.parameters) == matrices + vectors
+    assert found.num_parameters == blocks * (4 * D * D + 2 * D * F + 3 * D + F + 6 * D) + V * D + 2 * D + T * D
+    padded = -(-T // tp) * tp  # 12 tokens among 8 ranks: each sends as many as the first
+    assert found.sent["activations"] == 2 * (4 * blocks + 2) * B * padded * D * 4
+    assert found.sent["logits"] == 3 * B * T * 4
 
 
 def test_weights_that_pass_between_hosts():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described
 from shoal.comm import Group
+from shoal.comm.ledger import Ledger
 from shoal.comm.silent import Silent
 from shoal.compiling import blocks, recomputable
 from shoal.errors import ShoalError, UserError
@@ -58,18 +59,20 @@ class Subject:
     cp: int = 1
     context: str = "ulysses"
     tensor_rules: Rules | None = None
+    place: int = 0
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Of a dry run: of the model `num_parameters` in all; the parameters, as the first rank of `tp` has them, in the order in which chunks are cut, each
-    optimizer group's options, bytes of the buffers, and the events in order."""
+    """Of a dry run: of the model `num_parameters` in all; the parameters, as the rank at `place` along tp has them, in the order in which chunks are cut, each
+    optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from the ranks along tp and cp, by purpose."""
 
     num_parameters: int
     parameters: tuple[Described, ...]
     options: tuple[dict[str, Any], ...]
     buffers: int
     events: tuple[Event, ...]
+    sent: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def activations(self) -> int:
@@ -109,14 +112,16 @@ def _record(built: Built, subject: Subject) -> Recording:
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
     randomness, own = Randomness(0, torch.device("cpu")), frozenset[str]()
-    region, context = None, None
+    region, context, ledger = None, None, Ledger()
     if subject.cp > 1:
         lane: Any = _AtOnce() if subject.context == "ring" else None
-        context = Context(_silent(subject.cp), attention, lane)
+        context = Context(_silent(subject.cp, 0, ledger), attention, lane)
         context.watch(module)
         randomness.attend = context.attend
     if subject.tp > 1:
-        region = Region(_silent(subject.tp), lambda ranks: _silent(len(ranks)))
+        region = Region(
+            _silent(subject.tp, subject.place, ledger), lambda ranks: _silent(len(ranks), ranks.index(subject.place), ledger)
+        )
         layouts = cut_among(built, region, rules_for(module, subject.tensor_rules)).layouts
         own = frozenset(name for name, layout in layouts.items() if not layout.alike)
     randomness.part = Parts(region, context)
@@ -136,12 +141,15 @@ def _record(built: Built, subject: Subject) -> Recording:
         if context is not None:
             stack.callback(context.end)
         events = _run(module, subject, randomness, recompute, context)
-    return Recording(whole, tuple(parameters), tuple(member_options), buffers, events)
+    sent: dict[str, int] = {}
+    for flow, traffic in ledger.traffic.items():
+        sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
+    return Recording(whole, tuple(parameters), tuple(member_options), buffers, events, sent)
 
 
-def _silent(ranks: int) -> Group:
-    """Of which this is the first rank, and nothing is sent."""
-    return Group.of(Silent(0, ranks))
+def _silent(ranks: int, rank: int, ledger: Ledger) -> Group:
+    """In which nothing is sent, but it is booked what would be."""
+    return Group.of(Silent(rank, ranks), ledger=ledger)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:
