@@ -38,7 +38,7 @@ class Context:
         self._whole = 0  # tokens of a row
         self._documents: Tensor | None = None  # [B, T], of whole rows
         self._masks: dict[bool, Tensor] = {}
-        self._begins = torch.empty(0)
+        self._begins = self._places = self._nothing_padded = torch.empty(0)
         self._known: tuple[Tensor, bool] | None = None
         self._window: int | None = None
         self._takes_padding = self._takes_documents = False
@@ -53,7 +53,7 @@ class Context:
         parameters = list(inspect.signature(module.forward).parameters)
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
         self._place = parameters.index("position_ids")
-        module.register_forward_pre_hook(self._check_positions, with_kwargs=True)
+        module.register_forward_pre_hook(self._tell, with_kwargs=True)
         for name, part in module.named_modules():
             if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
                 raise UserError(
@@ -67,11 +67,16 @@ class Context:
             )
         self._window = _window(config)
 
-    def _check_positions(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if self._whole and kwargs.get("position_ids") is None and len(args) <= self._place:
-            raise UserError(
-                f"plan.cp = {self.size}: the loss called the model without position_ids, which the microbatch has: each rank would number its tokens from 0"
-            )
+    def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Tells the model where its tokens stand, if the loss does not: at the places of whole rows."""
+        if not self._whole or len(args) > self._place or kwargs.get("position_ids") is not None:
+            return None
+        told = {**kwargs, "position_ids": self._places}
+        if not self._takes_documents:
+            self._documents = None  # which were those of positions that the loss has left out
+        if self._takes_padding and kwargs.get("attention_mask") is None and len(args) == 1:
+            told["attention_mask"] = self._nothing_padded
+        return args, told
 
     def runs(self, rank: int | None = None) -> list[tuple[int, int]]:
         """Which tokens of a row a rank has, this one by default: (start, number) of stretches, in order. Two where keys go round, so that a causal mask is as much
@@ -119,6 +124,8 @@ class Context:
             whole["attention_mask"] = torch.ones_like(ids)
         found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
         self._begins = _begun(found["position_ids"])
+        self._places = self.own(torch.arange(T, device=ids.device)[None])
+        self._nothing_padded = torch.ones_like(found["input_ids"])
         return found
 
     def close(self) -> None:
