@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from shoal.comm import Group, Lane
 from shoal.comm.silent import Silent
@@ -76,6 +77,12 @@ def test_dropout_asks_for_the_elements_of_its_tokens():
     here.end()
 
 
+class OfDocuments(nn.Module):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
+        """A model that masks by documents."""
+        return input_ids
+
+
 def shared(world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype: torch.dtype) -> list[float]:
     """By how much the result and the gradients of queries, keys and values differ from those of whole rows."""
     draw = torch.Generator().manual_seed(0)
@@ -97,6 +104,7 @@ def shared(world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype
     expected.backward(grad)
     group = world.group("cp", list(range(world.size)))
     here = Context(group, attention, Lane(CPU, world.ledger) if kind == "ring" else None)
+    here.watch(OfDocuments())
     here.cut(ids)
     mine = [here.own(each, 2).clone().requires_grad_() for each in (q, k, v)]
     own_mask = None
