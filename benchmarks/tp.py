@@ -64,10 +64,12 @@ class AloneGroup(Group):
 
 
 class AloneWorld(World):
-    """A world whose tensor-parallel groups are of one each, which thinks that it is several."""
+    """A world whose groups of names that begin with `silent` are of one each, which thinks that it is several."""
+
+    silent = "tp"
 
     def group(self, name: str, ranks: list[int]) -> Group:
-        if not name.startswith("tp"):
+        if not name.startswith(self.silent):
             return super().group(name, ranks)
         return AloneGroup(name, ranks, self.ledger, {"cpu": Alone(ranks.index(self.rank), len(ranks))})
 

@@ -113,12 +113,15 @@ class Engine:
         built = build(model, seed)
         options, member = group_options(built.module.named_parameters(), param_groups)
         self._randomness = Randomness(seed, self.device)
+        self._region: Region | None = None
         built, self.layouts = self._cut(built, tensor_rules, optimizer, options)
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, self.module, sync_bn)
         self._context = self._share_rows(sync_bn) if cp else None
+        if self._region is not None or self._context is not None:
+            self._randomness.part = Parts(self._region, self._context)
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._keyed = dropout == "keyed"
@@ -580,7 +583,7 @@ class Engine:
                 "plan.dp"
             )
         region = Region(self._beside, partial(self.world.group, "tp-sharers"))
-        self._randomness.part = Parts(region, None)
+        self._region = region
         sliced = cut_among(built, region, rules_for(built.module, rules))
         return sliced.built, sliced.layouts
 
@@ -593,8 +596,6 @@ class Engine:
         lane = Lane(self.device, self.ledger) if self.plan.context == "ring" else None
         context = Context(self.world.group("cp", self.mesh.ranks("cp")), attention, lane)
         context.watch(self.module)
-        part = self._randomness.part
-        self._randomness.part = Parts(part.region if isinstance(part, Parts) else None, context)
         self._randomness.attend = context.attend
         return context
 

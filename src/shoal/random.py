@@ -332,20 +332,11 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     return input.copy_(dropped) if inplace else dropped
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **rest: Any,
-) -> Tensor:
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`."""
     randomness = _open.here()
-    if randomness is not None and randomness.attend is not None:
-        return randomness.attend(query, key, value, attn_mask, dropout_p, is_causal, **rest)
-    return attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    attend = attention if randomness is None or randomness.attend is None else randomness.attend
+    return attend(*args, **kwargs)
 
 
 def attention(

@@ -313,11 +313,11 @@ class StepRunner:
                         sums = call_loss(self._loss, self._module, microbatch)
                     if self._context is not None:
                         self._context.attended()
-                    if self._context is not None and sums.aux:
-                        raise UserError(
-                            f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which each "
-                            "rank has a part"
-                        )
+                        if sums.aux:
+                            raise UserError(
+                                f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which "
+                                "each rank has a part"
+                            )
                     self.backward(sums, index == len(runs) - 1, counts)
             except Exception as error:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())

@@ -6,7 +6,6 @@ gather_from   puts the ranks' parts of a dim together for uses that differ: all-
 scatter_sum   sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
 gather_alike  puts parts together where all ranks then do the same: all-gather forward, each takes its own part of the gradient backward
 swap          each rank has a part of one dim and wants a part of another: all-to-all both ways
-take_own      each rank takes its part of what all have alike: the part forward, all-gather backward
 
 All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is made of the other one of a pair, so
 gradients of gradients pass too. Parts of a dim need not be even: `lengths[r]` is that of rank r.
@@ -83,11 +82,6 @@ def scatter_sum(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpo
 def gather_alike(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
     """The parts of `dim`, of `lengths`, one after the other, where all ranks then do the same with it."""
     return _Pair(_gathered(group, dim, tuple(lengths), purpose), _own(group, dim, tuple(lengths)))(x)
-
-
-def take_own(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
-    """This rank's part of `dim`, of `lengths`, of an `x` that all ranks have alike and use in no other way."""
-    return _Pair(_own(group, dim, tuple(lengths)), _gathered(group, dim, tuple(lengths), purpose))(x)
 
 
 def swap(x: Tensor, group: Group, give: int, take: int, purpose: str = "") -> Tensor:

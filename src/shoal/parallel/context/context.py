@@ -46,11 +46,11 @@ class Context:
 
     def watch(self, module: nn.Module) -> None:
         """Sees to it that `module` is told where its tokens stand. UserError for one that cannot be told."""
-        if "position_ids" not in inspect.signature(module.forward).parameters:
+        parameters = list(inspect.signature(module.forward).parameters)
+        if "position_ids" not in parameters:
             raise UserError(
                 f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot know which tokens of a row it has"
             )
-        parameters = list(inspect.signature(module.forward).parameters)
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
         self._place = parameters.index("position_ids")
         module.register_forward_pre_hook(self._tell, with_kwargs=True)

@@ -12,7 +12,7 @@ class Parts:
     """By the tokens that `context` leaves to this rank, and `region` of those, and by the heads that both do."""
 
     def __init__(self, region: Region | None, context: Context | None) -> None:
-        self.region, self._context = region, context
+        self._region, self._context = region, context
 
     def __call__(self, x: Tensor, elements: int) -> list[tuple[int, int]]:
         """The stretches of a whole sample that make up the `elements` which `x` has of each: (first element, number)."""
@@ -30,15 +30,15 @@ class Parts:
         """How many ranks have the heads before these, of as many each."""
         context = self._context if self._context is not None and self._context.attending else None
         dealt = 1 if context is None else context.size
-        before = self.region.rank if self.region is not None and self.region.has_heads(heads, dealt) else 0
+        before = self._region.rank if self._region is not None and self._region.has_heads(heads, dealt) else 0
         return before if context is None else before * dealt + context.rank
 
     def _tokens(self) -> list[tuple[int, int]]:
         """This rank's tokens of a row, as stretches."""
         runs = self._context.runs() if self._context is not None else []
-        if self.region is None or not self.region.sequence:
+        if self._region is None or not self._region.sequence:
             return runs
-        before, number = self.region.tokens_here
+        before, number = self._region.tokens_here
         return _between(runs, before, number) if runs else [(before, number)]
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from shoal.parallel.tensor.logits import ShardedLogits, check_range
+from shoal.parallel.tensor.logits import ShardedLogits, here_or_elsewhere
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.spans import Span
 
@@ -73,10 +73,8 @@ class Vocabulary(Cut):
     _whole: int
 
     def forward(self, ids: Tensor) -> Tensor:
-        check_range(ids, self._whole, "a token")
-        here = ids - self._start
-        elsewhere = (here < 0) | (here >= self.num_embeddings)
-        rows = super().forward(here.masked_fill(elsewhere, 0))
+        here, elsewhere = here_or_elsewhere(ids, self._start, self.num_embeddings, self._whole, "a token")
+        rows = super().forward(here)
         return self._region.leave_first(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 

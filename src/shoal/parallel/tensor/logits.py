@@ -147,9 +147,7 @@ class ShardedLogits:
 
     def picked(self, target: Tensor) -> Tensor:
         """The value at `target` [N] of each row of [N, V]: [N], the same on all ranks."""
-        here, elsewhere = self._here(target)
-        mine = self.local.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
-        return reduce_from(mine, self._region.group, PURPOSE)
+        return reduce_from(_at(self.local, *self._here(target)), self._region.group, PURPOSE)
 
     def likelihood(self, target: Tensor) -> Tensor:
         """-log softmax at `target` [N], for logits [N, V]: [N], the same on all ranks."""
@@ -157,10 +155,8 @@ class ShardedLogits:
 
     def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `target` in `local`, 0 where it is another rank's, and where that is so."""
-        check_range(target, sum(self._lengths), "a target")
-        here = target - sum(self._lengths[: self._region.rank])
-        elsewhere = (here < 0) | (here >= self.local.shape[-1])
-        return here.masked_fill(elsewhere, 0), elsewhere
+        start = sum(self._lengths[: self._region.rank])
+        return here_or_elsewhere(target, start, self.local.shape[-1], sum(self._lengths), "a target")
 
 
 def _of_the_whole(operator: str) -> Callable[..., Any]:
@@ -173,7 +169,7 @@ def _of_the_whole(operator: str) -> Callable[..., Any]:
     return apply
 
 
-_BINARY = (
+_BINARY = [
     "add",
     "radd",
     "sub",
@@ -190,7 +186,7 @@ _BINARY = (
     "le",
     "gt",
     "ge",
-)
+]
 for _name in (*_BINARY, "neg", "abs", "len", "iter", "bool", "float", "int"):
     setattr(ShardedLogits, f"__{_name}__", _of_the_whole(f"__{_name}__"))
 ShardedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -207,6 +203,19 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
         raise IndexError(f"{what} is out of range: ids from {int(ids.min())} to {int(ids.max())}, where there are {stop}")
 
 
+def here_or_elsewhere(ids: Tensor, start: int, number: int, whole: int, what: str) -> tuple[Tensor, Tensor]:
+    """Of ids in [0, whole) those of the `number` from `start` on as numbers from 0, 0 for all others, and which those are."""
+    check_range(ids, whole, what)
+    here = ids - start
+    elsewhere = (here < 0) | (here >= number)
+    return here.masked_fill(elsewhere, 0), elsewhere
+
+
+def _at(x: Tensor, here: Tensor, elsewhere: Tensor) -> Tensor:
+    """The column `here` [N] of each row of `x` [N, v], 0 where it is another rank's."""
+    return x.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
+
+
 class _Likelihood(torch.autograd.Function):
     """(logsumexp(x) - x[target], logsumexp(x)) over columns that are cut among ranks; the gradient is softmax(x) - 1[target] of this rank's."""
 
@@ -216,7 +225,7 @@ class _Likelihood(torch.autograd.Function):
         rows = max(1, CACHED // local.shape[1]) if local.is_cpu else max(1, len(local))
         mine = torch.cat([block.to(wide).logsumexp(1) for block in local.split(rows)])
         largest = group.all_reduce(mine.clone(), "max", PURPOSE)
-        at_target = local.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
+        at_target = _at(local, here, elsewhere)
         total, at_target = group.all_reduce(torch.stack([(mine - largest).exp(), at_target.to(wide)]), purpose=PURPOSE)
         logsumexp = total.log() + largest
         return (logsumexp - at_target).to(local.dtype), logsumexp
@@ -248,8 +257,7 @@ class _Likelihood(torch.autograd.Function):
         local, here, elsewhere, logsumexp = ctx.saved_tensors
         change = tangents[0].to(logsumexp.dtype)
         of_sum = ((local - logsumexp.unsqueeze(1)).exp() * change).sum(1)
-        of_target = change.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
-        of_sum, of_target = reduce_from(torch.stack([of_sum, of_target]), ctx.group, PURPOSE)
+        of_sum, of_target = reduce_from(torch.stack([of_sum, _at(change, here, elsewhere)]), ctx.group, PURPOSE)
         return (of_sum - of_target).to(local.dtype), of_sum
 
 
@@ -266,9 +274,7 @@ def _cross_entropy(
     usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     if not usual or not _is_rows(input, target):
         return NotImplemented
-    ignored = target == ignore_index
-    losses = input.likelihood(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
-    return _reduced(losses, ignored, reduction)
+    return _loss(input.likelihood, target, ignore_index, reduction)
 
 
 def _nll_loss(
@@ -282,9 +288,7 @@ def _nll_loss(
 ) -> Any:
     if weight is not None or size_average is not None or reduce is not None or not _is_rows(input, target):
         return NotImplemented
-    ignored = target == ignore_index
-    losses = -input.picked(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
-    return _reduced(losses, ignored, reduction)
+    return _loss(lambda target: -input.picked(target), target, ignore_index, reduction)
 
 
 def _is_rows(logits: Any, target: Any) -> bool:
@@ -293,7 +297,10 @@ def _is_rows(logits: Any, target: Any) -> bool:
     return isinstance(logits, ShardedLogits) and plain and logits.dim() == 2 and target.dim() == 1
 
 
-def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+def _loss(of: Callable[[Tensor], Tensor], target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses `of` targets, 0 where they are ignored, as torch's losses reduce them."""
+    ignored = target == ignore_index
+    losses = of(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
     if reduction == "mean":
         return losses.sum() / (~ignored).sum()
     return losses.sum() if reduction == "sum" else losses

@@ -75,19 +75,18 @@ _STYLES = {
 
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     """The rules of `module`, with those `given` behind them. UserError if there are none, or for one that is not known."""
-    own = TABLES.get(type(module).__name__)
+    own, given = TABLES.get(type(module).__name__), given or {}
     found = dict(own if own is not None else _of_transformers(module))
-    for pattern, kind in (given or {}).items():
+    for pattern, kind in given.items():
         if kind not in KINDS:
             raise UserError(
                 f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
             )
-    for pattern in given or {}:
-        if (given or {})[pattern] == "sequence" and pattern:
+        if kind == "sequence" and pattern:
             raise UserError(f'tensor_rules[{pattern!r}] = "sequence": it is said of the whole model, tensor_rules[""]')
         if not any(matches(pattern, name) for name, _ in module.named_modules()):
             raise UserError(f"tensor_rules[{pattern!r}]: the model has no module of such a name")
-    found.update(given or {})
+    found.update(given)
     if not found:
         raise UserError(
             f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give Engine(tensor_rules={{pattern of module names: "
