@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from shoal import checkpoint
-from shoal.batchnorm import has_batch_statistics, synchronise
-from shoal.build import Built, build
+from shoal.batchnorm import synchronise
+from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import whole_parameters
 from shoal.chunks import Budget, ChunkMaker, Executor, Later, Passing, Tier, adopt, move, search, weakly
 from shoal.chunks.allocate import Private, Shards, Shared
+from shoal.chunks.make import EXPERTS, OWN, Keeping
 from shoal.chunks.saved import OnHost
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
@@ -30,10 +31,11 @@ from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
-from shoal.exchange import Replica, algorithm
+from shoal.exchange import Algorithm, Replica, algorithm
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding, check_shared_rows
 from shoal.exchange.tuning import chunk_bytes, given_chunk_bytes, worth_measuring
+from shoal.exchange.with_experts import WithExperts, check_experts
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.loop import Loop
@@ -49,9 +51,8 @@ from shoal.optimizer import (
     group_options,
     needs_whole_parameters,
 )
-from shoal.parallel.context import Context, Parts
-from shoal.parallel.layout import Layout
-from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
+from shoal.parallel.parted import Parted
+from shoal.parallel.tensor import Rules
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
@@ -113,15 +114,17 @@ class Engine:
         built = build(model, seed)
         options, member = group_options(built.module.named_parameters(), param_groups)
         self._randomness = Randomness(seed, self.device)
-        self._region: Region | None = None
-        built, self.layouts = self._cut(built, tensor_rules, optimizer, options)
+        self._check_cut(optimizer, options, sync_bn)
+        parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention)
+        built, self.layouts = parted.built, parted.layouts
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, self.module, sync_bn)
-        self._context = self._share_rows(sync_bn) if cp else None
-        if self._region is not None or self._context is not None:
-            self._randomness.part = Parts(self._region, self._context)
+        if parted.parts is not None:
+            self._randomness.part = parted.parts
+        if parted.context is not None:
+            self._randomness.attend = parted.context.attend
         self._loss, self._collate = loss, collate
         self._source: IterableSource | dict[str, Any] | None = None
         self._keyed = dropout == "keyed"
@@ -137,28 +140,18 @@ class Engine:
         self.recompute = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        exchange = self._exchange = algorithm(self.plan.exchange)
         private, shared = Private(self.device), Shared(group, self.device)
-        gradients = shared if exchange.reduces_in_place else private
         self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
-        shards = self._shards(optimizer, options)
-        if self.plan.zero or self.offload is not None:
-            check_sharding(exchange, self.plan.exchange, self.plan.zero, self.offload is not None)
-        if cp:
-            check_shared_rows(exchange, self.plan.exchange, self.plan.cp)
-        if self.plan.tp > 1:
-            check_cut_model(exchange, self.plan.exchange)
-        if self.precision.keep != "whole":
-            check_masters(exchange, self.plan.exchange, self.precision.keep)
-        if clip_value is not None:
-            check_clip_value(exchange, self.plan.exchange, clip_value)
+        exchange = self._exchange = self._choose_exchange(clip_value)
+        keeping = self._keeping(optimizer, options, group)
+        of_experts = None if parted.experts is None else self._keeping(optimizer, options, parted.experts)
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
-        own = {name for name, layout in self.layouts.items() if not layout.alike}
+        groups = {name: EXPERTS if layout.of_experts else OWN for name, layout in self.layouts.items() if not layout.alike}
         place = (beside.rank, beside.size)
-        self._maker = ChunkMaker(self.module, member, self.precision, private, gradients, shards, own, place)
-        sized = self._size_for_memory(shards)
+        self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, of_experts, groups, place)
+        sized = self._size_for_memory(keeping.shards)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
@@ -167,9 +160,9 @@ class Engine:
         self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
-        self.passing = self._pass_weights()
-        if self.passing is not None and self.recompute is not None:
-            self.recompute.again.append(self.passing.again)
+        self.passing, tally = self._pass_weights(), parted.tally()
+        if self.recompute is not None:
+            self.recompute.again += [each.again for each in (self.passing, tally) if each is not None]
         self._agree()
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
@@ -194,8 +187,10 @@ class Engine:
         by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
         tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
         deciding = self.world.group("tp-decisions", beside.ranks) if beside.size > 1 else None
-        exchange.attach(Replica(trainable, group, self._lane, self.optimizer, self._among, self.lender, tokens, deciding))
-        self._order_is_open = measured and len(trainable) > 1 and shards is None
+        exchange.attach(
+            Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self.lender, tokens, deciding)
+        )
+        self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
             self.module,
@@ -214,7 +209,9 @@ class Engine:
             passing=self.passing,
             scale=self.loss_scale,
             beside=beside,
-            context=self._context,
+            context=parted.context,
+            tally=tally,
+            alike=self._alike,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -274,7 +271,7 @@ class Engine:
                 f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the engine global_batch = "
                 f"{microbatches} x microbatch"
             )
-        if self._context is not None:
+        if self._parted.context is not None:
             raise UserError(
                 "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
             )
@@ -325,7 +322,7 @@ class Engine:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(*of_all, self.passing, self._context, self._randomness)
+            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -344,9 +341,13 @@ class Engine:
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
         Hessian pass through its collectives and equal one process. All ranks must call it alike."""
-        randomness = self._randomness if self._keyed or self._context is not None else None
-        alone = {name for name, layout in self.layouts.items() if "tp" not in layout.reduce}
-        return Objective(self.module, self._loss, self._runner, batch, randomness, self._group, self._all, alone)
+        randomness = self._randomness if self._keyed or self._parted.context is not None else None
+        experts = self._parted.experts or self._group
+        groups = {
+            name: experts if layout.of_experts else self._all if "tp" in layout.reduce else self._group
+            for name, layout in self.layouts.items()
+        }
+        return Objective(self.module, self._loss, self._runner, batch, randomness, self._group, groups, self._alike)
 
     def save(self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None) -> None:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied, unless a part of it lies on the disk of
@@ -376,7 +377,10 @@ class Engine:
 
     @property
     def _standing(self) -> state.Standing:
-        return state.Standing(self.layouts, self._group.rank, self._group.size, self._beside.rank, self._beside.size)
+        copies, parts, experts = self._parted.experts, self._parted.beside, None
+        if copies is not None:
+            experts = state.Standing(self.layouts, copies.rank, copies.size, parts.rank, parts.size)
+        return state.Standing(self.layouts, self._group.rank, self._group.size, self._beside.rank, self._beside.size, experts)
 
     def _extra(self) -> dict[str, Any]:
         return {
@@ -483,8 +487,9 @@ class Engine:
             for chunk in self.chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
-            if self._group.rank == 0 and self._beside.size > 1:
-                weights = whole_parameters(weights, self.layouts, self._beside)
+            parts = self._parted.beside
+            if (self._parted.experts or self._group).rank == 0 and parts.size > 1:
+                weights = whole_parameters(weights, self.layouts, parts)
             if self._all.rank == 0:
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
@@ -500,8 +505,7 @@ class Engine:
             stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
             stack.callback(self._weights_lane.close)
-            if self._context is not None:
-                stack.callback(self._context.end)
+            stack.callback(self._parted.close)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
@@ -517,9 +521,14 @@ class Engine:
         """What `plan.memory` has at home on the host."""
         return None if self.offload is None else self.offload.host
 
-    def _among(self, name: str, places: Sequence[int]) -> Group:
-        """A further group of some of the data-parallel ranks, by their places."""
-        return self.world.group(f"dp-{name}", [self._group.ranks[place] for place in places])
+    @property
+    def _alike(self) -> bool:
+        """Whether all ranks run as many forwards, since weights or tokens come together in them."""
+        return self.passing is not None or self._parted.experts is not None
+
+    def _among(self, group: Group, name: str, places: Sequence[int]) -> Group:
+        """A further group of some of the ranks of `group`, by their places."""
+        return self.world.group(f"{group.name}-{name}", [group.ranks[place] for place in places])
 
     def _recompute(self) -> Recompute | None:
         if option_name(self.plan.recompute, "recompute") == "none":
@@ -531,17 +540,41 @@ class Engine:
         again = [self._randomness.again] if self._keyed else []
         return Recompute(recomputable(self.module), self.plan.recompute, again)
 
-    def _shards(self, optimizer: OptimizerFactory, options: list[dict[str, Any]]) -> Shards | None:
-        """Among whom chunks are cut, where they are at home, and whether the optimizer wants whole parameters."""
-        within, copies = self.mesh.shards()
-        if not self.plan.zero and self._group.size > 1:
-            within, copies = [self.world.rank], self._group.ranks
+    def _choose_exchange(self, clip_value: float | None) -> Algorithm:
+        """What `plan.exchange` says; UserError where it does not go with the rest."""
+        option, experts = self.plan.exchange, self._parted.experts
+        exchange = algorithm(option)
+        if self.plan.zero or self.offload is not None:
+            check_sharding(exchange, option, self.plan.zero, self.offload is not None)
+        if self.plan.cp > 1:
+            check_shared_rows(exchange, option, self.plan.cp)
+        if self.plan.tp > 1:
+            check_cut_model(exchange, option)
+        if self.precision.keep != "whole":
+            check_masters(exchange, option, self.precision.keep)
+        if clip_value is not None:
+            check_clip_value(exchange, option, clip_value)
+        if experts is None:
+            return exchange
+        check_experts(exchange, option)
+        return WithExperts(dense=exchange, experts=algorithm(option), group=experts, among=partial(self._among, experts))
+
+    def _keeping(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], group: Group) -> Keeping:
+        """How chunks are kept that the ranks of `group` have: all of the model, or its experts."""
+        gradients = Shared(group, self.device) if self._exchange.reduces_in_place else Private(self.device)
+        return Keeping(gradients, self._shards(optimizer, options, group))
+
+    def _shards(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], group: Group) -> Shards | None:
+        """Among whom of `group` chunks are cut, where they are at home, and whether the optimizer wants whole parameters."""
+        within, copies = self.mesh.shards(experts=group is not self._group)
+        if not self.plan.zero and group.size > 1:
+            within, copies = [self.world.rank], group.ranks
         if len(within) == 1 and self.offload is None:
             return None
-        inside = self._group if len(copies) == 1 else self.world.group("dp-inside", within)
-        across = None if len(copies) == 1 else self.world.group("dp-across", copies)
+        inside = group if len(copies) == 1 else self.world.group(f"{group.name}-inside", within)
+        across = None if len(copies) == 1 else self.world.group(f"{group.name}-across", copies)
         home = None if self.offload is None else self.offload.home
-        weights = self.world.group("dp-weights", within) if self.plan.zero == 3 or home is not None else inside
+        weights = self.world.group(f"{group.name}-weights", within) if self.plan.zero == 3 or home is not None else inside
         whole = needs_whole_parameters(optimizer, options, self.precision.master)
         return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home, whole)
 
@@ -562,42 +595,27 @@ class Engine:
         if not passing:
             return None
         together = blocks(self.module) if self.plan.compile else []
-        agree = partial(_smallest, passing[0].group) if passing[0].group and passing[0].group.size > 1 else None
+        group = passing[0].group
+        if self._parted.experts is not None:  # some are gathered among fewer ranks
+            group = self.world.group("dp-movement", self._group.ranks)
+        agree = partial(_smallest, group) if group is not None and group.size > 1 else None
         executor = Executor(passing, self._weights_lane, self.tier, agree=agree)
         on_host = None
         if self.offload is not None and self.offload.allowed.activations:
             on_host = partial(OnHost, self.offload.allowed.activations, self._weights_lane, self.offload.host)
         return Passing(self.module, passing, executor, together, self.tier, on_host)
 
-    def _cut(
-        self, built: Built, rules: Rules | None, optimizer: OptimizerFactory, options: list[dict[str, Any]]
-    ) -> tuple[Built, dict[str, Layout]]:
-        """What `plan.tp` leaves of the model to this rank, and how that lies in the whole."""
-        if self._beside.size == 1:
-            return built, {name: Layout.replicated(tuple(value.shape)) for name, value in built.module.named_parameters()}
-        if self.precision.fp8:
+    def _check_cut(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], sync_bn: bool) -> None:
+        """UserError for what does not go with a model that is cut, or with rows that are."""
+        if self.plan.tp > 1 and self.precision.fp8:
             raise UserError('plan.tp > 1 does not go with precision = "fp8" yet: its products take whole matrices')
-        if needs_whole_parameters(optimizer, options, self.precision.master):
+        if self.plan.tp > 1 and needs_whole_parameters(optimizer, options, self.precision.master):
             raise UserError(
                 "plan.tp > 1 leaves each rank a part of each matrix, and this optimizer looks at whole ones: take an elementwise one (AdamW, SGD), or "
                 "plan.dp"
             )
-        region = Region(self._beside, partial(self.world.group, "tp-sharers"))
-        self._region = region
-        sliced = cut_among(built, region, rules_for(built.module, rules))
-        return sliced.built, sliced.layouts
-
-    def _share_rows(self, sync_bn: bool) -> Context:
-        """What `plan.cp` makes of rows of tokens."""
-        if has_batch_statistics(self.module):
-            raise UserError("plan.cp > 1 gives each rank a part of each row: the model's BatchNorm would count them as samples")
-        if sync_bn:
+        if self.plan.cp > 1 and sync_bn:
             raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")
-        lane = Lane(self.device, self.ledger) if self.plan.context == "ring" else None
-        context = Context(self.world.group("cp", self.mesh.ranks("cp")), attention, lane)
-        context.watch(self.module)
-        self._randomness.attend = context.attend
-        return context
 
     def _agree(self) -> None:
         """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
@@ -608,7 +626,9 @@ class Engine:
                 if chunk.is_cut:  # alike within a copy since `adopt`
                     chunk.agree()
                 else:
-                    self._group.broadcast(chunk.master, purpose="weights")
+                    (self._parted.experts or self._group if chunk.of_experts else self._group).broadcast(
+                        chunk.master, purpose="weights"
+                    )
                     chunk.publish()
             for chunk in self.chunks:
                 if chunk.beside[1] > 1:  # which the ranks beside this one have too

@@ -41,9 +41,10 @@ def evaluate(
     passing: Passing | None = None,
     context: Context | None = None,
     randomness: Randomness | None = None,
+    alike: bool = False,
 ) -> Evaluation:
     """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. With `context` its ranks share
-    the tokens of each row, and attention is what `randomness` says.
+    the tokens of each row, and attention is what `randomness` says. `alike`: every rank runs as many forwards, since they meet in them.
 
     Raises UserError if nothing there counts.
     """
@@ -53,7 +54,7 @@ def evaluate(
     stack = collate or stack_samples
     streams = 1 if context is None else context.size
     mine = [(pieces[i], 1) for i in share(len(pieces), group.rank // streams, group.size // streams)]
-    if passing is not None and pieces:  # weights come together: every rank runs as many forwards
+    if alike and pieces:
         mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size // streams)) - len(mine))
     module.eval()
     try:

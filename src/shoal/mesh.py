@@ -53,10 +53,13 @@ class Mesh:
         names, grid = self._view(axes)
         return grid[tuple(slice(None) if name in axes else self._at[name] for name in names)].flatten().tolist()
 
-    def shards(self) -> tuple[list[int], list[int]]:
-        """The ranks along dp and cp that share one copy of the state with this one, neighbours, and those that keep the same part of other copies."""
-        ranks = self.ranks("dp", "cp")
-        at, each = ranks.index(int(self.grid[self.coordinates])), self._shard * self.size("cp")
+    def shards(self, experts: bool = False) -> tuple[list[int], list[int]]:
+        """The ranks along dp and cp that share one copy of the state with this one, neighbours, and those that keep the same part of other copies. Of `experts`, which fewer
+        ranks have, those of them that share the rest of the state; where that holds less than all experts, this rank alone."""
+        ranks, each = self.ranks("dp", "cp"), self._shard * self.size("cp")
+        if experts:
+            ranks, each = self.ranks("edp"), max(1, each // self.size("ep"))
+        at = ranks.index(int(self.grid[self.coordinates]))
         start = at - at % each
         return ranks[start : start + each], ranks[at % each :: each]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +19,8 @@ from shoal.step import Loss, StepRunner, call_loss
 class Objective:
     """Called with all parameters by name it gives the mean loss of `batch` (0-dim), the same on every rank of `group`.
 
-    `randomness`: where dropout is keyed. `everyone`: the ranks among whom the gradients of all parameters but those in `alone` are summed.
+    `randomness`: where dropout is keyed. `groups[name]`: the ranks among whom the gradient of a parameter is summed. `alike`: all ranks run as many forwards, since they meet in
+    them.
     """
 
     def __init__(
@@ -30,25 +31,25 @@ class Objective:
         batch: Batch,
         randomness: Randomness | None,
         group: Group,
-        everyone: Group,
-        alone: Collection[str],
+        groups: Mapping[str, Group],
+        alike: bool,
     ) -> None:
         self._module, self._loss, self._runner, self._batch = module, loss, runner, batch
-        self._randomness, self._group, self._everyone, self._alone = randomness, group, everyone, alone
+        self._randomness, self._group, self._groups, self._alike = randomness, group, groups, alike
 
     def __call__(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        groups = {name: self._group if name in self._alone else self._everyone for name in parameters}
-        module = _Functional(self._module, {name: copy_to(value, groups[name]) for name, value in parameters.items()})
+        module = _Functional(self._module, {name: copy_to(value, self._groups[name]) for name, value in parameters.items()})
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
-        mine = self._runner.cut(self._batch.ids)[0]
+        mine, _, most = self._runner.cut(self._batch.ids)
+        # A rank with fewer microbatches runs some with weight 0: its collectives are the others'.
+        idle = (most if self._alike else 1) - len(mine)
         with self._runner.rows():
-            # A rank without a microbatch runs one with weight 0: its collectives are the others'.
-            for ids in mine or [self._batch.ids[:1]]:
+            for place, ids in enumerate([*mine, *[self._batch.ids[:1]] * idle]):
                 if self._randomness is not None:
                     self._randomness.begin(self._batch.step, ids)
                 with nullcontext() if self._randomness is None else keyed_functional(self._randomness):
                     sums = call_loss(self._loss, module, self._runner.load(self._batch, ids))  # type: ignore[arg-type]
-                weight = float(bool(mine))
+                weight = float(place < len(mine))
                 total, count = total + weight * sums.total, count + weight * sums.count
         return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
 

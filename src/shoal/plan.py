@@ -55,6 +55,11 @@ class Plan:
                 f"{fits}"
             )
         self._check_shard()
+        each = (self.shard or self.dp) * self.cp
+        if each % self.ep and self.ep % each:
+            raise UserError(
+                f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which ep has to divide or to be a multiple of"
+            )
         option_name(self.exchange, "exchange")
         option_name(self.recompute, "recompute")
         for field, only, what in _ONLY:
@@ -99,7 +104,6 @@ class Plan:
 
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("pp", (1,), "pipeline parallel"),
-    ("ep", (1,), "expert parallel"),
     ("context", ("ulysses", "ring"), "context parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
     ("schedule", ("1f1b",), "pipeline schedules"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,8 +26,10 @@ from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
+from shoal.models.moe import Router
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.context import Context
+from shoal.parallel.expert import Tally
 from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
 
@@ -64,6 +66,8 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
             "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
             "for statistics over the global batch"
         )
+    if given is None and any(isinstance(part, Router) and part.cfg.capacity_factor is not None for part in module.modules()):
+        raise UserError("the model's experts have a capacity, which is of one microbatch: give microbatch=")
     return given or whole
 
 
@@ -109,7 +113,8 @@ class StepResult:
     clipping is local, `grad_norm` is.
 
     `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
-    count. `lr`: of each optimizer group. `seconds`: of this rank's call.
+    count. `lr`: of each optimizer group. `seconds`: of this rank's call. `tokens_per_expert`: of each layer with experts, how often each was chosen;
+    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None.
     """
 
     step: int
@@ -121,6 +126,20 @@ class StepResult:
     _aux_names: tuple[str, ...] = field(default=())
     share: float = 1.0
     _scale: Tensor | None = None
+    _experts: Sequence[Tensor] = ()
+
+    @property
+    def tokens_per_expert(self) -> list[list[int]]:
+        return [[round(count) for count in layer[:-1].tolist()] for layer in self._experts]
+
+    @property
+    def dropped(self) -> float | None:
+        if not self._experts:
+            return None
+        chosen, dropped = (
+            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._experts), strict=True)
+        )
+        return dropped / max(1.0, chosen)
 
     @property
     def tokens(self) -> int:
@@ -157,7 +176,8 @@ class StepResult:
 
 class StepRunner:
     """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
-    model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group."""
+    model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
+    counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them."""
 
     def __init__(
         self,
@@ -179,9 +199,13 @@ class StepRunner:
         scale: LossScale | None = None,
         beside: Group | None = None,
         context: Context | None = None,
+        tally: Tally | None = None,
+        alike: bool = False,
     ) -> None:
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
         self._context, self._streams = context, 1 if context is None else context.size
+        self._tally, self._alike = tally, alike
+        self._experts: Sequence[Tensor] = ()
         self._beside = beside if beside is not None and beside.size > 1 else None
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
@@ -241,7 +265,7 @@ class StepRunner:
         self.begin(batch.step, most, self.per_sample * len(batch.ids))
         self._module.train()
         with nullcontext() if self._passing is None else self._passing.step(("train", most)), self.rows():
-            self._accumulate(batch, mine, most - len(mine) if self._passing is not None else 0)
+            self._accumulate(batch, mine, most - len(mine) if self._alike else 0)
         samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
         if alone or self._partners.size < self._group.size:
             samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size // self._streams)
@@ -262,6 +286,8 @@ class StepRunner:
         self._reducer.begin(step, most, None if self._scale is None else self._scale.scale.reciprocal())
         self._statistics.begin()
         self._buffers.begin()
+        if self._tally is not None:
+            self._tally.begin()
 
     def keyed(self) -> AbstractContextManager[None]:
         """Around forward and backward: what is drawn there is keyed, if it is to be."""
@@ -294,7 +320,7 @@ class StepRunner:
         norm, factor = self._clip_factor(step, totals[1], squares, self._expected, holds)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
         scale = None if self._scale is None else self._scale.scale
-        result = StepResult(step, epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale)
+        result = StepResult(step, epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale, self._experts)
         with self._ledger.span("compute", "optimizer"), torch.no_grad():
             self._vote_and_apply(result, factor, untouched, holds)
             self._algorithm.end(step)
@@ -308,12 +334,12 @@ class StepRunner:
                 microbatch = self.load(batch, ids)
             self._randomness.begin(batch.step, ids)
             try:
-                with self.keyed(), nullcontext() if counts else buffers_untouched(self._module):
+                with self.keyed(), self._counted(counts):
                     with self._ledger.span("compute", "forward"):
                         sums = call_loss(self._loss, self._module, microbatch)
                     if self._context is not None:
                         self._context.attended()
-                        if sums.aux:
+                        if not self._of_all_tokens(sums.aux):
                             raise UserError(
                                 f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which "
                                 "each rank has a part"
@@ -323,6 +349,20 @@ class StepRunner:
                 shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
                 error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(runs)} on this rank: {shapes}")
                 raise
+
+    @contextmanager
+    def _counted(self, counts: bool) -> Iterator[None]:
+        """Around a microbatch: of one that does not count nothing is left."""
+        with ExitStack() as stack:
+            if not counts:
+                stack.enter_context(buffers_untouched(self._module))
+                if self._tally is not None:
+                    stack.enter_context(self._tally.mute())
+            yield
+
+    def _of_all_tokens(self, aux: Mapping[str, Tensor]) -> bool:
+        """Whether these auxiliary losses are those of routers, which see all tokens of a microbatch wherever they are."""
+        return not aux or (self._tally is not None and aux.keys() <= {"router", "router_z"})
 
     def _add(self, sums: Sums) -> None:
         """Adds to this rank's totals: (sum, count, auxiliary numerators ...), fp64."""
@@ -346,17 +386,21 @@ class StepRunner:
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
         squares = torch.stack(self._reducer.squares).sum(0)
+        experts = [] if self._tally is None else [self._tally.row()]
         if self._partners.size == 1 or holds is Holds.ALONE:
+            self._experts = [] if self._tally is None else self._tally.read(experts[0])
             return totals, self._norm_squared(squares), [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
-        parts = [totals, squares, flags]
+        parts = [totals, squares, flags, *experts]
         if len(self._statistics) and not self._whole:
             parts.append(self._statistics.term(run_here, after))
         ballot = self._partners.all_reduce(torch.cat(parts), purpose="ballot")
         totals, squares, flags, *statistics = ballot.split([len(part) for part in parts])
+        if self._tally is not None:
+            self._experts = self._tally.read(statistics.pop(0))
         if statistics:
             self._statistics.commit(statistics[0])
         if len(self._buffers) and flags[-1] > 0:
@@ -392,11 +436,16 @@ class StepRunner:
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
 
     def _squares_here(self) -> Tensor:
-        """The sum of squares of all gradients that the chunks hold now; of chunks that are cut each owner adds its part."""
+        """The sum of squares of all gradients that the chunks hold now; of chunks that are cut, or of experts, each owner adds its part."""
         chunks = self._algorithm.replica.chunks
-        parts = [[piece for chunk in chunks if chunk.is_cut != whole for piece in chunk.norm_pieces()] for whole in (True, False)]
-        whole, cut = (sum_of_squares(pieces, self._device) for pieces in parts)
-        if any(chunk.is_cut for chunk in chunks):
+        apart = [chunk for chunk in chunks if chunk.is_cut or chunk.of_experts]
+        sharers = [self._algorithm.partners_of(chunk) for chunk in apart]
+        parts = [
+            piece for chunk, group in zip(apart, sharers, strict=True) for piece in chunk.norm_pieces(group.rank, group.size)
+        ]
+        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.of_experts) for piece in chunk.norm_pieces()]
+        whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
+        if apart:
             cut = self._partners.all_reduce(cut, purpose="norm")
         return self._norm_squared(whole + cut)
 
@@ -408,7 +457,7 @@ class StepRunner:
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
         """Where chunks or the model are cut, also the names that their other owners have found; in the order of the module."""
-        if any(chunk.is_cut for chunk in self._algorithm.replica.chunks):
+        if any(chunk.is_cut or chunk.of_experts for chunk in self._algorithm.replica.chunks):
             names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
         if self._beside is not None:
             names = [name for theirs in self._beside.all_gather_object(names) for name in theirs]
@@ -424,13 +473,18 @@ class StepRunner:
             self._require_finite(result)
             return  # the schedule counts updates
         if self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
-            update((result._overflow() | (result._totals[1] == 0)).float(), untouched)
+            skip = result._overflow() | (result._totals[1] == 0)
+            update(skip.float(), untouched)
+            if self._tally is not None:
+                self._tally.balance(skip)
             self._unread = result
         elif result.tokens == 0:
             pass  # every label is ignored: there is no mean, and nothing to learn from
         elif not result.skipped:
             self._require_finite(result)
             update(None, untouched)
+            if self._tally is not None:
+                self._tally.balance()
         if self._scale is not None:
             self._scale.update(result._overflow())
             if self._unread is None:

@@ -13,6 +13,7 @@ from torch import nn
 from shoal.build import build
 from shoal.chunks import ChunkKey, ChunkMaker, adopt, assign
 from shoal.chunks.allocate import Private
+from shoal.chunks.make import Keeping
 from shoal.precision import precision
 
 pytestmark = pytest.mark.fast
@@ -67,7 +68,7 @@ def adopted(name: str):
     built, chosen = build(Tied, 0), precision(name)
     device = torch.device("cpu")
     member = {key: 0 for key, _ in built.module.named_parameters()}
-    maker = ChunkMaker(built.module, member, chosen, Private(device), Private(device))
+    maker = ChunkMaker(built.module, member, chosen, Private(device), Keeping(Private(device), None))
     chunks = maker.make(maker.cut(1 << 20))
     return built.module, chunks, adopt(built.module, chunks, built.value, chosen, device)
 

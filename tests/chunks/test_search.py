@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.chunks import ChunkKey, ChunkMaker, search
 from shoal.chunks.allocate import Private, Shards, Weights
+from shoal.chunks.make import Keeping
 from shoal.chunks.search import AT_A_TIME, SHARE, SMALLEST
 from shoal.precision import precision
 
@@ -51,7 +52,7 @@ def test_the_numbers_are_those_of_the_chunks_and_none_is_better(shapes, frozen, 
     group = Ranks(ranks)
     shards = Shards(group, group, None, CPU, 3, Private(CPU), whole)
     member = {name: index % 2 for index, (name, _) in enumerate(module.named_parameters())}
-    maker = ChunkMaker(module, member, kind, Private(CPU), Private(CPU), shards)
+    maker = ChunkMaker(module, member, kind, Private(CPU), Keeping(Private(CPU), shards))
     choice = search(maker.described, ranks, kind.grad.itemsize, whole, budget)
     for each in choice.candidates:
         chunks = maker.make(maker.cut(each.chunk_bytes))

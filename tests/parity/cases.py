@@ -21,6 +21,7 @@ from shoal.models import (
     BertConfig,
     GPTConfig,
     LSTMConfig,
+    MoEConfig,
     ResNet,
     ResNetConfig,
     causal_lm,
@@ -149,11 +150,35 @@ CASES: dict[str, Case] = {
     "unused-frozen": Case(SometimesUnused, regression, vectors),
     "auxiliary": Case(TwoLosses, two_losses, vectors),
     "gpt2": Case(lambda: from_config(GPT2)(), causal_lm, text),
+    "moe": Case(partial(_gpt, mlp="swiglu", moe=MoEConfig(4, shared=1, z_loss=1e-3, d_ff=24)), causal_lm, text),
+    "moe-capacity": Case(
+        partial(
+            _gpt,
+            positions="rotary",
+            dropout=0.1,
+            moe=MoEConfig(
+                8,
+                gate="sigmoid",
+                noise="gumbel",
+                capacity_factor=1.0,
+                drop="probability",
+                balance_rate=0.01,
+                residual=True,
+                d_ff=12,
+            ),
+        ),
+        causal_lm,
+        text,
+        plain=False,
+    ),
+    "moe-top1": Case(
+        partial(_gpt, moe=MoEConfig(4, 1, noise="jitter", capacity_factor=0.75, every=2)), causal_lm, text, plain=False
+    ),
     "bert": Case(
         lambda: Bert(BertConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.0)), masked_lm, text
     ),
 }
-MESH_ONLY = ("gpt2", "bert")
+MESH_ONLY = ("gpt2", "bert", "moe-capacity", "moe-top1")
 """Further models for plans that cut one; under the others they are what the ones above are."""
 
 
@@ -188,7 +213,7 @@ class Trace:
 def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> dict[str, Tensor]:
     """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank has a part of them. `cut`: they are what the
     optimizer has, which plan.zero cuts."""
-    if running.plan.size == running.plan.dp and not (cut and running.plan.zero):
+    if running.plan.size == running.plan.dp and running.plan.ep == 1 and not (cut and running.plan.zero):
         return {name: tensor.clone() for name, tensor in tensors.items()}
     slots = running.optimizer.slots
     mine = [

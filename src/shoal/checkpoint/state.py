@@ -34,13 +34,19 @@ _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 @dataclass(frozen=True)
 class Standing:
     """Who this rank is for a checkpoint: `rank` of `size` replicas, which is `place` of `places` ranks among whom a model is cut. `layouts` say what it has of
-    each parameter."""
+    each parameter. `experts`: who it is for parameters of experts that are spread, of which there are fewer replicas of more parts."""
 
     layouts: Mapping[str, Layout]
     rank: int = 0
     size: int = 1
     place: int = 0
     places: int = 1
+    experts: Standing | None = None
+
+    def of(self, name: str | None) -> Standing:
+        """Who it is for the parameter `name`."""
+        layout = None if name is None else self.layouts.get(name)
+        return self.experts if layout is not None and layout.of_experts and self.experts is not None else self
 
     def layout(self, name: str | None, tensor: Tensor, slot: Slot | None = None) -> Layout:
         """Of a tensor that lies as what is here of the parameter `name` (or as the part of it in `slot`); a whole one otherwise."""
@@ -54,7 +60,8 @@ class Standing:
         layout = self.layout(name, tensor)
         if layout.alike:
             return share(title, tensor, layout, self.rank * self.places + self.place, self.size * self.places)
-        return share(title, tensor, layout, self.rank, self.size)
+        mine = self.of(name)
+        return share(title, tensor, layout, mine.rank, mine.size)
 
     def part(self, title: str, slot: Slot | None, tensor: Tensor) -> list[Piece]:
         """What it writes of what its replica alone has: of a parameter or a state of it what lies in `slot`, or all of something else."""
@@ -68,7 +75,7 @@ class Standing:
     @property
     def alone(self) -> Standing:
         """The same as the only replica."""
-        return replace(self, rank=0, size=1)
+        return replace(self, rank=0, size=1, experts=self.experts and self.experts.alone)
 
 
 def pieces(
@@ -132,20 +139,20 @@ def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkO
 
 def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
     """What the exchange algorithm of this rank's replica keeps, by state and parameter."""
-    return [
-        piece
-        for state, tensors in states.items()
-        for name, tensor in tensors.items()
-        for piece in standing.alone.share(
-            _exchange_title(standing.rank, state, name, tensor, standing), name, _canonical(tensor.detach())
-        )
-    ]
+    found = []
+    for state, tensors in states.items():
+        for name, tensor in tensors.items():
+            title = _exchange_title(standing.of(name).rank, state, name, tensor, standing)
+            writer = Standing(standing.layouts) if "@" in title else standing.of(name).alone
+            found += writer.share(title, name, _canonical(tensor.detach()))
+    return found
 
 
 def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: Standing) -> str:
     """The name of an exchange's state. What is not laid out as a parameter of which each rank has a part is the part's own."""
     own = name in standing.layouts and not standing.layouts[name].alike and standing.layout(name, tensor).alike
-    return f"exchange.{rank}.{state}.{name}" + (f"@{standing.place}of{standing.places}" if own else "")
+    mine = standing.of(name)
+    return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own else "")
 
 
 Titled = tuple[str, str | None, Tensor]
@@ -296,30 +303,39 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
     False, and nothing is read, where the checkpoint holds none of them: it was written under another algorithm, or before it had any.
     """
     saved = tensor_shapes(path)
-    before = 1 + max((int(name.split(".")[1]) for name in saved if name.startswith("exchange.")), default=-1)
 
-    def wants(replica: int, state: str, tensors: Mapping[str, Tensor]) -> list[Want]:
-        return [
-            want
-            for name, tensor in tensors.items()
-            for want in _wants(_exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor)
-        ]
+    def wants(replica: int, state: str, name: str, tensor: Tensor) -> list[Want]:
+        title = _exchange_title(replica, state, name, tensor, standing)
+        return _wants(title, standing.layout(name, tensor), tensor)
 
-    if any(want.name not in saved for state, (tensors, _) in states.items() for want in wants(0, state, tensors)):
+    each = [
+        (state, name, tensor, on_resize) for state, (tensors, on_resize) in states.items() for name, tensor in tensors.items()
+    ]
+    if any(want.name not in saved for state, name, tensor, _ in each for want in wants(0, state, name, tensor)):
         return False
-    if before == standing.size:
-        load(path, [want for state, (tensors, _) in states.items() for want in wants(standing.rank, state, tensors)])
-        return True
-    for state, (tensors, on_resize) in states.items():
-        parts = {"split": standing.size, "whole": 1, "mean": before}[on_resize]
+    own: list[Want] = []
+    for state, name, tensor, on_resize in each:
+        mine = standing.of(name)
+        before = _replicas(saved, state, name)
+        if before == mine.size:
+            own += wants(mine.rank, state, name, tensor)
+            continue
+        parts = {"split": mine.size, "whole": 1, "mean": before}[on_resize]
+        total = torch.zeros_like(tensor)
         for replica in range(before):  # one after the other: all of them at once would be as many times the memory
-            theirs = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-            load(path, wants(replica, state, theirs))
-            for name, tensor in tensors.items():
-                tensor.copy_(theirs[name] if replica == 0 else tensor + theirs[name])
-        for tensor in tensors.values():
-            tensor.copy_(tensor / parts)
+            theirs = torch.empty_like(tensor)
+            load(path, wants(replica, state, name, theirs))
+            total += theirs
+        tensor.copy_(total / parts)
+    load(path, own)
     return True
+
+
+def _replicas(saved: Mapping[str, tuple[int, ...]], state: str, name: str) -> int:
+    """How many replicas have written their `state` of the parameter `name`."""
+    wanted = f"{state}.{name}"
+    numbers = (title.split(".", 2) for title in saved if title.startswith("exchange."))
+    return 1 + max((int(number) for _, number, rest in numbers if rest.partition("@")[0] == wanted), default=-1)
 
 
 def _wants(title: str, layout: Layout, into: Tensor, start: int = 0) -> list[Want]:

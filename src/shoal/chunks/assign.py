@@ -15,7 +15,7 @@ Cut = list[tuple["ChunkKey", tuple[Slot, ...]]]
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What the parameters of one chunk share. `group` names the ranks that hold it, `options` its optimizer group. `sparse`: the name of
+    """What the parameters of one chunk share. `group` names who has it (see make), `options` its optimizer group. `sparse`: the name of
     a parameter whose gradient is rows (nn.Embedding with sparse=True), which is alone in its chunk."""
 
     dtype: torch.dtype

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,18 +16,26 @@ from shoal.chunks.tier import Tier
 from shoal.comm import Group
 from shoal.precision import Precision
 
-OWN, ALIKE = "own", "alike"
-"""Groups of chunks: what this rank has a part of, of a model that is cut, and what the ranks beside it have too."""
+OWN, ALIKE, EXPERTS = "own", "alike", "experts"
+"""Groups of chunks: what this rank has a part of, of a model that is cut, what the ranks beside it have too, and experts, which fewer ranks have than the rest."""
 PAYS = 0.05
 """Of the backward's time, by how much earlier gradients must leave on average for chunks to be cut anew."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How chunks are kept among the ranks that have the same: `gradients` allocates those, `shards` are who cuts them, if anybody does."""
+
+    gradients: Allocator
+    shards: Shards | None
 
 
 class ChunkMaker:
     """Makes the chunks of `module`, which has been built and not yet adopted.
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
-    complete. `gradients` allocates the flat gradients, `allocate` the rest. `shards`: those among whom chunks are cut; not those of rows.
-    `own`: the parameters of which this rank has a part (see parallel.tensor); all others it has like those `beside` it: as which of how many.
+    complete. `keeping` is that of all chunks, rows excepted, or where a model's experts are spread `of_experts` that of theirs; `allocate` gives what is not gradient.
+    `groups[name]`: OWN or EXPERTS; all others this rank has like those `beside` it: as which of how many.
     """
 
     def __init__(
@@ -35,14 +44,14 @@ class ChunkMaker:
         member: Mapping[str, int],
         precision: Precision,
         allocate: Allocator,
-        gradients: Allocator,
-        shards: Shards | None = None,
-        own: Collection[str] = (),
+        keeping: Keeping,
+        of_experts: Keeping | None = None,
+        groups: Mapping[str, str] | None = None,
         beside: tuple[int, int] = (0, 1),
     ) -> None:
-        self._precision, self._allocate, self._gradients, self._shards = precision, allocate, gradients, shards
-        self._beside = beside
-        self.described = described(module, member, precision, own)
+        self._precision, self._allocate, self._beside = precision, allocate, beside
+        self._keeping = {OWN: keeping, ALIKE: keeping, EXPERTS: of_experts or keeping}
+        self.described = described(module, member, precision, groups or {})
 
     @property
     def gradient_bytes(self) -> int:
@@ -65,7 +74,8 @@ class ChunkMaker:
         return [self._chunk(index, key, slots) for index, (key, slots) in enumerate(cut)]
 
     def _chunk(self, index: int, key: ChunkKey, slots: tuple[Slot, ...]) -> Chunk:
-        shards, size = self._shards if self._is_cut(key) else None, None
+        keeping, size = self._keeping[key.group], None
+        shards = keeping.shards if self._is_cut(key, keeping.shards) else None
         if shards is not None:
             itemsize = min(key.dtype.itemsize, self._precision.grad.itemsize)
             slots, size = lay_out(slots, shards.group.size, itemsize, shards.whole_parameters)
@@ -77,16 +87,18 @@ class ChunkMaker:
             self._precision.grad,
             key.trainable,
             self._allocate,
-            self._gradients,
+            keeping.gradients,
             bool(key.sparse),
             shards,
             self._precision.keep,
             size,
-            (0, 1) if key.group == OWN else self._beside,
+            self._beside if key.group == ALIKE else (0, 1),
+            key.group == EXPERTS,
         )
 
-    def _is_cut(self, key: ChunkKey) -> bool:
-        return self._shards is not None and not key.sparse and (key.trainable or self._shards.cut_frozen)
+    @staticmethod
+    def _is_cut(key: ChunkKey, shards: Shards | None) -> bool:
+        return shards is not None and not key.sparse and (key.trainable or shards.cut_frozen)
 
     def lender(self, chunks: Sequence[Chunk], shared: Shared, tier: Tier | None = None) -> Lender | None:
         """Of whole gradients for those of `chunks` that borrow them, counted in `tier`; None if none does."""
@@ -102,8 +114,8 @@ class ChunkMaker:
         return then if departure(then, order) < departure(now, order) - PAYS else None
 
 
-def described(module: nn.Module, member: Mapping[str, int], precision: Precision, own: Collection[str] = ()) -> list[Described]:
-    """The parameters of `module` as `assign` takes them, last registered first, which is about the order of their gradients."""
+def described(module: nn.Module, member: Mapping[str, int], precision: Precision, groups: Mapping[str, str]) -> list[Described]:
+    """The parameters of `module` as `assign` takes them, last registered first, which is about the order of their gradients. `groups`: those that are not ALIKE."""
     owners = {
         f"{prefix}.{name}".lstrip("."): owner
         for prefix, owner in module.named_modules()
@@ -113,6 +125,6 @@ def described(module: nn.Module, member: Mapping[str, int], precision: Precision
     for name, parameter in reversed(list(module.named_parameters())):
         dtype = precision.parameter_dtype(parameter.dtype, owners[name])
         rows = isinstance(owners[name], nn.Embedding | nn.EmbeddingBag) and owners[name].sparse and parameter.requires_grad
-        key = ChunkKey(dtype, OWN if name in own else ALIKE, member[name], parameter.requires_grad, name if rows else None)
+        key = ChunkKey(dtype, groups.get(name, ALIKE), member[name], parameter.requires_grad, name if rows else None)
         found.append((name, torch.Size(parameter.shape), key))
     return found

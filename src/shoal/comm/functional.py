@@ -6,6 +6,8 @@ gather_from   puts the ranks' parts of a dim together for uses that differ: all-
 scatter_sum   sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
 gather_alike  puts parts together where all ranks then do the same: all-gather forward, each takes its own part of the gradient backward
 swap          each rank has a part of one dim and wants a part of another: all-to-all both ways
+deal_out      rows go to the ranks that want them: all-to-all both ways
+sum_everywhere  sums what each rank then makes its own part of a loss of: sum both ways
 
 All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is made of the other one of a pair, so
 gradients of gradients pass too. Parts of a dim need not be even: `lengths[r]` is that of rank r.
@@ -89,6 +91,17 @@ def swap(x: Tensor, group: Group, give: int, take: int, purpose: str = "") -> Te
     return _Pair(_swapped(group, give, take, purpose), _swapped(group, take, give, purpose))(x)
 
 
+def deal_out(x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], purpose: str = "") -> Tensor:
+    """The `take[r]` rows that each rank r has for this one, of which `give[r]` of `x` [sum(give), ..] go to rank r."""
+    give, take = tuple(give), tuple(take)
+    return _Pair(_dealt(group, give, take, purpose), _dealt(group, take, give, purpose))(x)
+
+
+def sum_everywhere(x: Tensor, group: Group, purpose: str = "") -> Tensor:
+    """The sum over `group`, for uses that differ: gradients that flow back are summed too."""
+    return _Pair(_summed(group, purpose), _summed(group, purpose))(x)
+
+
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
 
@@ -128,6 +141,15 @@ def _swapped(group: Group, give: int, take: int, purpose: str) -> Map:
         return torch.cat(group.all_to_all(torch.empty_like(parts), parts, purpose=purpose).unbind(0), take)
 
     return swapped
+
+
+def _dealt(group: Group, give: tuple[int, ...], take: tuple[int, ...], purpose: str) -> Map:
+    def dealt(x: Tensor) -> Tensor:
+        out, width = x.new_empty(sum(take), *x.shape[1:]), x.shape[1:].numel()
+        took, gave = ([width * rows for rows in side] for side in (take, give))
+        return group.all_to_all(out, x.contiguous(), took, gave, purpose)
+
+    return dealt
 
 
 def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:

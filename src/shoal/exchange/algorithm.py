@@ -95,6 +95,10 @@ class Algorithm:
         """The ranks that update together: they count, clip and vote as one, unless replicas train alone."""
         return self.replica.group
 
+    def partners_of(self, chunk: Chunk) -> Group:
+        """Those of them who have `chunk`."""
+        return self.partners
+
     def holds(self, step: int) -> Holds:
         """What the gradient chunks hold at the update of `step`; the same on every replica."""
         return Holds.SUM

@@ -57,7 +57,9 @@ class Reducer:
                 self.touched[slot.name] = False
                 hook = partial(arrived, place, slot)
                 self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
-        self._pieces = [chunk.norm_pieces(self._group.rank, self._group.size) for chunk in self._chunks]
+        sharers = [algorithm.partners_of(chunk) for chunk in self._chunks]
+        pieces = [chunk.norm_pieces(group.rank, group.size) for chunk, group in zip(self._chunks, sharers, strict=True)]
+        self._pieces = pieces
 
     def detach(self) -> None:
         """Watches no more: another reducer takes over."""

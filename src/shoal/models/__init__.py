@@ -11,6 +11,7 @@ from shoal.models.hf import export_hf, from_config
 from shoal.models.losses import LOSSES, causal_lm, classification, find_loss, masked_lm, regression
 from shoal.models.lstm import LSTM, LSTMConfig
 from shoal.models.mlp import MLP
+from shoal.models.moe import MoE, MoEConfig
 from shoal.models.presets import PRESETS, count_parameters, flops_per_token
 from shoal.models.registry import ModelSpec, build
 from shoal.models.resnet import ResNet, ResNetConfig
@@ -26,6 +27,8 @@ __all__ = [
     "GPTConfig",
     "LSTMConfig",
     "MaskedTokens",
+    "MoE",
+    "MoEConfig",
     "ModelSpec",
     "ResNet",
     "ResNetConfig",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.models.attention import Attention, Rotation, document_mask, rotation
 from shoal.models.checks import divides, fraction, one_of, positive
+from shoal.models.moe import Experts, MoE, MoEConfig, Router, WithLosses
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class GPTConfig:
 
     `sequence` is the longest row that the model takes. `kv_heads` defaults to `heads`, `d_ff` to 4 d_model (GELU) or to 8/3 d_model
     rounded up to a multiple of 64 (SwiGLU: three matrices with the weights of two). `tied` shares the embedding with the head.
-    `bias` is that of linear layers and LayerNorms; the head has none. `dropout` acts on embeddings, attention and residual branches.
+    `bias` is that of linear layers and LayerNorms; the head and experts have none. `dropout` acts on embeddings, attention and residual branches. `moe`: blocks
+    have a mixture of experts in place of the MLP.
     """
 
     vocab_size: int
@@ -42,6 +44,7 @@ class GPTConfig:
     dropout: float = 0.0
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "key_value_heads", "ff", "rope_theta", "norm_eps"):
@@ -71,6 +74,10 @@ class GPTConfig:
         if self.d_ff is not None:
             return self.d_ff
         return 4 * self.d_model if self.mlp == "gelu" else 64 * math.ceil(8 * self.d_model / 3 / 64)
+
+    def has_experts(self, block: int) -> bool:
+        """Whether that block has a mixture of experts: each `moe.every`-th one."""
+        return self.moe is not None and block % self.moe.every == self.moe.every - 1
 
 
 class GeluMLP(nn.Module):
@@ -112,21 +119,33 @@ def _sum(x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
     return x_BTD + branch_BTD if watched or branch_BTD.dtype != x_BTD.dtype else branch_BTD.add_(x_BTD)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+def _mlp(cfg: GPTConfig, d_ff: int) -> GeluMLP | SwiGLU:
+    return (GeluMLP if cfg.mlp == "gelu" else SwiGLU)(cfg.d_model, d_ff, cfg.bias)
 
-    def __init__(self, cfg: GPTConfig) -> None:
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). One with experts returns the losses [2] of its router too."""
+
+    def __init__(self, cfg: GPTConfig, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = _norm(cfg)
         self.attention = Attention(cfg.d_model, cfg.heads, cfg.key_value_heads, bias=cfg.bias, causal=True, dropout=cfg.dropout)
         self.attention_dropout = nn.Dropout(cfg.dropout)
         self.mlp_norm = _norm(cfg)
-        self.mlp = (GeluMLP if cfg.mlp == "gelu" else SwiGLU)(cfg.d_model, cfg.ff, cfg.bias)
+        if has_experts and cfg.moe is not None:
+            width = cfg.moe.d_ff or cfg.ff
+            self.mlp: nn.Module = MoE(cfg.moe, cfg.d_model, width, cfg.mlp, lambda experts: _mlp(cfg, experts * width))
+        else:
+            self.mlp = _mlp(cfg, cfg.ff)
         self.mlp_dropout = nn.Dropout(cfg.dropout)
 
-    def forward(self, x_BTD: Tensor, by: Rotation | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, by: Rotation | None = None, mask_B1TT: Tensor | None = None) -> Any:
         x_BTD = _sum(x_BTD, self.attention_dropout(self.attention(self.attention_norm(x_BTD), by, mask_B1TT)))
-        return _sum(x_BTD, self.mlp_dropout(self.mlp(self.mlp_norm(x_BTD))))
+        y_BTD = self.mlp(self.mlp_norm(x_BTD))
+        if isinstance(y_BTD, Tensor):
+            return _sum(x_BTD, self.mlp_dropout(y_BTD))
+        y_BTD, losses = y_BTD
+        return x_BTD + self.mlp_dropout(y_BTD), losses
 
 
 class GPT(nn.Module):
@@ -138,7 +157,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(cfg.vocab_size, cfg.d_model)
         self.position_embedding = nn.Embedding(cfg.sequence, cfg.d_model) if cfg.positions == "learned" else None
         self.embedding_dropout = nn.Dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.blocks = nn.ModuleList(Block(cfg, cfg.has_experts(place)) for place in range(cfg.layers))
         self.norm = _norm(cfg)
         self.head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
         if cfg.tied:
@@ -148,16 +167,20 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """Initialises as GPT-2: normal(0, 0.02), biases 0, and the 2 x layers matrices that write to the residual stream scaled by
         1 / sqrt(2 x layers), so that the stream's variance does not grow with depth (Radford et al. 2019, section 2.3)."""
-        residual = {id(linear) for m in self.modules() if isinstance(m, Block) for linear in (m.attention.out, m.mlp.down)}
+        residual = {id(m.out) for m in self.modules() if isinstance(m, Attention)}
+        residual |= {id(m.down) for m in self.modules() if isinstance(m, GeluMLP | SwiGLU)}
+        deep = math.sqrt(2 * self.cfg.layers)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                shrink = math.sqrt(2 * self.cfg.layers) if id(module) in residual else 1.0
-                nn.init.normal_(module.weight, std=0.02 / shrink)
+            if isinstance(module, nn.Linear | nn.Embedding | Router):
+                nn.init.normal_(module.weight, std=0.02 / (deep if id(module) in residual else 1.0))
+            if isinstance(module, Experts):
+                for name, weight in module.named_parameters():
+                    nn.init.normal_(weight, std=0.02 / (deep if name == "down_proj" else 1.0))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Returns logits [B, T, V].
+    def forward(self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Any:
+        """Returns logits [B, T, V]; with experts `WithLosses`, whose losses are means over the blocks that have some.
 
         `position_ids` [B, T] default to 0..T-1. With `document_ids` [B, T] a token sees only its own document. A row longer than
         `cfg.sequence` raises `UserError`.
@@ -178,6 +201,15 @@ class GPT(nn.Module):
         mask_B1TT = None if document_ids is None else document_mask(document_ids, causal=True)
 
         x_BTD = self.embedding_dropout(x_BTD)
+        losses = []
         for block in self.blocks:
             x_BTD = block(x_BTD, by, mask_B1TT)
-        return self.head(self.norm(x_BTD))
+            if not isinstance(x_BTD, Tensor):
+                x_BTD, routers = x_BTD
+                losses.append(routers)
+        logits = self.head(self.norm(x_BTD))
+        if self.cfg.moe is None:
+            return logits
+        balance, z = torch.stack(losses).mean(0) if losses else x_BTD.new_zeros(2)
+        means = {"router": balance, "router_z": z}
+        return WithLosses(logits, {name: factor * means[name] for name, factor in self.cfg.moe.losses.items()})

@@ -54,6 +54,8 @@ _LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 def unmapped(cfg: GPTConfig) -> str | None:
     """Returns None where `cfg` has an equivalent in `transformers`, else the reason why not."""
     kind = (cfg.positions, cfg.mlp, cfg.norm)
+    if cfg.moe is not None:
+        return "it has experts, whose routing differs from model to model there"
     if kind == ("rotary", "swiglu", "rmsnorm"):
         return None
     if kind != ("learned", "gelu", "layernorm"):

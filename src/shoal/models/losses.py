@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import UserError, did_you_mean
+from shoal.models.moe import WithLosses
 
 Microbatch = Mapping[str, Tensor]
 LossResult = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -27,10 +28,12 @@ def causal_lm(model: nn.Module, mb: Microbatch) -> LossResult:
 
     `model` returns logits [B, T, V] or an object of `transformers` with `.logits`. `position_ids`, `document_ids` and
     `attention_mask` are passed where both the microbatch has them and the model's forward names them. The balance loss of a
-    mixture of experts comes as the auxiliary loss "router", times the model's `config.router_aux_loss_coef`.
+    mixture of experts of `transformers` comes as the auxiliary loss "router", times the model's `config.router_aux_loss_coef`; ours bring theirs.
     """
     output = model(mb["input_ids"], **_optional_inputs(model, mb))
     total, count = _cross_entropy(getattr(output, "logits", output), mb["labels"])
+    if isinstance(output, WithLosses):
+        return total, count, {name: value.to(total.dtype) for name, value in output.losses.items()}
     router = getattr(output, "aux_loss", None)
     if router is None:
         return total, count

@@ -27,32 +27,50 @@ PRESETS: dict[str, GPTConfig] = {
 }
 
 
-def _block_matrix_weights(cfg: GPTConfig) -> int:
-    """Weights of the matrices of one block, without biases."""
+def _block_matrix_weights(cfg: GPTConfig, block: int, used: bool = False) -> int:
+    """Weights of the matrices of one block, without biases; `used`: of experts those that compute a token."""
     attention = cfg.d_model * cfg.head_size * (cfg.heads + 2 * cfg.key_value_heads) + cfg.d_model**2
-    return attention + (2 if cfg.mlp == "gelu" else 3) * cfg.d_model * cfg.ff
+    matrices, moe = 2 if cfg.mlp == "gelu" else 3, cfg.moe
+    if moe is None or not cfg.has_experts(block):
+        return attention + matrices * cfg.d_model * cfg.ff
+    width = moe.d_ff or cfg.ff
+    mlps = (moe.per_token if used else moe.experts) + moe.shared + moe.residual
+    return attention + matrices * cfg.d_model * width * mlps + cfg.d_model * (moe.experts + 2 * moe.residual)
 
 
-def _block_biases(cfg: GPTConfig) -> int:
+def _block_biases(cfg: GPTConfig, block: int) -> int:
     """Biases of the linear layers of one block, were there any: qkv and out, up (and gate) and down."""
     attention = cfg.head_size * (cfg.heads + 2 * cfg.key_value_heads) + cfg.d_model
-    return attention + (1 if cfg.mlp == "gelu" else 2) * cfg.ff + cfg.d_model
+    matrices, moe = 1 if cfg.mlp == "gelu" else 2, cfg.moe
+    if moe is None or not cfg.has_experts(block):
+        return attention + matrices * cfg.ff + cfg.d_model
+    width = moe.d_ff or cfg.ff
+    shared = matrices * moe.shared * width + cfg.d_model if moe.shared else 0
+    return attention + shared + (matrices * width + cfg.d_model) * moe.residual
+
+
+def _coefficients(cfg: GPTConfig, block: int) -> int:
+    """Biases of the coefficient of residual experts, which it always has."""
+    return 2 if cfg.moe is not None and cfg.moe.residual and cfg.has_experts(block) else 0
 
 
 def count_parameters(cfg: GPTConfig) -> int:
     """Returns the number of parameters of `GPT(cfg)`; a tied head counts once."""
     norm = cfg.d_model * (2 if cfg.norm == "layernorm" and cfg.bias else 1)
-    block = _block_matrix_weights(cfg) + 2 * norm + (_block_biases(cfg) if cfg.bias else 0)
+    blocks = sum(
+        _block_matrix_weights(cfg, block) + 2 * norm + (_block_biases(cfg, block) if cfg.bias else 0) + _coefficients(cfg, block)
+        for block in range(cfg.layers)
+    )
     embeddings = cfg.vocab_size * cfg.d_model * (1 if cfg.tied else 2)
     positions = cfg.sequence * cfg.d_model if cfg.positions == "learned" else 0
-    return embeddings + positions + cfg.layers * block + norm
+    return embeddings + positions + blocks + norm
 
 
 def flops_per_token(cfg: GPTConfig, sequence: int) -> float:
     """Returns the FLOPs of one token's forward and backward in rows of `sequence` tokens.
 
     6 N + 12 L D T with N the weights of matrix products, head included, embedding look-up not (Chowdhery et al. 2022, PaLM,
-    appendix B). As there, attention is counted in full although half of it is masked, and recomputation is not counted.
+    appendix B); of experts those that compute a token. As there, attention is counted in full although half of it is masked, and recomputation is not counted.
     """
-    weights = cfg.layers * _block_matrix_weights(cfg) + cfg.vocab_size * cfg.d_model
+    weights = sum(_block_matrix_weights(cfg, block, used=True) for block in range(cfg.layers)) + cfg.vocab_size * cfg.d_model
     return 6.0 * weights + 12.0 * cfg.layers * cfg.d_model * sequence

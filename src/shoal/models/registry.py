@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -148,10 +148,14 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {
 
 def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None) -> Any:
     """Returns a `kind` from the settings, over `base` where there is one; checks names and types first."""
-    hints = get_type_hints(kind)
+    hints, settings = get_type_hints(kind), dict(settings)
     for key, value in settings.items():
         if key not in hints:
             raise UserError(f"model.{key} is not a setting of {name} ({', '.join(hints)}).{did_you_mean(key, list(hints))}")
+        inner = next((each for each in get_args(hints[key]) if is_dataclass(each)), None)
+        if inner is not None and isinstance(value, Mapping):
+            before = getattr(base, key, None)
+            value = settings[key] = _config(inner, f"{name}, in model.{key}", value, before)  # type: ignore[arg-type]
         if not _fits(value, hints[key]):
             raise UserError(f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}.")
     if base is not None:
@@ -184,4 +188,6 @@ def _spoken(hint: Any) -> str:
         return " or ".join(_spoken(member) for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is list:
         return "a list of integers"
+    if is_dataclass(hint):
+        return "a table"
     return {int: "an integer", float: "a number", bool: "true or false"}.get(hint, "a text")

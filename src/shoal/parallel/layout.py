@@ -6,7 +6,7 @@ Plain data about shapes, and views of tensors by it; no communication.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch import Tensor
@@ -126,6 +126,20 @@ class Layout:
             parts.append(Part(Box(tuple(here), sizes), Box(tuple(there), sizes)))
             at += stop - start
         return cls(tuple(shape), tuple(parts))
+
+    def within(self, dim: int, start: int, stop: int) -> Layout:
+        """Of this rank's parts what lies in [start, stop) of `dim`, of which it has had all: the stacked matrices of some experts."""
+        parts = []
+        for part in self.parts:
+            sizes, there = list(part.world.sizes), list(part.world.offsets)
+            sizes[dim], there[dim] = stop - start, start
+            parts.append(Part(Box(part.local.offsets, tuple(sizes)), Box(tuple(there), tuple(sizes))))
+        return replace(self, parts=tuple(parts), replicas=("edp",), reduce=("edp",))
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether ranks along ep have other parts of it (see Mesh.experts)."""
+        return "edp" in self.reduce
 
     @property
     def alike(self) -> bool:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.build import Built, build
 from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
-from shoal.chunks.make import described
+from shoal.chunks.make import OWN, described
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
 from shoal.comm.silent import Silent
@@ -111,7 +111,7 @@ def _record(built: Built, subject: Subject) -> Recording:
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
-    randomness, own = Randomness(0, torch.device("cpu")), frozenset[str]()
+    randomness, groups = Randomness(0, torch.device("cpu")), dict[str, str]()
     region, context, ledger = None, None, Ledger()
     if subject.cp > 1:
         lane: Any = _AtOnce() if subject.context == "ring" else None
@@ -123,9 +123,9 @@ def _record(built: Built, subject: Subject) -> Recording:
             _silent(subject.tp, subject.place, ledger), lambda ranks: _silent(len(ranks), ranks.index(subject.place), ledger)
         )
         layouts = cut_among(built, region, rules_for(module, subject.tensor_rules)).layouts
-        own = frozenset(name for name, layout in layouts.items() if not layout.alike)
+        groups = {name: OWN for name, layout in layouts.items() if not layout.alike}
     randomness.part = Parts(region, context)
-    parameters = described(module, member, subject.precision, own)
+    parameters = described(module, member, subject.precision, groups)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
@@ -138,8 +138,6 @@ def _record(built: Built, subject: Subject) -> Recording:
             recompute = Recompute(recomputable(module), subject.recompute, [randomness.again])
         cast_at_the_border(module, subject.precision)
         module.train()
-        if context is not None:
-            stack.callback(context.end)
         events = _run(module, subject, randomness, recompute, context)
     sent: dict[str, int] = {}
     for flow, traffic in ledger.traffic.items():

@@ -54,6 +54,9 @@ class Context:
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
         self._place = parameters.index("position_ids")
         module.register_forward_pre_hook(self._tell, with_kwargs=True)
+        if self._takes_padding:
+            inner: nn.Module = getattr(module, "base_model", module)
+            inner.register_forward_pre_hook(self._say_nothing_is_padded, with_kwargs=True)
         for name, part in module.named_modules():
             if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
                 raise UserError(
@@ -69,14 +72,27 @@ class Context:
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Tells the model where its tokens stand, if the loss does not: at the places of whole rows."""
-        if not self._whole or len(args) > self._place or kwargs.get("position_ids") is not None:
+        if not self._whole:
             return None
-        told = {**kwargs, "position_ids": self._places}
-        if not self._takes_documents:
-            self._documents = None  # which were those of positions that the loss has left out
-        if self._takes_padding and kwargs.get("attention_mask") is None and len(args) == 1:
-            told["attention_mask"] = self._nothing_padded
+        told = dict(kwargs)
+        if len(args) <= self._place and kwargs.get("position_ids") is None:
+            told["position_ids"] = self._places
+            if not self._takes_documents:
+                self._documents = None  # which were those of positions that the loss has left out
+        if self._takes_padding:
+            told.pop("attention_mask", None)  # of this rank's tokens, all there: not for what the model makes of all tokens
         return args, told
+
+    def _say_nothing_is_padded(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Else transformers would look for documents in a rank's positions, and some ranks would find some."""
+        if not self._whole or len(args) > 1 or kwargs.get("attention_mask") is not None:
+            return None
+        return args, {**kwargs, "attention_mask": self._nothing_padded}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward now is of this rank's tokens, and not of whole rows."""
+        return self._whole > 0
 
     def runs(self, rank: int | None = None) -> list[tuple[int, int]]:
         """Which tokens of a row a rank has, this one by default: (start, number) of stretches, in order. Two where keys go round, so that a causal mask is as much
@@ -120,8 +136,6 @@ class Context:
         whole = dict(microbatch)
         if "position_ids" not in whole:
             whole["position_ids"] = torch.arange(T, device=ids.device).expand(ids.shape)
-        if self._takes_padding:  # or transformers would look for documents in a rank's positions, and some ranks would find some
-            whole["attention_mask"] = torch.ones_like(ids)
         found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
         self._begins = _begun(found["position_ids"])
         self._places = self.own(torch.arange(T, device=ids.device)[None])
@@ -149,11 +163,6 @@ class Context:
         if not self._takes_padding or positions is None or "attention_mask" in microbatch:
             return None
         return _begun(positions)
-
-    def end(self) -> None:
-        """No microbatch will come any more."""
-        if self._lane is not None:
-            self._lane.close()
 
     @torch.compiler.disable
     def attend(

@@ -18,7 +18,7 @@ class Parts:
         """The stretches of a whole sample that make up the `elements` which `x` has of each: (first element, number)."""
         if x.dim() == 4 and x.shape[2] == x.shape[3]:  # weights of attention [B, H, T, T]
             return [(self._heads_before(x.shape[1]) * elements, elements)]
-        runs = self._tokens()
+        runs = self.tokens()
         tokens = sum(number for _, number in runs)
         here = x.shape[1] if x.dim() > 2 else elements // max(1, x.shape[-1])  # of [B, T, ..], or of [B T, D]
         if not tokens or here != tokens:
@@ -33,12 +33,12 @@ class Parts:
         before = self._region.rank if self._region is not None and self._region.has_heads(heads, dealt) else 0
         return before if context is None else before * dealt + context.rank
 
-    def _tokens(self) -> list[tuple[int, int]]:
-        """This rank's tokens of a row, as stretches."""
-        runs = self._context.runs() if self._context is not None else []
+    def tokens(self, along_cp: int | None = None, along_tp: int | None = None) -> list[tuple[int, int]]:
+        """The tokens of a row that a rank has, this one by default, as stretches (first, number)."""
+        runs = self._context.runs(along_cp) if self._context is not None and self._context.is_open else []
         if self._region is None or not self._region.sequence:
             return runs
-        before, number = self._region.tokens_here
+        before, number = self._region.tokens_of(self._region.rank if along_tp is None else along_tp)
         return _between(runs, before, number) if runs else [(before, number)]
 
 

@@ -2,7 +2,7 @@
 
 from shoal.parallel.tensor.logits import ShardedLogits
 from shoal.parallel.tensor.region import Region
-from shoal.parallel.tensor.rules import Rules, rules_for
+from shoal.parallel.tensor.rules import Rules, kind_of, rules_for
 from shoal.parallel.tensor.slicing import Sliced, cut_among
 
-__all__ = ["Region", "Rules", "ShardedLogits", "Sliced", "cut_among", "rules_for"]
+__all__ = ["Region", "Rules", "ShardedLogits", "Sliced", "cut_among", "kind_of", "rules_for"]

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from shoal.parallel.tensor.logits import ShardedLogits, here_or_elsewhere
 from shoal.parallel.tensor.region import Region
@@ -118,12 +117,9 @@ class Attention(Cut):
 
 
 class Experts(Cut):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._entered, (args, kwargs))
-        return self._region.leave(super().forward(*args, **kwargs))
-
-    def _entered(self, tensor: Tensor) -> Tensor:
-        return self._region.enter(tensor) if tensor.is_floating_point() else tensor
+    def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, *meanwhile: Any) -> Tensor:
+        entered = [self._region.enter_rows(each) for each in (x_ND, index_NK, weights_NK)]
+        return self._region.leave_rows(super().forward(*entered, *meanwhile))
 
 
 @cache

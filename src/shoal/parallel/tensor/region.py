@@ -38,6 +38,7 @@ class Region:
         self._tokens: tuple[int, ...] = ()  # of each rank, in the forward that runs
         self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
+        self.rows = 0  # of the batch in the forward that runs
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:
@@ -73,6 +74,7 @@ class Region:
     @torch.compiler.disable
     def leave_first(self, part: Tensor) -> Tensor:
         """The same of an embedding [B, T, D], with which a forward begins: its T tokens are dealt to the ranks."""
+        self.rows = part.shape[0]
         if self.sequence:
             self._tokens = tuple(length(part.shape[1], self.size, rank) for rank in range(self.size))
         return self.leave(part)
@@ -113,10 +115,25 @@ class Region:
         """Whether weights of attention of so many heads are of this rank's, which it shares with `among` ranks along another axis."""
         return self._heads > 0 and heads * among == self._heads
 
+    def tokens_of(self, rank: int) -> tuple[int, int]:
+        """How many tokens of the forward that runs stand before those of `rank`, and how many it has (`sequence`)."""
+        return (sum(self._tokens[:rank]), self._tokens[rank]) if self._tokens else (0, 0)
+
+    @torch.compiler.disable
+    def enter_rows(self, x: Tensor) -> Tensor:
+        """As `enter`, of `x` [N, ..], whose N are all tokens here, one row after the other."""
+        if self.sequence:
+            return gather_from(x, self.group, 0, self._lengths, PURPOSE)
+        return self.enter(x) if x.is_floating_point() else x
+
+    @torch.compiler.disable
+    def leave_rows(self, part: Tensor) -> Tensor:
+        """As `leave`, of [N, ..]."""
+        return scatter_sum(part, self.group, 0, self._lengths, PURPOSE) if self.sequence else self.leave(part)
+
     @property
-    def tokens_here(self) -> tuple[int, int]:
-        """How many tokens of the forward that runs stand before this rank's, and how many it has (`sequence`)."""
-        return (sum(self._tokens[: self.rank]), self._tokens[self.rank]) if self._tokens else (0, 0)
+    def _lengths(self) -> list[int]:
+        return [self.rows * tokens for tokens in self._tokens]
 
     def _neighbours(self, sharers: int) -> Group:
         first = self.rank - self.rank % sharers

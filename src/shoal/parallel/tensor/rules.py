@@ -5,7 +5,7 @@
     "qkv"         queries, keys and values in one linear layer: the rows of each cut by heads
     "packed"      two linear layers in one (gate and up): the rows of each cut
     "attention"   a module that keeps numbers of heads: they are set to what is here. Linear layers in it are cut by heads
-    "experts"     a mixture's matrices [experts, out, in] in one module, cut inside each expert
+    "experts"     a mixture's matrices [experts, out, in] in one module: cut inside each expert for tp, experts dealt out for ep
     "tokens"      an embedding of positions: of what it gives each rank takes its tokens ("sequence")
     "sequence"    of the whole model (the name ""): between its layers each rank has its tokens of [B, T, D], from the vocabulary to the head
     "inside"      a layer between column and row whose weights all ranks have (a norm of each head)
@@ -38,6 +38,12 @@ TABLES: dict[str, Rules] = {
         "blocks.*.mlp.up": "column",
         "blocks.*.mlp.gate": "column",
         "blocks.*.mlp.down": "row",
+        "blocks.*.mlp.experts": "experts",
+        **{
+            f"blocks.*.mlp.{beside}.{name}": kind
+            for beside in ("shared", "residual")
+            for name, kind in (("up", "column"), ("gate", "column"), ("down", "row"))
+        },
     },
     "Bert": {
         "": "sequence",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shoal.build import Built
 from shoal.errors import UserError
+from shoal.parallel.expert import Dispatched, Spread
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Tokens, Vocabulary, become
 from shoal.parallel.tensor.region import Region
@@ -30,14 +31,14 @@ class Sliced:
     layouts: dict[str, Layout]
 
 
-def cut_among(built: Built, region: Region, rules: Rules) -> Sliced:
-    """Cuts the layers of `built.module` among the ranks of `region`. UserError, on every rank alike, for what cannot be cut so."""
-    return _Slicing(built, region, rules).run()
+def cut_among(built: Built, region: Region, rules: Rules, spread: Spread | None = None) -> Sliced:
+    """Cuts the layers of `built.module` among the ranks of `region`, and spreads experts as `spread` says. UserError, on every rank alike, for what cannot be cut so."""
+    return _Slicing(built, region, rules, spread).run()
 
 
 class _Slicing:
-    def __init__(self, built: Built, region: Region, rules: Rules) -> None:
-        self._built, self._module, self._region, self._rules = built, built.module, region, rules
+    def __init__(self, built: Built, region: Region, rules: Rules, spread: Spread | None) -> None:
+        self._built, self._module, self._region, self._rules, self._spread = built, built.module, region, rules, spread
         self._layouts: dict[int, Layout] = {}  # by the parameter as it was built
         self._new: dict[int, nn.Parameter] = {}
 
@@ -54,6 +55,8 @@ class _Slicing:
             "inside": self._inside,
         }
         modules = list(self._module.named_modules())
+        if self._region.size == 1:  # only experts are cut, where there are any
+            cuts = {"experts": self._experts}
         self._region.sequence = kind_of("", self._rules) == "sequence"
         attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
         self._attentions = {name: _Heads(name, module, self._region.size) for name, module in attentions}
@@ -144,18 +147,39 @@ class _Slicing:
         _set(module, span.length, "in_features", "nx")
 
     def _experts(self, name: str, module: nn.Module) -> None:
-        names = [key for key, _ in module.named_parameters()]
-        joined = _shape(module, "gate_up_proj") if names == ["gate_up_proj", "down_proj"] else torch.Size()
-        if len(joined) != 3 or joined[1] % 2:
+        shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+        layouts = {key: Layout.cut(shape, 0, [(0, shape[0])]) for key, shape in shapes.items()}
+        if self._region.size > 1:
+            layouts = self._cut_inside(name, module, shapes)
+        if self._spread is not None:
+            number = next(iter(shapes.values()))[0]
+            start, stop = self._spread.share(name, number)
+            layouts = {key: layout.within(0, start, stop) for key, layout in layouts.items()}
+            become(module, Dispatched, _dispatch=self._spread.dispatch(number))
+            _set(module, stop - start, "num_experts")
+        for key, layout in layouts.items():
+            self._layouts[id(module.get_parameter(key))] = layout
+        if self._region.size > 1:
+            become(module, Experts, _region=self._region)
+
+    def _cut_inside(self, name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Layout]:
+        """Each expert's matrices among the ranks along tp: the first by rows, of gate and up together by the rows of each, the second by columns."""
+        first = "gate_up_proj" if "gate_up_proj" in shapes else "up_proj"
+        packed = 2 if first == "gate_up_proj" else 1
+        wide = shapes.get(first, ())
+        if shapes.keys() != {first, "down_proj"} or len(wide) != 3 or wide[1] % packed:
             raise UserError(
-                f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] and down_proj [experts, out, width], not {names}"
+                f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] or up_proj [experts, width, in], and down_proj [experts, out, "
+                f"width], not {list(shapes)}"
             )
-        width = joined[1] // 2
-        half = even(width, self._region.size, self._region.rank, f"the width of {name}")
-        self._cut(name, module, "gate_up_proj", 1, [half, half.after(width)])
-        self._cut(name, module, "down_proj", 2, [half])
-        become(module, Experts, _region=self._region)
-        _set(module, half.length, "intermediate_dim", "intermediate_size", "expert_dim")
+        width = wide[1] // packed
+        part = even(width, self._region.size, self._region.rank, f"the width of {name}")
+        _set(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
+        stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
+        return {
+            first: Layout.cut(wide, 1, stretches),
+            "down_proj": Layout.cut(shapes["down_proj"], 2, [(part.start, part.stop)]),
+        }
 
     def _tokens(self, name: str, module: nn.Module) -> None:
         become(module, Tokens, _region=self._region)

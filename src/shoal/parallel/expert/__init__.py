@@ -1,0 +1,8 @@
+"""Expert parallel: the experts of a mixture on different ranks, to which tokens travel and come back."""
+
+from shoal.parallel.expert.dispatch import Dispatch, Dispatched
+from shoal.parallel.expert.mixtures import Mixture, mixtures
+from shoal.parallel.expert.spread import Spread
+from shoal.parallel.expert.tally import Tally
+
+__all__ = ["Dispatch", "Dispatched", "Mixture", "Spread", "Tally", "mixtures"]

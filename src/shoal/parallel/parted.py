@@ -1,0 +1,87 @@
+"""What a plan's tp, cp and ep make of a built model on this rank: what it keeps of it, and how its ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.build import Built
+from shoal.comm import Group, Lane, World
+from shoal.errors import UserError
+from shoal.mesh import Mesh
+from shoal.parallel.context import Context, Parts
+from shoal.parallel.expert import Spread, Tally, mixtures
+from shoal.parallel.expert.shared import share_routing
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor import Region, Rules, cut_among, kind_of, rules_for
+from shoal.plan import Plan
+
+
+class Parted:
+    """`built` as this rank has it, and `layouts` of what it has. `region`, `context`: None where the plan has no tp or cp. `attention` computes it on one device.
+
+    `experts`: the ranks that have the same experts as this one; `beside`: those that have other parts of the model, along ep and tp. UserError, on every rank alike, for a model that the
+    plan cannot part.
+    """
+
+    def __init__(
+        self, built: Built, plan: Plan, mesh: Mesh, world: World, rules: Rules | None, attention: Callable[..., Tensor]
+    ) -> None:
+        tp = world.group("tp", mesh.ranks("tp"))
+        self.region = Region(tp, partial(world.group, "tp-sharers")) if plan.tp > 1 else None
+        self.experts = world.group("edp", mesh.ranks("edp")) if plan.ep > 1 else None
+        self.beside = tp if plan.ep == 1 else world.group("ep-tp", mesh.ranks("ep", "tp"))
+        self._device, self._lanes = world.device, list[Lane]()
+        known = rules_for(built.module, rules) if plan.tp > 1 else dict(rules or {})
+        named = [name for name, _ in built.module.named_modules() if kind_of(name, known) == "experts"]
+        self.mixtures = mixtures(built.module, named)
+        spread = None
+        if plan.ep > 1:
+            if not self.mixtures:
+                raise UserError(
+                    f"plan.ep = {plan.ep}: {type(built.module).__name__} has no experts (modules of stacked matrices with num_experts); name them by "
+                    'tensor_rules={pattern: "experts"}'
+                )
+            spread = Spread(world.group("ep", mesh.ranks("ep")), self._lane(world))
+            known = {**known, **{mixture.name: "experts" for mixture in self.mixtures}}
+        if self.region is not None or spread is not None:
+            sliced = cut_among(built, self.region or Region(tp, partial(world.group, "tp-sharers")), known, spread)
+            self.built, self.layouts = sliced.built, sliced.layouts
+        else:
+            named_parameters = built.module.named_parameters()
+            self.built, self.layouts = built, {name: Layout.replicated(tuple(each.shape)) for name, each in named_parameters}
+        self.context = self._share_rows(plan, world.group("cp", mesh.ranks("cp")), attention, world) if plan.cp > 1 else None
+        in_sequence = self.region is not None and self.region.sequence
+        if self.mixtures and (self.context is not None or in_sequence):
+            axes = [axis for axis, shared in (("cp", plan.cp > 1), ("tp", in_sequence)) if shared]
+            share_routing(self.mixtures, world.group("-".join(axes), mesh.ranks(*axes)), self.context, self.region)
+
+    @property
+    def parts(self) -> Parts | None:
+        """Which elements of a sample are here; None: all."""
+        return None if self.region is None and self.context is None else Parts(self.region, self.context)
+
+    def tally(self) -> Tally | None:
+        """Of the tokens that experts get, where there are experts."""
+        among = self.region.group if self.region is not None and self.region.sequence else None
+        tally = Tally(self.mixtures, self._device, among) if self.mixtures else None
+        return tally if tally is not None and len(tally) else None
+
+    def close(self) -> None:
+        """No microbatch will come any more."""
+        for lane in self._lanes:
+            lane.close()
+
+    def _share_rows(self, plan: Plan, group: Group, attention: Callable[..., Tensor], world: World) -> Context:
+        if any(isinstance(part, _BatchNorm) for part in self.built.module.modules()):
+            raise UserError("plan.cp > 1 gives each rank a part of each row: the model's BatchNorm would count them as samples")
+        context = Context(group, attention, self._lane(world) if plan.context == "ring" else None)
+        context.watch(self.built.module)
+        return context
+
+    def _lane(self, world: World) -> Lane:
+        self._lanes.append(Lane(world.device, world.ledger))
+        return self._lanes[-1]
