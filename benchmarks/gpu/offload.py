@@ -210,7 +210,7 @@ def largest_model(preset: str, batch: int, device: str, free: Machine, most: int
     def left(size: int) -> int:
         model = build(found.member(size))
         sample = rows(model.values["vocab_size"], model.values["sequence"], 1)[0]
-        recording = dry_run(Subject(model.factory, model.loss, sample, batch, kind, plan.recompute))
+        recording = dry_run(Subject(model.factory, model.loss, sample, batch, kind, plan))
         return predict(recording, partial(torch.optim.AdamW, lr=LR), plan, kind, free, 1).free
 
     found = family(table, build(table).values)

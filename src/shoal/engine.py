@@ -23,7 +23,7 @@ from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import whole_parameters
 from shoal.chunks import Budget, ChunkMaker, Executor, Later, Passing, Tier, adopt, move, search, weakly
 from shoal.chunks.allocate import Private, Shards, Shared
-from shoal.chunks.make import EXPERTS, OWN, Keeping
+from shoal.chunks.make import Keeping, groups_of
 from shoal.chunks.saved import OnHost
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
@@ -148,8 +148,7 @@ class Engine:
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
-        groups = {name: EXPERTS if layout.of_experts else OWN for name, layout in self.layouts.items() if not layout.alike}
-        place = (beside.rank, beside.size)
+        groups, place = groups_of(self.layouts), (beside.rank, beside.size)
         self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, of_experts, groups, place)
         sized = self._size_for_memory(keeping.shards)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)

@@ -29,7 +29,7 @@ SMALL = {"model": MODEL, "train": {"steps": 5}}
         ("train", {"steps": 1, "sync_bn": 1}, "train.sync_bn in the job: expected true or false, not the whole number 1"),
         ("train", {"steps": 1, "optimizer": ["sgd"]}, "train.optimizer in the job: expected a text or a table, not the list"),
         ("run", {"trackers": "wandb"}, "run.trackers in the job: expected a list of texts, not the text 'wandb'"),
-        ("plan", {"ep": 2, "dp": 2}, "plan.ep = 2 is not implemented yet (expert parallel)"),
+        ("plan", {"ep": 2, "dp": 3}, "plan.ep = 2: experts are spread over dp x cp = 3 x 1 = 3 ranks, so it is one of [1, 3]"),
         ("plan", {"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
         ("plan", {"dp": "2"}, "plan.dp in the job: expected a whole number"),
         ("train", {}, "nothing says when to stop"),

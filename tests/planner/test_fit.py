@@ -116,5 +116,5 @@ def test_there_is_no_family_of_a_model_whose_sizes_are_not_known():
 
 def test_dropout_and_lstm_run_dry():
     spec = build({"name": "lstm", "vocab_size": 61, "dropout": 0.1})
-    found = dry_run(Subject(spec.factory, causal_lm, text()[0], 4, precision("bf16"), "none"))
+    found = dry_run(Subject(spec.factory, causal_lm, text()[0], 4, precision("bf16")))
     assert found.activations > 0 and found.num_parameters == sum(p.numel() for p in spec.factory().parameters())

@@ -13,7 +13,6 @@ from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
-from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig, build, causal_lm
 from shoal.optimizer import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
@@ -38,15 +37,15 @@ def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=True, dropout=dropout))
 
 
-def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, context="ulysses") -> Recording:
+def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, ep=1, context="ulysses") -> Recording:
     groups = decay_matrices_only(0.1)
-    kind = (precision_named(precision), recompute, groups, tp, cp, context)
-    return dry_run(Subject(model, causal_lm, text()[0], microbatch, *kind))
+    plan = Plan(recompute=recompute, tp=tp, cp=cp, dp=ep, ep=ep, context=context)
+    return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), plan, groups))
 
 
 def predicted(plan: Plan, precision, optimizer, place: Place, chunk: int = CHUNK, model=gpt) -> MemoryNeed:
     recording, kind = (
-        run_dry(precision, plan.recompute, model, tp=plan.tp, cp=plan.cp, context=plan.context),
+        run_dry(precision, plan.recompute, model, tp=plan.tp, cp=plan.cp, ep=plan.ep, context=plan.context),
         precision_named(precision),
     )
     state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, place.together > 1 or plan.memory is not None)
@@ -201,9 +200,8 @@ def test_a_rank_of_a_plan_of_1024_has_and_sends_what_the_formula_says(place):
     def model() -> GPT:
         return GPT(GPTConfig(vocab_size=V, sequence=T, layers=blocks, d_model=D, heads=8, tied=True))
 
-    Mesh(Plan(dp=128, tp=tp), 8 * 127 + place, 1024)
-    groups = decay_matrices_only(0.1)
-    found = dry_run(Subject(model, causal_lm, text()[0], B, precision_named("fp32"), "none", groups, tp, place=place))
+    plan, groups = Plan(dp=128, tp=tp), decay_matrices_only(0.1)
+    found = dry_run(Subject(model, causal_lm, text()[0], B, precision_named("fp32"), plan, groups, rank=8 * 127 + place))
     rows = V // tp + (place < V % tp)
     matrices = blocks * (4 * D * D + 2 * D * F) // tp + rows * D
     vectors = blocks * ((3 * D + F) // tp + 2 * D + 4 * D) + 2 * D + T * D  # biases cut and whole, norms, positions

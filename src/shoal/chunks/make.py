@@ -14,6 +14,7 @@ from shoal.chunks.chunk import Chunk, Slot
 from shoal.chunks.lender import Lender
 from shoal.chunks.tier import Tier
 from shoal.comm import Group
+from shoal.parallel.layout import Layout
 from shoal.precision import Precision
 
 OWN, ALIKE, EXPERTS = "own", "alike", "experts"
@@ -112,6 +113,11 @@ class ChunkMaker:
         """The cut for a recorded `order`, if gradients leave enough earlier than by the expected one."""
         now, then = self.cut(chunk_bytes), self.cut(chunk_bytes, order)
         return then if departure(then, order) < departure(now, order) - PAYS else None
+
+
+def groups_of(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """The group of each parameter that is not ALIKE."""
+    return {name: EXPERTS if layout.of_experts else OWN for name, layout in layouts.items() if not layout.alike}
 
 
 def described(module: nn.Module, member: Mapping[str, int], precision: Precision, groups: Mapping[str, str]) -> list[Described]:

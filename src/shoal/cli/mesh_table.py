@@ -63,6 +63,8 @@ def who_holds_what(plan: Plan) -> Iterator[str]:
         yield f'along cp: the same weights and samples, other tokens of each row (context = "{plan.context}")'
     if plan.tp > 1:
         yield "along tp: the same samples, other parts of each large matrix"
+    if plan.ep > 1:
+        yield f"along ep: other experts, to which tokens travel; {plan.dp * plan.cp // plan.ep} rank(s) have the same"
     if plan.zero:
         within, copies = Mesh(plan, 0, plan.size).shards()
         what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[plan.zero - 1]

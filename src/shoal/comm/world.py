@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.comm.collectives import Group
 from shoal.comm.connect import connect, this_host
+from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
 from shoal.errors import UserError
 
@@ -62,6 +63,10 @@ class World:
             transports = connect(store, ranks.index(self.rank), self._hosts(ranks), self.device, self.timeout)
             self._groups[key] = Group(name, ranks, self.ledger, transports, store)
         return self._groups[key]
+
+    def lane(self) -> Lane:
+        """A new lane beside this rank's computation; whoever asks for it closes it."""
+        return Lane(self.device, self.ledger)
 
     def _hosts(self, ranks: list[int]) -> list[str]:
         """The host of each of `ranks`, which all call this; a group of one needs no store for it."""

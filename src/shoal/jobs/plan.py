@@ -107,12 +107,11 @@ class _Asked:
         self._recordings: dict[str, Recording] = {}
 
     def recording(self, table: Mapping[str, Any], plan: Plan) -> Recording:
-        key = repr((dict(table), plan.recompute, plan.tp, plan.cp, plan.context))
+        key = repr((dict(table), plan.recompute, plan.tp, plan.cp, plan.ep, plan.context))
         if key not in self._recordings:
             model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
-            kind = (self._precision, plan.recompute, groups, plan.tp, plan.cp, plan.context)
-            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, *kind)
+            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups)
             self._recordings[key] = dry_run(subject)
         return self._recordings[key]
 

@@ -138,6 +138,8 @@ class Recorder:
             time=time.time(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
+            tokens_per_expert=result.tokens_per_expert or None,
+            dropped=result.dropped,
         )
         self._write(record)
         self._progress.update(record)

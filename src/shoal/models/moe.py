@@ -216,7 +216,7 @@ class Pairs:
     def combine(self, rows_MD: Tensor, weights_NK: Tensor) -> Tensor:
         """[N, D]: of each token the sum of its experts' rows, weighed in the precision of the weights."""
         every = rows_MD.new_zeros(self._shape.numel(), rows_MD.shape[1]).index_copy(0, self._order, rows_MD)
-        return (every.view(*self._shape, -1) * weights_NK.unsqueeze(-1)).sum(1).to(rows_MD.dtype)
+        return (every.view(*self._shape, rows_MD.shape[1]) * weights_NK.unsqueeze(-1)).sum(1).to(rows_MD.dtype)
 
 
 def counted(values: Tensor, number: int) -> Tensor:

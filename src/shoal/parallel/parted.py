@@ -83,5 +83,5 @@ class Parted:
         return context
 
     def _lane(self, world: World) -> Lane:
-        self._lanes.append(Lane(world.device, world.ledger))
+        self._lanes.append(world.lane())
         return self._lanes[-1]

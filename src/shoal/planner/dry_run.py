@@ -24,16 +24,16 @@ from torch.utils._pytree import tree_leaves
 from shoal.build import Built, build
 from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
-from shoal.chunks.make import OWN, described
-from shoal.comm import Group
-from shoal.comm.ledger import Ledger
-from shoal.comm.silent import Silent
+from shoal.chunks.make import described, groups_of
+from shoal.comm.silent import SilentWorld
 from shoal.compiling import blocks, recomputable
 from shoal.errors import ShoalError, UserError
+from shoal.mesh import Mesh
 from shoal.optimizer import GroupRule, group_options
-from shoal.parallel.context import Context, Parts
-from shoal.parallel.tensor import Region, Rules, cut_among, rules_for
-from shoal.plan import Option, option_name
+from shoal.parallel.context import Context
+from shoal.parallel.parted import Parted
+from shoal.parallel.tensor import Rules
+from shoal.plan import Plan, option_name
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
 from shoal.random import Randomness, attention, keyed_functional
@@ -46,26 +46,23 @@ Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[s
 
 @dataclass(frozen=True)
 class Subject:
-    """A model with all that decides what a microbatch of it needs. `sample`: one row of the data, `microbatch` of them a forward."""
+    """A model with all that decides what a microbatch of it needs on `rank` of `plan`. `sample`: one row of the data, `microbatch` of them a forward."""
 
     factory: Callable[[], nn.Module]
     loss: Loss
     sample: Mapping[str, Tensor]
     microbatch: int
     precision: Precision
-    recompute: Option = "none"
+    plan: Plan = field(default_factory=Plan)
     param_groups: GroupRule | None = None
-    tp: int = 1
-    cp: int = 1
-    context: str = "ulysses"
     tensor_rules: Rules | None = None
-    place: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Of a dry run: of the model `num_parameters` in all; the parameters, as the rank at `place` along tp has them, in the order in which chunks are cut, each
-    optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from the ranks along tp and cp, by purpose."""
+    """Of a dry run: of the model `num_parameters` in all; the parameters, as the rank has them, in the order in which chunks are cut, each
+    optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from other ranks in forward and backward, by purpose."""
 
     num_parameters: int
     parameters: tuple[Described, ...]
@@ -111,21 +108,13 @@ def _record(built: Built, subject: Subject) -> Recording:
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
-    randomness, groups = Randomness(0, torch.device("cpu")), dict[str, str]()
-    region, context, ledger = None, None, Ledger()
-    if subject.cp > 1:
-        lane: Any = _AtOnce() if subject.context == "ring" else None
-        context = Context(_silent(subject.cp, 0, ledger), attention, lane)
-        context.watch(module)
-        randomness.attend = context.attend
-    if subject.tp > 1:
-        region = Region(
-            _silent(subject.tp, subject.place, ledger), lambda ranks: _silent(len(ranks), ranks.index(subject.place), ledger)
-        )
-        layouts = cut_among(built, region, rules_for(module, subject.tensor_rules)).layouts
-        groups = {name: OWN for name, layout in layouts.items() if not layout.alike}
-    randomness.part = Parts(region, context)
-    parameters = described(module, member, subject.precision, groups)
+    randomness, world = Randomness(0, torch.device("cpu")), SilentWorld(subject.rank, subject.plan.size)
+    parted = Parted(built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention)
+    if parted.context is not None:
+        randomness.attend = parted.context.attend
+    if parted.parts is not None:
+        randomness.part = parted.parts
+    parameters = described(module, member, subject.precision, groups_of(parted.layouts))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
@@ -134,20 +123,15 @@ def _record(built: Built, subject: Subject) -> Recording:
         randomness.take_over(module, [block for block in blocks(module) if block is not module])
         stack.enter_context(keyed_functional(randomness))
         recompute = None
-        if option_name(subject.recompute, "recompute") != "none":
-            recompute = Recompute(recomputable(module), subject.recompute, [randomness.again])
+        if option_name(subject.plan.recompute, "recompute") != "none":
+            recompute = Recompute(recomputable(module), subject.plan.recompute, [randomness.again])
         cast_at_the_border(module, subject.precision)
         module.train()
-        events = _run(module, subject, randomness, recompute, context)
+        events = _run(module, subject, randomness, recompute, parted.context)
     sent: dict[str, int] = {}
-    for flow, traffic in ledger.traffic.items():
+    for flow, traffic in world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
     return Recording(whole, tuple(parameters), tuple(member_options), buffers, events, sent)
-
-
-def _silent(ranks: int, rank: int, ledger: Ledger) -> Group:
-    """In which nothing is sent, but it is booked what would be."""
-    return Group.of(Silent(rank, ranks), ledger=ledger)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:
@@ -179,7 +163,7 @@ def _run(
     for name, parameter in named.items():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_came, log, name))
-    again = recompute is not None and option_name(subject.recompute, "recompute") == "budget"
+    again = recompute is not None and option_name(subject.plan.recompute, "recompute") == "budget"
     for _ in range(1 + again):
         log.clear()
         with _Living(log), passing.step("dry run"):
@@ -198,19 +182,6 @@ def _run(
 def _came(log: list[Event], name: str, parameter: Tensor) -> None:
     log.append(("came", name))
     parameter.grad = None  # as the engine takes it into its chunk
-
-
-class _AtOnce:
-    """In the place of a Lane: fake tensors are of one thread."""
-
-    def submit(self, work: Callable[[], None], name: str) -> None:
-        work()
-
-    def wait(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _Log(Tier):

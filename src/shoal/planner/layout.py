@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from shoal.chunks import ChunkKey, Slot, search
 from shoal.chunks.assign import Described, assign, lay_out
+from shoal.chunks.make import EXPERTS
 from shoal.plan import Plan
 from shoal.precision import Precision
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands. `together`: ranks that share one copy of the state; `on_host`: ranks of its host. `one_memory`: ranks put common weights and
+    """Where a rank stands. `together`: ranks that share one copy of the state, `with_experts`: those of them that have the same experts; `on_host`: ranks of its host. `one_memory`: ranks put common weights and
     gradients on loan in memory that all see. `on_gpu`: the device is one, and its memory another than the host's. `budget`: bytes of the device that
     weights and all else may take, None for no limit."""
 
@@ -23,6 +24,11 @@ class Place:
     one_memory: bool = True
     on_gpu: bool = False
     budget: int | None = None
+    with_experts: int = 1
+
+    def sharers(self, key: ChunkKey) -> int:
+        """The ranks that share one copy of a chunk's state."""
+        return self.with_experts if key.group == EXPERTS else self.together
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,10 @@ def lay_out_all(
 ) -> list[Laid]:
     """The chunks of about `chunk_bytes` of gradient. `whole`: the optimizer takes whole parameters."""
     stage = 3 if plan.memory is not None else plan.zero
-    ranks = place.together if plan.zero else 1
-    sharded = ranks > 1 or plan.memory is not None
     laid = []
     for key, slots in assign(parameters, chunk_bytes, precision.grad.itemsize):
+        ranks = place.sharers(key) if plan.zero else 1
+        sharded = ranks > 1 or plan.memory is not None
         is_cut = sharded and not key.sparse and (key.trainable or stage == 3)
         size = slots[-1].offset + slots[-1].numel
         if is_cut:

@@ -154,7 +154,7 @@ def _kept(chunks: Sequence[Laid], precision: Precision, state: State, home: str,
         at, itemsize = home if chunk.is_cut else "device", chunk.key.dtype.itemsize
         common = chunk.is_cut and place.one_memory and not place.on_gpu and not chunk.passes
         weights = chunk.owned if chunk.passes else chunk.size
-        rows.append(Row("weights", at, weights * itemsize, sharers=place.together if common else 1))
+        rows.append(Row("weights", at, weights * itemsize, sharers=place.sharers(chunk.key) if common else 1))
         if not chunk.key.trainable:
             continue
         gradient = chunk.owned if chunk.borrows else chunk.size

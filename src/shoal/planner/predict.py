@@ -19,6 +19,7 @@ from shoal.exchange import algorithm
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.sharding import check_masters, check_sharding
 from shoal.exchange.tuning import given_chunk_bytes
+from shoal.exchange.with_experts import check_experts
 from shoal.optimizer import OptimizerFactory
 from shoal.plan import Plan, option_name
 from shoal.planner.dry_run import Recording
@@ -83,10 +84,13 @@ def predict(
     limit, chunk = _limits(plan, machine)
     if plan.zero or plan.memory is not None:
         check_sharding(exchange, plan.exchange, plan.zero, plan.memory is not None)
+    if plan.ep > 1:
+        check_experts(exchange, plan.exchange)
     if precision.keep != "whole":
         check_masters(exchange, plan.exchange, precision.keep)
     together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
-    place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit)
+    with_experts = max(1, together // plan.ep)
+    place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit, with_experts)
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
     alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
     if alone and state.in_one_pass and precision.model == torch.bfloat16:  # gradients go home as they are

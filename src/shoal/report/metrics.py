@@ -35,7 +35,8 @@ class StepRecord:
 
     `loss` is the mean over `tokens` (or samples), `seconds` the wall time of the step, `memory_bytes` the use of rank 0,
     `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known. `loss_scale`: what the loss was multiplied
-    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated.
+    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated. `tokens_per_expert`: of each layer with experts, how
+    often each was chosen; `dropped`: the part (0 to 1) of those choices that capacity has not let through.
     """
 
     step: int
@@ -51,6 +52,14 @@ class StepRecord:
     time: float
     loss_scale: float | None = None
     skipped: bool = False
+    tokens_per_expert: list[list[int]] | None = None
+    dropped: float | None = None
+
+    @property
+    def imbalance(self) -> float | None:
+        """How many times the mean of its layer the busiest expert was chosen, a mean over the layers."""
+        layers = [layer for layer in self.tokens_per_expert or [] if sum(layer)]
+        return sum(max(layer) * len(layer) / sum(layer) for layer in layers) / len(layers) if layers else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,8 @@ def _charts(records: RunRecords) -> list[Chart]:
         figures.step_chart("Learning rate", steps, lambda r: r.lr, "{:.2g}".format),
         figures.step_chart("Gradient norm", steps, lambda r: r.grad_norm, "{:.3g}".format),
         figures.step_chart("Loss scale", steps, lambda r: r.loss_scale, "{:g}".format),
+        figures.step_chart("Busiest expert, times the mean", steps, lambda r: r.imbalance, "{:.2f}".format),
+        figures.step_chart("Dropped by experts, %", steps, lambda r: r.dropped and 100 * r.dropped, "{:.1f}".format),
         figures.step_chart(f"Memory of rank 0, {unit}", steps, lambda r: r.memory_bytes / unit_bytes, "{:.3g}".format),
     ]
     return [figures.loss_chart(steps, records.evals), *(chart for chart in curves if chart is not None)]

@@ -46,8 +46,7 @@ class Dispatch:
         give = [sum(pairs.counts[rank * self.each :][: self.each]) for rank in range(self.group.size)]
         take = [sum(arriving[rank * self.each :][: self.each]) for rank in range(self.group.size)]
         rows = self._travel(x_ND[pairs.tokens], give, take, meanwhile)
-        number = torch.arange(self.each, device=x_ND.device).repeat(self.group.size)
-        experts = number.repeat_interleave(torch.tensor(arriving, device=x_ND.device), output_size=len(rows))
+        experts = self._numbers(arriving, rows)
         done = compute(rows, experts.unsqueeze(1), weights_NK.new_ones(len(rows), 1))
         return pairs.combine(deal_out(done, self.group, take, give, PURPOSE), weights_NK)
 
@@ -55,8 +54,15 @@ class Dispatch:
         """How many rows come from each rank for each expert here, one rank's after the other's."""
         if isinstance(like, FakeTensor):  # of a dry run: from all as many as go to all
             return list(counts)
-        leaving = torch.tensor(counts, device=like.device)
-        return self.group.all_to_all(torch.empty_like(leaving), leaving, purpose=PURPOSE).tolist()
+        even = [self.each] * self.group.size
+        return deal_out(torch.tensor(counts, device=like.device), self.group, even, even, PURPOSE).tolist()
+
+    def _numbers(self, arriving: Sequence[int], rows: Tensor) -> Tensor:
+        """[M]: of each row that has arrived the number of its expert here."""
+        if isinstance(rows, FakeTensor):
+            return rows.new_zeros(len(rows), dtype=torch.int64)
+        number = torch.arange(self.each, device=rows.device).repeat(self.group.size)
+        return number.repeat_interleave(torch.tensor(arriving, device=rows.device), output_size=len(rows))
 
     def _travel(self, rows: Tensor, give: Sequence[int], take: Sequence[int], meanwhile: Callable[[], None] | None) -> Tensor:
         if meanwhile is None:

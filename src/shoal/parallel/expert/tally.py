@@ -16,7 +16,7 @@ from shoal.parallel.expert.mixtures import Mixture
 
 class Tally:
     """Of the layers `found` that have a router, in order. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
-    were; `among` have other tokens of the same layers (sequence parallel). Forwards in evaluation, and those that backward runs again, are not counted."""
+    were; `among` have other tokens of the same layers (sequence parallel). Forwards in evaluation, inside transforms of torch.func, and those that backward runs again are not counted."""
 
     def __init__(self, found: Sequence[Mixture], device: torch.device, among: Group | None = None) -> None:
         self._layers = [(mixture.router, mixture.number) for mixture in found if mixture.router is not None]
@@ -64,7 +64,7 @@ class Tally:
 
     @torch.compiler.disable
     def _count(self, place: int, module: nn.Module, output: Any) -> None:
-        if self._muted or not module.training:
+        if self._muted or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         _, number = self._layers[place]
         with torch.no_grad():
