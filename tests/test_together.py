@@ -13,7 +13,7 @@ import torch
 from shoal import Engine, Plan
 from shoal.errors import UserError
 from shoal.exchange.named import ALGORITHMS
-from shoal.models import GPT, GPTConfig, causal_lm
+from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from tests.pool import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
@@ -21,6 +21,7 @@ BEGIN, END = "<!-- what goes together: written by tests/test_together.py -->", "
 COLUMNS: dict[str, dict[str, Any]] = {
     "tp": {"dp": 2, "tp": 2},
     "cp": {"dp": 2, "cp": 2},
+    "ep": {"dp": 4, "ep": 2},
     "zero = 1": {"dp": 4, "zero": 1},
     "zero = 2": {"dp": 4, "zero": 2},
     "zero = 3": {"dp": 4, "zero": 3},
@@ -49,7 +50,7 @@ def tried(world) -> dict[str, dict[str, str]]:
             options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "global_batch": 8, "microbatch": 1, **more}
             try:
                 Engine(
-                    lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=1, d_model=16, heads=4)),
+                    lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=1, d_model=16, heads=4, moe=MoEConfig(2))),
                     causal_lm, plan=Plan(**{**base, **plan}), world=world, **options,
                 ).close()  # fmt: skip
                 found.setdefault(row, {})[column] = ""

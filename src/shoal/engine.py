@@ -608,10 +608,11 @@ class Engine:
         """UserError for what does not go with a model that is cut, or with rows that are."""
         if self.plan.tp > 1 and self.precision.fp8:
             raise UserError('plan.tp > 1 does not go with precision = "fp8" yet: its products take whole matrices')
-        if self.plan.tp > 1 and needs_whole_parameters(optimizer, options, self.precision.master):
+        cut = next((axis for axis in ("tp", "ep") if getattr(self.plan, axis) > 1), None)
+        if cut is not None and needs_whole_parameters(optimizer, options, self.precision.master):
             raise UserError(
-                "plan.tp > 1 leaves each rank a part of each matrix, and this optimizer looks at whole ones: take an elementwise one (AdamW, SGD), or "
-                "plan.dp"
+                f"plan.{cut} > 1 leaves each rank a part of {'each matrix' if cut == 'tp' else 'what stacks experts'}, and this optimizer looks at whole "
+                "parameters: take an elementwise one (AdamW, SGD), or plan.dp"
             )
         if self.plan.cp > 1 and sync_bn:
             raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")

@@ -13,7 +13,7 @@ from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
-from shoal.models import GPT, GPTConfig, build, causal_lm
+from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm
 from shoal.optimizer import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
 from shoal.precision import precision as precision_named
@@ -35,6 +35,10 @@ OPTIMIZERS = {
 
 def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=True, dropout=dropout))
+
+
+def moe() -> GPT:
+    return GPT(GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, moe=MoEConfig(4)))
 
 
 def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, ep=1, context="ulysses") -> Recording:
@@ -164,7 +168,7 @@ def case(options: dict) -> tuple[Plan, object, str]:
 
 def held_by_rank(world: World, options: dict) -> dict:
     plan, precision, optimizer = case(options)
-    return held(world, plan, precision, optimizer)
+    return held(world, plan, precision, optimizer, moe if plan.ep > 1 else gpt)
 
 
 @pytest.mark.parametrize("options", TWO_RANKS, ids=str)
@@ -181,6 +185,9 @@ CUT = [
     {"tp": 2, "zero": 1},
     {"cp": 2, "dp": 1, "memory": {}},
     {"cp": 2, "dp": 1, "zero": 2, "memory": {}, "context": "ring"},
+    {"ep": 2, "zero": 1},
+    {"ep": 2, "dp": 4, "zero": 2},
+    {"ep": 2, "memory": {}, "precision": "bf16"},
 ]
 
 
@@ -188,7 +195,9 @@ CUT = [
 def test_the_first_rank_of_a_model_that_is_cut(options):
     plan, precision, optimizer = case(options)
     real = run_ranks(held_by_rank, plan.size, options)[0]
-    check(predicted(plan, precision, optimizer, Place(0, plan.dp * plan.cp if plan.zero else 1, plan.size, True)), real)
+    together = plan.dp * plan.cp if plan.zero else 1
+    place = Place(0, together, plan.size, True, with_experts=max(1, together // plan.ep))
+    check(predicted(plan, precision, optimizer, place, model=moe if plan.ep > 1 else gpt), real)
     assert run_dry(precision, tp=2).num_parameters == run_dry(precision).num_parameters
 
 
