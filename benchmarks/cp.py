@@ -113,7 +113,7 @@ def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = Fa
 class Silenced(AloneWorld):
     """The same for context-parallel groups."""
 
-    silent = "cp"
+    silent = ("cp",)
 
 
 def kept() -> int:

@@ -146,6 +146,69 @@ def deepspeed_zero(case: Case, precision: str, stage: int) -> Step:
     return step
 
 
+def deepspeed_moe(case: Case, precision: str, drop: bool = True) -> Step:
+    """DeepSpeed-MoE: the MLPs of the blocks with experts are its layers, experts spread over all ranks, capacity and gates as `workload.MODEL` says, without
+    random token selection. Its own factor of the balance loss is ours. bf16: its bf16 mode. `drop`: False pads to the most that any expert gets."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    from shoal.models.gpt import GeluMLP
+
+    rank, size = _init_gloo()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model, shares = build_model(), _shares(case, rank, size)
+    cfg = model.cfg
+    assert cfg.moe is not None
+
+    class Layer(nn.Module):
+        """DeepSpeed's layer, returning what a block of ours expects."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            assert cfg.moe is not None
+            self.inner = MoE(
+                cfg.d_model,
+                GeluMLP(cfg.d_model, cfg.moe.d_ff or cfg.ff, bias=False),
+                num_experts=cfg.moe.experts,
+                ep_size=size,
+                k=cfg.moe.per_token,
+                capacity_factor=cfg.moe.capacity_factor or 1.0,
+                min_capacity=1,
+                drop_tokens=drop,
+                use_rts=False,
+                top2_2nd_expert_sampling=False,
+            )
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y, balance, _ = self.inner(x)
+            return y, torch.stack([balance.float(), balance.new_zeros((), dtype=torch.float32)])
+
+    for place, block in enumerate(model.blocks):
+        if cfg.has_experts(place):
+            block.mlp = Layer()
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(groups, lr=LEARNING_RATE, fused=True),
+        config={
+            "train_micro_batch_size_per_gpu": case.batch // size,
+            "zero_optimization": {"stage": 0},
+            "bf16": {"enabled": precision == "bf16"},
+            "steps_per_print": 1_000_000,
+        },
+    )
+
+    def step() -> None:
+        tokens, labels = next(shares)
+        out = engine(tokens)
+        engine.backward(mean_loss(out.logits, labels) + sum(out.losses.values()))
+        engine.step()
+
+    return step
+
+
 def zero_redundancy(case: Case, precision: str) -> Step:
     """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters. bf16: autocast over fp32 weights."""
     from torch.distributed.optim import ZeroRedundancyOptimizer

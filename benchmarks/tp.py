@@ -64,9 +64,9 @@ class AloneGroup(Group):
 
 
 class AloneWorld(World):
-    """A world whose groups of names that begin with `silent` are of one each, which thinks that it is several."""
+    """A world whose groups of names that begin with one of `silent` are of one each, which thinks that it is several."""
 
-    silent = "tp"
+    silent: tuple[str, ...] = ("tp",)
 
     def group(self, name: str, ranks: list[int]) -> Group:
         if not name.startswith(self.silent):

@@ -1,11 +1,15 @@
-"""`compile`: the forward of each block, never a whole module, whose hooks would be traced into the graph."""
+"""`compile`: the forward of each block, never a whole module, whose hooks would be traced into the graph. And paths that depend on data, compiled or not."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.errors import UserError
 
@@ -54,3 +58,32 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
     for block in blocks(module):
         choice: dict[str, Any] = {} if backend is True else {"backend": backend}
         block.forward = torch.compile(block.forward, **choice)
+
+
+_torch_cond = torch.cond
+_lock, _open = threading.Lock(), [0]
+
+
+@contextmanager
+def branching() -> Iterator[None]:
+    """Inside, `torch.cond` takes its branch in Python: torch's own refuses operands that lie in one storage, as the parameters of a chunk do. In a compiled block the graph
+    ends there and goes on behind it."""
+    with _lock:
+        _open[0] += 1
+        torch.cond = _branch  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _lock:
+            _open[0] -= 1
+            if not _open[0]:
+                torch.cond = _torch_cond
+
+
+def _branch(
+    pred: Tensor | bool, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: tuple[Any, ...] | list[Any] = ()
+) -> Any:
+    """Stands in for `torch.cond`; in a dry run, where nothing has values, the first branch."""
+    if torch.compiler.is_exporting():
+        return _torch_cond(pred, true_fn, false_fn, operands)
+    return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from shoal.batchnorm import RunningStatistics, has_batch_statistics
 from shoal.buffers import OtherBuffers, buffers_untouched
 from shoal.chunks import Passing, sum_of_squares, value_of
 from shoal.comm import Group
+from shoal.compiling import branching
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
@@ -86,7 +87,8 @@ class Sums:
 
 def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -> Sums:
     """Runs `loss` and checks its contract; UserError says what it returned instead."""
-    result = loss(module, microbatch)
+    with branching():
+        result = loss(module, microbatch)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise UserError(f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)")
     total, count = result[0], torch.as_tensor(result[1])
@@ -289,9 +291,11 @@ class StepRunner:
         if self._tally is not None:
             self._tally.begin()
 
-    def keyed(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def keyed(self) -> Iterator[None]:
         """Around forward and backward: what is drawn there is keyed, if it is to be."""
-        return keyed_functional(self._randomness) if self._keyed or self._context is not None else nullcontext()
+        with branching(), keyed_functional(self._randomness) if self._keyed or self._context is not None else nullcontext():
+            yield
 
     def backward(self, sums: Sums, last: bool, counts: bool = True) -> None:
         """Backward of one microbatch; in the step's `last` one what is complete is exchanged while it goes on. One that does not count
