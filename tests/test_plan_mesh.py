@@ -27,7 +27,7 @@ pytestmark = pytest.mark.fast
         ({"exchagne": 2}, 'plan has no field "exchagne". Did you mean "exchange"?'),
         ({"dp": 0}, "plan.dp = 0: a degree is a whole number of at least 1"),
         ({"dp": "2"}, "plan.dp = '2'"),
-        ({"ep": 2, "dp": 2}, "plan.ep = 2 is not implemented yet (expert parallel); this version takes 1"),
+        ({"pp": 2}, "plan.pp = 2 is not implemented yet (pipeline parallel); this version takes 1"),
         (
             {"dp": 6, "zero": 1, "shard": 4},
             "plan.shard = 4: that many of dp = 6 ranks share one copy of the state, so it is one of [1, 2, 3, 6]",
@@ -98,6 +98,21 @@ def test_experts_see_the_same_ranks_otherwise():
     assert (mesh.size("ep"), mesh.rank("ep"), mesh.rank("edp")) == (2, 0, 1)
     with pytest.raises(UserError, match="dp and ep are not axes of one grid"):
         mesh.ranks("dp", "ep")
+
+
+@pytest.mark.parametrize(
+    ("plan", "rank", "within", "copies"),
+    [
+        ({"dp": 8, "ep": 2}, 5, [1, 3, 5, 7], [5]),
+        ({"dp": 8, "ep": 2, "shard": 4}, 5, [5, 7], [1, 5]),
+        ({"dp": 8, "ep": 4, "shard": 4}, 5, [5], [1, 5]),
+        ({"dp": 4, "cp": 2, "ep": 4, "shard": 2}, 5, [5], [1, 5]),
+        ({"dp": 4, "cp": 2, "ep": 8, "shard": 2}, 5, [5], [5]),
+    ],
+    ids=str,
+)
+def test_those_who_have_the_same_experts_share_their_state(plan, rank, within, copies):
+    assert spread(rank, **plan, zero=1).shards(experts=True) == (within, copies)
 
 
 @given(st.tuples(*(st.integers(1, 3) for _ in range(4))), st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm, count_parameters
-from shoal.models.moe import Experts, MoE, Pairs, Router, kept
+from shoal.models.moe import Experts, MoE, Pairs, Router, by_expert, kept
 
 D, F_WIDTH = 8, 6
 
@@ -108,6 +108,20 @@ def test_dropped_pairs_count_nothing_and_capacity_is_of_the_microbatch():
     assert counts[:4].max() <= 2 and counts.sum() == 16
     y = moe.experts(x, routing.experts, routing.weights)
     assert torch.equal(y.abs().sum(1) == 0, (routing.experts == 4).squeeze(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [8, 6], ids=["grouped", "one by one"])
+def test_products_by_expert(dtype, size):
+    counts = [3, 0, 4, 2]
+    rows, weights = torch.randn(9, 8, dtype=dtype, requires_grad=True), torch.randn(4, size, 8, dtype=dtype, requires_grad=True)
+    y = by_expert(rows, weights, counts)
+    expected = torch.cat([part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)])
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(y, expected, rtol=bound, atol=bound)
+    direction = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(each, (rows, weights), direction) for each in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=bound, atol=10 * bound)
 
 
 def test_pairs_come_sorted_and_go_back():
