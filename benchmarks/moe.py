@@ -2,7 +2,7 @@
 
     python -m benchmarks.moe [--case top2-8x256,top1-8x256,top2-2x64] [--precision fp32,bf16] [--rounds 4] [--quick]
 
-2 processes of one thread train a GPT of 8 blocks, every second of which has 8 experts in place of its MLP, 4 on each rank: 80M parameters. A rank has half of the rows, its tokens travel to
+2 processes of one thread train a GPT of 8 blocks, every second of which has 8 experts in place of its MLP, 4 on each rank: 92M parameters. A rank has half of the rows, its tokens travel to
 their experts. All drop what is beyond the same capacity, by position, and add the same balance loss. The limit is Shoal's engine of which nothing is sent: each rank computes its own tokens twice over,
 as many as would come. Times in turn as in `dp`. Writes results/moe.json.
 """

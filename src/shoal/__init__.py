@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.exchange import as_ddp_hook, as_fsdp2
     from shoal.optimizer import decay_matrices_only
     from shoal.plan import Plan
-    from shoal.step import StepResult
+    from shoal.result import StepResult
 
 _HOME = {
     "CheckpointError": "shoal.errors",

@@ -21,24 +21,24 @@ from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import whole_parameters
-from shoal.chunks import Budget, ChunkMaker, Executor, Later, Passing, Tier, adopt, move, search, weakly
-from shoal.chunks.allocate import Private, Shards, Shared
-from shoal.chunks.make import Keeping, groups_of
-from shoal.chunks.saved import OnHost
+from shoal.chunks import ChunkMaker, Later, Tier, adopt, move, weakly
+from shoal.chunks.allocate import Private, Shared
+from shoal.chunks.make import groups_of
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
-from shoal.exchange import Algorithm, Replica, algorithm
+from shoal.exchange import Replica
+from shoal.exchange.choose import choose_exchange
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
-from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding, check_shared_rows
-from shoal.exchange.tuning import chunk_bytes, given_chunk_bytes, worth_measuring
-from shoal.exchange.with_experts import WithExperts, check_experts
+from shoal.exchange.tuning import chunk_bytes, worth_measuring
+from shoal.exchange.with_experts import check_biases
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.loop import Loop
+from shoal.loss import Loss
 from shoal.lr import Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_model
@@ -58,7 +58,9 @@ from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness, attention
 from shoal.recompute import Recompute
-from shoal.step import Loss, StepResult, StepRunner, choose_microbatch
+from shoal.result import StepResult
+from shoal.step import StepRunner, choose_microbatch
+from shoal.storage import Storage
 
 
 class Engine:
@@ -140,17 +142,18 @@ class Engine:
         self.recompute = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        private, shared = Private(self.device), Shared(group, self.device)
         self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
-        exchange = self._exchange = self._choose_exchange(clip_value)
-        keeping = self._keeping(optimizer, options, group)
-        of_experts = None if parted.experts is None else self._keeping(optimizer, options, parted.experts)
+        exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, parted.experts, self._among)
+        if parted.moves_biases:
+            check_biases(exchange, self.plan.exchange)
+        storage = self._storage = Storage(self.plan, self.mesh, self.world, group, parted.experts, self._all, self.offload)
+        keeping, of_experts = storage.keeping(exchange, needs_whole_parameters(optimizer, options, self.precision.master))
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
-        groups, place = groups_of(self.layouts), (beside.rank, beside.size)
+        private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
         self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, of_experts, groups, place)
-        sized = self._size_for_memory(keeping.shards)
+        sized = storage.chunk_bytes(exchange, self._maker, keeping.shards, self.precision.grad.itemsize)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
@@ -159,10 +162,10 @@ class Engine:
         self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
-        self.passing, tally = self._pass_weights(), parted.tally()
-        if self.recompute is not None:
-            self.recompute.again += [each.again for each in (self.passing, tally) if each is not None]
-        self._agree()
+        self.passing, tally = storage.passing(self.module, self.chunks), parted.tally()
+        if self.passing is not None and self.recompute is not None:
+            self.recompute.again.append(self.passing.again)
+        storage.agree(self.module, self.chunks, beside)
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
         if not trainable:
@@ -182,7 +185,7 @@ class Engine:
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
-        self.lender = self._maker.lender(trainable, shared, self.tier)
+        self.lender = self._maker.lender(trainable, Shared(group, self.device), self.tier)
         by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
         tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
         deciding = self.world.group("tp-decisions", beside.ranks) if beside.size > 1 else None
@@ -211,6 +214,7 @@ class Engine:
             context=parted.context,
             tally=tally,
             alike=self._alike,
+            shares_routing=tally is not None and parted.losses_of_all_tokens,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -442,7 +446,10 @@ class Engine:
         extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
         kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
         if not state.restore_exchange(path, kept, self._standing) and self._all.rank == 0:
-            warnings.warn(f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}: it starts anew", stacklevel=2)
+            warnings.warn(
+                f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise: that starts anew",
+                stacklevel=2,
+            )
         self._exchange.restored()
         self._go_on(extra, path.name)
         return extra["user"]
@@ -486,9 +493,12 @@ class Engine:
             for chunk in self.chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
-            parts = self._parted.beside
-            if (self._parted.experts or self._group).rank == 0 and parts.size > 1:
-                weights = whole_parameters(weights, self.layouts, parts)
+            of_experts = {name: value for name, value in weights.items() if self.layouts[name].of_experts}
+            if self._group.rank == 0 and self._beside.size > 1:
+                rest = {name: value for name, value in weights.items() if name not in of_experts}
+                weights.update(whole_parameters(rest, self.layouts, self._beside))
+            if self._parted.experts is not None and self._parted.experts.rank == 0:
+                weights.update(whole_parameters(of_experts, self.layouts, self._parted.beside))
             if self._all.rank == 0:
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
@@ -503,7 +513,7 @@ class Engine:
                 stack.callback(self.pager.close)
             stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
-            stack.callback(self._weights_lane.close)
+            stack.callback(self._storage.close)
             stack.callback(self._parted.close)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
@@ -539,71 +549,6 @@ class Engine:
         again = [self._randomness.again] if self._keyed else []
         return Recompute(recomputable(self.module), self.plan.recompute, again)
 
-    def _choose_exchange(self, clip_value: float | None) -> Algorithm:
-        """What `plan.exchange` says; UserError where it does not go with the rest."""
-        option, experts = self.plan.exchange, self._parted.experts
-        exchange = algorithm(option)
-        if self.plan.zero or self.offload is not None:
-            check_sharding(exchange, option, self.plan.zero, self.offload is not None)
-        if self.plan.cp > 1:
-            check_shared_rows(exchange, option, self.plan.cp)
-        if self.plan.tp > 1:
-            check_cut_model(exchange, option)
-        if self.precision.keep != "whole":
-            check_masters(exchange, option, self.precision.keep)
-        if clip_value is not None:
-            check_clip_value(exchange, option, clip_value)
-        if experts is None:
-            return exchange
-        check_experts(exchange, option)
-        return WithExperts(dense=exchange, experts=algorithm(option), group=experts, among=partial(self._among, experts))
-
-    def _keeping(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], group: Group) -> Keeping:
-        """How chunks are kept that the ranks of `group` have: all of the model, or its experts."""
-        gradients = Shared(group, self.device) if self._exchange.reduces_in_place else Private(self.device)
-        return Keeping(gradients, self._shards(optimizer, options, group))
-
-    def _shards(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], group: Group) -> Shards | None:
-        """Among whom of `group` chunks are cut, where they are at home, and whether the optimizer wants whole parameters."""
-        within, copies = self.mesh.shards(experts=group is not self._group)
-        if not self.plan.zero and group.size > 1:
-            within, copies = [self.world.rank], group.ranks
-        if len(within) == 1 and self.offload is None:
-            return None
-        inside = group if len(copies) == 1 else self.world.group(f"{group.name}-inside", within)
-        across = None if len(copies) == 1 else self.world.group(f"{group.name}-across", copies)
-        home = None if self.offload is None else self.offload.home
-        weights = self.world.group(f"{group.name}-weights", within) if self.plan.zero == 3 or home is not None else inside
-        whole = needs_whole_parameters(optimizer, options, self.precision.master)
-        return Shards(weights, inside, across, self.device, 3 if home is not None else self.plan.zero, home, whole)
-
-    def _size_for_memory(self, shards: Shards | None) -> int | None:
-        """Bytes of gradient of a chunk: what the plan fixes, else what suits weights that pass. None where the links decide."""
-        allowed = Budget() if self.offload is None else self.offload.allowed
-        given = given_chunk_bytes(self._exchange, allowed.chunk)
-        if given is not None or shards is None or not shards.weights_pass():
-            return given
-        itemsize, whole = self.precision.grad.itemsize, shards.whole_parameters
-        found = search(self._maker.described, shards.group.size, itemsize, whole, allowed.device).best.chunk_bytes
-        return int(self._all.broadcast_object(found))  # "auto" may see other memory on each GPU
-
-    def _pass_weights(self) -> Passing | None:
-        """Watches the weights that are whole only while they are used, if there are such."""
-        self._weights_lane = Lane(self.device, self.ledger)
-        passing = [chunk for chunk in self.chunks if chunk.passes]
-        if not passing:
-            return None
-        together = blocks(self.module) if self.plan.compile else []
-        group = passing[0].group
-        if self._parted.experts is not None:  # some are gathered among fewer ranks
-            group = self.world.group("dp-movement", self._group.ranks)
-        agree = partial(_smallest, group) if group is not None and group.size > 1 else None
-        executor = Executor(passing, self._weights_lane, self.tier, agree=agree)
-        on_host = None
-        if self.offload is not None and self.offload.allowed.activations:
-            on_host = partial(OnHost, self.offload.allowed.activations, self._weights_lane, self.offload.host)
-        return Passing(self.module, passing, executor, together, self.tier, on_host)
-
     def _check_cut(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], sync_bn: bool) -> None:
         """UserError for what does not go with a model that is cut, or with rows that are."""
         if self.plan.tp > 1 and self.precision.fp8:
@@ -616,29 +561,6 @@ class Engine:
             )
         if self.plan.cp > 1 and sync_bn:
             raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")
-
-    def _agree(self) -> None:
-        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
-        with torch.no_grad():
-            for buffer in self.module.buffers():
-                self._all.broadcast(buffer, purpose="buffers")
-            for chunk in self.chunks:
-                if chunk.is_cut:  # alike within a copy since `adopt`
-                    chunk.agree()
-                else:
-                    (self._parted.experts or self._group if chunk.of_experts else self._group).broadcast(
-                        chunk.master, purpose="weights"
-                    )
-                    chunk.publish()
-            for chunk in self.chunks:
-                if chunk.beside[1] > 1:  # which the ranks beside this one have too
-                    self._beside.broadcast(chunk.owned.master, purpose="weights")
-                    chunk.publish()
-
-
-def _smallest(group: Group, numbers: list[int]) -> list[int]:
-    """Of each number the smallest that a rank of `group` has; all of them call it."""
-    return [min(each) for each in zip(*group.all_gather_object(numbers), strict=True)]
 
 
 def _copied(piece: Piece) -> Piece:

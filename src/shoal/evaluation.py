@@ -14,9 +14,10 @@ from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import UserError
+from shoal.loss import Loss, call_loss
 from shoal.parallel.context import Context
 from shoal.random import Randomness, keyed_functional
-from shoal.step import Loss, call_loss, microbatches, share
+from shoal.step import microbatches, share
 
 
 @dataclass(frozen=True)

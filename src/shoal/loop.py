@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.errors import UserError
+from shoal.loss import Sums
 from shoal.random import Randomness
-from shoal.step import StepResult, StepRunner, Sums
+from shoal.result import StepResult
+from shoal.step import StepRunner
 
 
 def callers_loss(model: nn.Module, microbatch: Mapping[str, Tensor]) -> NoReturn:
@@ -34,7 +36,7 @@ class Loop:
     """Steps of `microbatches` forwards and backwards on each rank, all of which make them alike.
 
     `step_index()` numbers the step; `stepped()` is called after each. A forward without gradients belongs to no step; where weights pass
-    (plan.zero = 3 without shared memory) all ranks make those alike too. What the module draws is keyed by step, rank and forward;
+    (plan.zero = 3 without shared memory), or tokens travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and forward;
     torch's generators are the caller's again afterwards.
     """
 

@@ -31,6 +31,7 @@ class Mesh:
         if plan.size != size:
             product = f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {plan.size}"
             raise UserError(f"the plan needs {product} ranks, but {size} were started: {_remedy(plan, size)}")
+        plan.check_groups()
         self.grid = torch.arange(size).view(plan.pp, plan.dp, plan.cp, plan.tp)
         self.experts = self.grid.reshape(plan.pp, -1, plan.ep, plan.tp)
         self._shard = plan.shard or plan.dp

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from shoal.comm import Group
 from shoal.comm.functional import copy_to, reduce_from
 from shoal.data import Batch
+from shoal.loss import Loss, call_loss
 from shoal.random import Randomness, keyed_functional
-from shoal.step import Loss, StepRunner, call_loss
+from shoal.step import StepRunner
 
 
 class Objective:

@@ -69,7 +69,7 @@ def needs_whole_parameters(factory: OptimizerFactory, options: Sequence[Mapping[
         return False
     if (why := coupled(factory, groups)) is not None:
         raise UserError(
-            f"plan.tp, plan.zero and plan.memory leave each parameter's update to one owner: {why}. Take plan.dp alone"
+            f"plan.tp, plan.ep, plan.zero and plan.memory leave each parameter's update to one owner: {why}. Take plan.dp alone"
         )
     return True
 

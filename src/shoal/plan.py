@@ -48,6 +48,19 @@ class Plan:
                 raise UserError(f"plan.{axis} = {degree!r}: a degree is a whole number of at least 1")
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
+        if self.dp * self.cp > 1:  # else nobody may have said yet how many ranks there are
+            self.check_groups()
+        option_name(self.exchange, "exchange")
+        option_name(self.recompute, "recompute")
+        for field, only, what in _ONLY:
+            value = getattr(self, field)
+            if value not in only:
+                raise UserError(
+                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {', '.join(map(repr, only))}"
+                )
+
+    def check_groups(self) -> None:
+        """UserError where `ep` or `shard` do not come out even among the ranks along dp and cp."""
         if self.dp * self.cp % self.ep:
             fits = [ranks for ranks in range(1, self.dp * self.cp + 1) if self.dp * self.cp % ranks == 0]
             raise UserError(
@@ -60,14 +73,6 @@ class Plan:
             raise UserError(
                 f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which ep has to divide or to be a multiple of"
             )
-        option_name(self.exchange, "exchange")
-        option_name(self.recompute, "recompute")
-        for field, only, what in _ONLY:
-            value = getattr(self, field)
-            if value not in only:
-                raise UserError(
-                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {', '.join(map(repr, only))}"
-                )
 
     def _check_shard(self) -> None:
         if self.shard is None:

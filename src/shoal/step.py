@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +25,14 @@ from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
+from shoal.loss import Loss, Sums, call_loss
 from shoal.models.moe import Router
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.context import Context
 from shoal.parallel.expert import Tally
 from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
-
-Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
+from shoal.result import StepResult
 
 
 def microbatches(ids: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -56,6 +54,10 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
     if given is not None and not 1 <= given <= global_batch:
         raise UserError(f"microbatch = {given}: give 1 to global_batch ({global_batch}) samples")
     whole = -(-global_batch // ranks)
+    if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
+        raise UserError(
+            f"the model's experts have {what}, which is of one microbatch: give microbatch=, the same under every plan, and no sync_bn"
+        )
     if sync_bn:
         if given not in (None, whole):
             raise UserError(
@@ -67,119 +69,27 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
             "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
             "for statistics over the global batch"
         )
-    if given is None and any(isinstance(part, Router) and part.cfg.capacity_factor is not None for part in module.modules()):
-        raise UserError("the model's experts have a capacity, which is of one microbatch: give microbatch=")
     return given or whole
 
 
-@dataclass(frozen=True)
-class Sums:
-    """What a loss returned for one microbatch, checked: sum and count as fp64 scalars, auxiliary means by name."""
-
-    total: Tensor
-    count: Tensor
-    aux: dict[str, Tensor]
-
-    def counting_nothing(self) -> Sums:
-        """The same with weight 0: its backward gives zeros."""
-        return Sums(self.total * 0, self.count * 0, self.aux)
-
-
-def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -> Sums:
-    """Runs `loss` and checks its contract; UserError says what it returned instead."""
-    with branching():
-        result = loss(module, microbatch)
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise UserError(f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)")
-    total, count = result[0], torch.as_tensor(result[1])
-    if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
-        raise UserError(
-            f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use reduction='sum')"
-        )
-    aux = {}
-    for name, value in sorted(result[2].items() if len(result) == 3 else ()):
-        value, weight = value if isinstance(value, tuple) else (value, 1.0)
-        aux[name] = value / weight
-    return Sums(total, count.to(total.device), aux)
-
-
-def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-@dataclass
-class StepResult:
-    """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
-
-    Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1 otherwise; where only
-    clipping is local, `grad_norm` is.
-
-    `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
-    count. `lr`: of each optimizer group. `seconds`: of this rank's call. `tokens_per_expert`: of each layer with experts, how often each was chosen;
-    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None.
-    """
-
-    step: int
-    epoch: int
-    lr: tuple[float, ...]
-    seconds: float
-    _totals: Tensor
-    _norm: Tensor
-    _aux_names: tuple[str, ...] = field(default=())
-    share: float = 1.0
-    _scale: Tensor | None = None
-    _experts: Sequence[Tensor] = ()
-
-    @property
-    def tokens_per_expert(self) -> list[list[int]]:
-        return [[round(count) for count in layer[:-1].tolist()] for layer in self._experts]
-
-    @property
-    def dropped(self) -> float | None:
-        if not self._experts:
-            return None
-        chosen, dropped = (
-            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._experts), strict=True)
-        )
-        return dropped / max(1.0, chosen)
-
-    @property
-    def tokens(self) -> int:
-        return round(float(self._totals[1]))
-
-    @property
-    def loss(self) -> float:
-        count = float(self._totals[1])
-        return float(self._totals[0]) / count if count else math.nan
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What the loss was multiplied with before backward; None without loss scaling."""
-        return None if self._scale is None else float(self._scale)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether gradients overflowed under loss scaling, so that nothing was updated."""
-        return self._scale is not None and bool(self._overflow())
-
-    def _overflow(self) -> Tensor:
-        """Whether there is something to learn from and it is not finite (0-dim)."""
-        return ~(torch.isfinite(self._norm) & torch.isfinite(self._totals[0])) & (self._totals[1] > 0)
-
-    @property
-    def grad_norm(self) -> float:
-        return float(self._norm)
-
-    @property
-    def aux(self) -> dict[str, float]:
-        values = self._totals[2:].tolist()
-        return {name: value / max(1, self.tokens) for name, value in zip(self._aux_names, values, strict=False)}
+def _routed_by_microbatch(module: nn.Module) -> str | None:
+    """What of a model's experts depends on which samples share a microbatch."""
+    routers = [part.cfg for part in module.modules() if isinstance(part, Router)]
+    if any(cfg.capacity_factor is not None for cfg in routers):
+        return "a capacity"
+    config = getattr(module, "config", None)
+    if any(cfg.losses for cfg in routers) or (
+        getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0)
+    ):
+        return "a balance loss"
+    return None
 
 
 class StepRunner:
     """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
-    counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them."""
+    counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
+    of a microbatch that ranks share."""
 
     def __init__(
         self,
@@ -203,10 +113,11 @@ class StepRunner:
         context: Context | None = None,
         tally: Tally | None = None,
         alike: bool = False,
+        shares_routing: bool = False,
     ) -> None:
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
         self._context, self._streams = context, 1 if context is None else context.size
-        self._tally, self._alike = tally, alike
+        self._tally, self._alike, self._shares_routing = tally, alike, shares_routing
         self._experts: Sequence[Tensor] = ()
         self._beside = beside if beside is not None and beside.size > 1 else None
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
@@ -366,7 +277,7 @@ class StepRunner:
 
     def _of_all_tokens(self, aux: Mapping[str, Tensor]) -> bool:
         """Whether these auxiliary losses are those of routers, which see all tokens of a microbatch wherever they are."""
-        return not aux or (self._tally is not None and aux.keys() <= {"router", "router_z"})
+        return not aux or (self._shares_routing and aux.keys() <= {"router", "router_z"})
 
     def _add(self, sums: Sums) -> None:
         """Adds to this rank's totals: (sum, count, auxiliary numerators ...), fp64."""

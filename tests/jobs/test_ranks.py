@@ -45,6 +45,20 @@ def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):
     assert parameters == records_of(whole).run.parameters and records_of(rest).samples
 
 
+def test_spread_experts_train_write_and_go_on_together(quick, make_job, tmp_path):
+    model = {"moe": {"experts": 4, "capacity_factor": 1.0}}
+    whole = make_job(run={"dir": str(tmp_path / "whole")}, model=model)
+    train(whole, {}, World.single("cpu"))
+    half = replace(make_job(steps=3, run={"sample": "3 + 4"}, model=model), plan=Plan(dp=2, ep=2))
+    assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], half) == [3, 3]
+    assert records_of(half).samples and records_of(half).run.parameters == records_of(whole).run.parameters
+    train(make_job(model=model), {}, World.single("cpu"))
+    assert losses_of(make_job(model=model)) == pytest.approx(losses_of(whole), rel=1e-6)
+    for step in records_of(whole).steps:
+        assert len(step.tokens_per_expert) == 1 and len(step.tokens_per_expert[0]) == 4
+        assert 0 < step.dropped < 1 <= step.imbalance
+
+
 def test_the_timeline_has_every_rank(make_job, tmp_path):
     run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], make_job())
     spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]

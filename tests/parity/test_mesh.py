@@ -29,6 +29,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4},  # of models with two heads of keys and values: two ranks share one
     "dp2-tp2": {"dp": 2, "tp": 2},
     "all-tokens": {"dp": 2, "tp": 2},  # without sequence parallel, where models have it
+    "overlap": {"dp": 2, "tp": 2},
+    "overlap-tp4-recompute": {"tp": 4, "recompute": "full"},
+    "overlap-compiled": {"tp": 2, "compile": "aot_eager"},
     "dp3-tp2": {"dp": 3, "tp": 2},
     "dp2-tp4": {"dp": 2, "tp": 4},
     "dp4-tp2": {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
@@ -70,6 +73,8 @@ def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bo
         return False  # torch multiplies by groups of experts in at most fp32
     if case == "gpt-rotary-dropout" and PLANS[plan].get("context") == "ring":
         return False  # refused: it drops inside attention
+    if plan.startswith("overlap") and case not in ("gpt", "gpt-rotary-dropout", "tied", "bert"):
+        return False  # not sequence parallel
     if precision == "fp16" and (plan, accumulation) != ("dp2-tp2", 3):
         return False  # slow on a CPU, and alike
     return not (plan in ("dp2-tp4", "dp4-tp2", "dp2-cp2-tp2") and accumulation == 3)  # eight ranks: fewer of them
@@ -101,6 +106,8 @@ def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace
         shared = world.everyone.broadcast_object(directory)
         options = PLANS[plan] | ({"memory": {"disk": shared}} if plan == "disk" else {})
         more = {"tensor_rules": {"": "whole"}} if plan == "all-tokens" else {}
+        if plan.startswith("overlap"):
+            more = {"tensor_rules": {"": "overlap"}}
         running = under(world, case, precision, accumulation, options, plan, **more)
         try:
             return train(running, CASES[case].data(), STEPS)
@@ -266,6 +273,7 @@ def derivatives(world, case: str, plan: dict[str, Any], rules: dict[str, str] | 
     [
         ("gpt", {"tp": 2}, None),
         ("gpt", {"dp": 2, "tp": 2}, {"": "whole"}),
+        ("gpt", {"tp": 2}, {"": "overlap"}),
         ("tied", {"tp": 4}, None),
         ("llama", {"tp": 4}, None),
         ("gpt", {"dp": 2, "cp": 2}, None),
@@ -281,17 +289,18 @@ def test_forward_mode_and_products_with_the_hessian_pass_through(case, plan, rul
         torch.testing.assert_close(ours, reference, rtol=bound, atol=bound * 1e-3)
 
 
-def short_rows(world, plan: dict[str, Any], tokens: int) -> list[float]:
+def short_rows(world, plan: dict[str, Any], tokens: int, rules: dict[str, str] | None = None) -> list[float]:
     data = [{key: value[:tokens] for key, value in row.items()} for row in CASES["gpt-rotary-dropout"].data()]
-    running = engine("gpt-rotary-dropout", "fp64", 1, world=world, plan=Plan(**plan))
+    running = engine("gpt-rotary-dropout", "fp64", 1, world=world, plan=Plan(**plan), tensor_rules=rules)
     return train(running, data, 5).losses
 
 
 @pytest.mark.parametrize("tokens", [7, 3])
-def test_rows_that_do_not_come_out_even_among_the_ranks(tokens):
+@pytest.mark.parametrize("rules", [None, {"": "overlap"}], ids=str)
+def test_rows_that_do_not_come_out_even_among_the_ranks(tokens, rules):
     """Sequence parallel: of 7 tokens four ranks have 2, 2, 2 and 1, of 3 the last one has none."""
     reference = run_ranks(short_rows, 1, {}, tokens)[0]
-    for losses in run_ranks(short_rows, 4, {"tp": 4}, tokens):
+    for losses in run_ranks(short_rows, 4, {"tp": 4}, tokens, rules):
         assert losses == pytest.approx(reference, rel=1e-9)
 
 

@@ -78,7 +78,7 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", step_record(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     expected = "kind step epoch loss grad_norm lr tokens seconds tokens_per_second mfu memory_bytes time loss_scale skipped "
-    expected += "tokens_per_expert dropped"
+    expected += "imbalance dropped tokens_per_expert"
     assert " ".join(line) == expected
 
 

@@ -300,7 +300,8 @@ def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequ
 def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: Standing) -> bool:
     """Reads {state: (tensors by parameter, what a resize does: "split", "whole" or "mean")} of an exchange algorithm in place.
 
-    False, and nothing is read, where the checkpoint holds none of them: it was written under another algorithm, or before it had any.
+    False where the checkpoint lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or where parameters were cut otherwise and a
+    state is not laid out as they are.
     """
     saved = tensor_shapes(path)
 
@@ -311,10 +312,9 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
     each = [
         (state, name, tensor, on_resize) for state, (tensors, on_resize) in states.items() for name, tensor in tensors.items()
     ]
-    if any(want.name not in saved for state, name, tensor, _ in each for want in wants(0, state, name, tensor)):
-        return False
+    there = [one for one in each if all(want.name in saved for want in wants(0, *one[:3]))]
     own: list[Want] = []
-    for state, name, tensor, on_resize in each:
+    for state, name, tensor, on_resize in there:
         mine = standing.of(name)
         before = _replicas(saved, state, name)
         if before == mine.size:
@@ -328,7 +328,7 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
             total += theirs
         tensor.copy_(total / parts)
     load(path, own)
-    return True
+    return len(there) == len(each)
 
 
 def _replicas(saved: Mapping[str, tuple[int, ...]], state: str, name: str) -> int:

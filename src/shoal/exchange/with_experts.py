@@ -81,6 +81,15 @@ class WithExperts(Algorithm):
             part.restored()
 
 
+def check_biases(chosen: Algorithm, option: Option) -> None:
+    """UserError where `chosen` lets replicas train apart, whose routers balance by biases that follow the counts of all."""
+    if type(chosen).drifts is not Algorithm.drifts:
+        raise UserError(
+            f'plan.exchange = "{option_name(option, "exchange")}" lets replicas train apart, and routers with balance_rate follow the counts of all of them: take a balance '
+            "loss instead"
+        )
+
+
 def check_experts(chosen: Algorithm, option: Option) -> None:
     """UserError with the reason where `chosen` does not go with experts that are spread over the replicas (plan.ep)."""
     kind, reason = type(chosen), chosen.of_whole_models
@@ -88,5 +97,7 @@ def check_experts(chosen: Algorithm, option: Option) -> None:
         reason = "its replicas train apart, and tokens of one would go to experts of another"
     elif kind.update is not Algorithm.update:
         reason = "it averages each replica's own gradients, and those of experts come from tokens of several"
+    elif getattr(chosen, "ranks_per_host", None) is not None:
+        reason = "ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and hosts count as they are"
     if reason is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.ep: {reason}')

@@ -35,7 +35,8 @@ def can_write(loss: Loss) -> bool:
 
 
 def write_on(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
-    """What the model writes after `prompt`, up to the document's end; the same draw each time. For one rank alone, or all of those among whom the model is cut."""
+    """What the model writes after `prompt`, up to the document's end; the same draw each time. For one rank alone, or all of those among whom the model is cut or its experts
+    are spread."""
     ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos]], device=engine.device)
     draw = torch.Generator(engine.device).manual_seed(engine.seed)
     # compiled blocks would be compiled anew for each length

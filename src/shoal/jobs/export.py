@@ -11,6 +11,7 @@ from shoal.jobs.assemble import make_engine
 from shoal.jobs.read import load_job
 from shoal.jobs.save import DIRECTORY
 from shoal.models import build
+from shoal.plan import Plan
 
 
 def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
@@ -23,7 +24,7 @@ def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Pa
     job, _ = load_job(job_file or _resolved(path))
     if not {"schedule", "warmup"} <= {key for key, value in vars(job.train).items() if value is not None}:
         job = replace(job, train=replace(job.train, schedule="constant", warmup=0))
-    alone = replace(job, plan=replace(job.plan, dp=1, compile=False))
+    alone = replace(job, plan=Plan(memory=job.plan.memory))
     engine = make_engine(alone, build(job.model), job.train.steps, World.single())
     directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
     engine.load(directory)

@@ -16,6 +16,7 @@ from shoal.evaluation import Evaluation
 from shoal.report import flops, units
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
+    COUNTS,
     CheckpointRecord,
     EndRecord,
     EvalRecord,
@@ -29,7 +30,7 @@ from shoal.report.metrics import (
 )
 from shoal.report.progress import Progress
 from shoal.report.trackers import Trackers, make_trackers
-from shoal.step import StepResult
+from shoal.result import StepResult
 
 
 class Recorder:
@@ -124,6 +125,7 @@ class Recorder:
         result, samples, seconds = self._unread.popleft()
         tokens = round(result.tokens / (result.share or 1.0))
         share = flops.mfu(self._flops_per_sample * samples, seconds, self._peak) if self._flops_per_sample else None
+        counts = result.tokens_per_expert
         record = StepRecord(
             step=result.step + 1,
             epoch=result.epoch,
@@ -138,8 +140,9 @@ class Recorder:
             time=time.time(),
             loss_scale=result.loss_scale,
             skipped=result.skipped,
-            tokens_per_expert=result.tokens_per_expert or None,
+            imbalance=result.imbalance,
             dropped=result.dropped,
+            tokens_per_expert=counts if counts and sum(map(len, counts)) <= COUNTS else None,
         )
         self._write(record)
         self._progress.update(record)

@@ -155,7 +155,8 @@ class _Run:
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
         with self.recorder.pause(), engine.whole_weights():
-            if engine.mesh.rank("dp") == 0:  # of a model that is cut all its ranks write together
+            # of a model that is cut all its ranks write together, and all that have its experts
+            if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
                 text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)

@@ -55,6 +55,10 @@ class GPTConfig:
         fraction("GPTConfig", "dropout", self.dropout)
         divides("GPTConfig", "heads", self.heads, "d_model", self.d_model)
         divides("GPTConfig", "kv_heads", self.key_value_heads, "heads", self.heads)
+        if self.moe is not None and self.moe.every > self.layers:
+            raise UserError(
+                f"GPTConfig: of {self.layers} layers none is every {self.moe.every}th: moe.every must be at most layers."
+            )
         if self.positions == "rotary" and self.head_size % 2:
             raise UserError(
                 f"GPTConfig: d_model={self.d_model} over heads={self.heads} gives heads of {self.head_size} channels; "

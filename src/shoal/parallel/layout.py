@@ -143,7 +143,7 @@ class Layout:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks along tp hold it whole."""
+        """Whether all ranks along tp (and ep) hold it whole."""
         return "tp" in self.replicas
 
     @property

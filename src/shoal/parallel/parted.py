@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.build import Built
 from shoal.comm import Group, Lane, World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
+from shoal.models.moe import Router
 from shoal.parallel.context import Context, Parts
 from shoal.parallel.expert import Spread, Tally, mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor import Region, Rules, cut_among, kind_of, rules_for
+from shoal.parallel.tensor import Region, Rules, TokenRing, check_rules, cut_among, kind_of, rules_for
 from shoal.plan import Plan
 
 
@@ -31,49 +33,67 @@ class Parted:
         self, built: Built, plan: Plan, mesh: Mesh, world: World, rules: Rules | None, attention: Callable[..., Tensor]
     ) -> None:
         tp = world.group("tp", mesh.ranks("tp"))
-        self.region = Region(tp, partial(world.group, "tp-sharers")) if plan.tp > 1 else None
+        self._device, self._lanes = world.device, list[Lane]()
+        self.region = None
+        if plan.tp > 1:
+            self.region = Region(tp, partial(world.group, "tp-sharers"), TokenRing(tp, self._lane(world)))
         self.experts = world.group("edp", mesh.ranks("edp")) if plan.ep > 1 else None
         self.beside = tp if plan.ep == 1 else world.group("ep-tp", mesh.ranks("ep", "tp"))
-        self._device, self._lanes = world.device, list[Lane]()
-        known = rules_for(built.module, rules) if plan.tp > 1 else dict(rules or {})
-        named = [name for name, _ in built.module.named_modules() if kind_of(name, known) == "experts"]
-        self.mixtures = mixtures(built.module, named)
-        spread = None
-        if plan.ep > 1:
-            if not self.mixtures:
-                raise UserError(
-                    f"plan.ep = {plan.ep}: {type(built.module).__name__} has no experts (modules of stacked matrices with num_experts); name them by "
-                    'tensor_rules={pattern: "experts"}'
-                )
-            spread = Spread(world.group("ep", mesh.ranks("ep")), self._lane(world))
-            known = {**known, **{mixture.name: "experts" for mixture in self.mixtures}}
+        check_rules(built.module, rules or {})
+        known = dict(rules_for(built.module, rules)) if self.region is not None else {}
+        given = {pattern: kind for pattern, kind in (rules or {}).items() if kind == "experts"}
+        named = [name for name, _ in built.module.named_modules() if kind_of(name, {**known, **given}) == "experts"]
+        found = self.mixtures = mixtures(built.module, named)
+        self._routers = [part for part in built.module.modules() if isinstance(part, Router)]
+        self._others = [mixture for mixture in found if not isinstance(mixture.router, Router)]
+        spread = self._spread(plan, mesh, world, built.module) if plan.ep > 1 else None
         if self.region is not None or spread is not None:
-            sliced = cut_among(built, self.region or Region(tp, partial(world.group, "tp-sharers")), known, spread)
+            inside = self.region or Region(tp, partial(world.group, "tp-sharers"))
+            sliced = cut_among(built, inside, known, spread, [mixture.name for mixture in found])
             self.built, self.layouts = sliced.built, sliced.layouts
         else:
             named_parameters = built.module.named_parameters()
             self.built, self.layouts = built, {name: Layout.replicated(tuple(each.shape)) for name, each in named_parameters}
         self.context = self._share_rows(plan, world.group("cp", mesh.ranks("cp")), attention, world) if plan.cp > 1 else None
         in_sequence = self.region is not None and self.region.sequence
-        if self.mixtures and (self.context is not None or in_sequence):
-            axes = [axis for axis, shared in (("cp", plan.cp > 1), ("tp", in_sequence)) if shared]
-            share_routing(self.mixtures, world.group("-".join(axes), mesh.ranks(*axes)), self.context, self.region)
+        axes = [axis for axis, shared in (("cp", plan.cp > 1), ("tp", in_sequence)) if shared]
+        self.losses_of_all_tokens = True
+        if found and axes:
+            group = world.group("-".join(["routing", *axes]), mesh.ranks(*axes))
+            self.losses_of_all_tokens = share_routing(self._routers, self._others, group, self.context, self.region)
 
     @property
     def parts(self) -> Parts | None:
         """Which elements of a sample are here; None: all."""
         return None if self.region is None and self.context is None else Parts(self.region, self.context)
 
+    @property
+    def moves_biases(self) -> bool:
+        """Whether routers follow the counts of all replicas."""
+        return any(router.cfg.balance_rate for router in self._routers)
+
     def tally(self) -> Tally | None:
         """Of the tokens that experts get, where there are experts."""
         among = self.region.group if self.region is not None and self.region.sequence else None
-        tally = Tally(self.mixtures, self._device, among) if self.mixtures else None
-        return tally if tally is not None and len(tally) else None
+        return Tally(self._routers, self._others, self._device, among) if self._routers or self._others else None
 
     def close(self) -> None:
         """No microbatch will come any more."""
         for lane in self._lanes:
             lane.close()
+
+    def _spread(self, plan: Plan, mesh: Mesh, world: World, module: nn.Module) -> Spread:
+        if not self.mixtures:
+            raise UserError(
+                f"plan.ep = {plan.ep}: {type(module).__name__} has no experts (modules with num_experts, of stacked matrices, that are called with tokens, experts "
+                "and weights)"
+            )
+        for mixture in self.mixtures:
+            if any(isinstance(part, _DropoutNd) and part.p > 0 for part in mixture.experts.modules()):
+                raise UserError(
+                    f"plan.ep > 1: {mixture.name} drops inside its experts, where rows come from several ranks in another order"
+                )
+        return Spread(world.group("ep", mesh.ranks("ep")), self._lane(world))
 
     def _share_rows(self, plan: Plan, group: Group, attention: Callable[..., Tensor], world: World) -> Context:
         if any(isinstance(part, _BatchNorm) for part in self.built.module.modules()):

@@ -28,6 +28,7 @@ from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
 from shoal.compiling import blocks, recomputable
 from shoal.errors import ShoalError, UserError
+from shoal.loss import Loss, call_loss
 from shoal.mesh import Mesh
 from shoal.optimizer import GroupRule, group_options
 from shoal.parallel.context import Context
@@ -38,7 +39,6 @@ from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
 from shoal.random import Randomness, attention, keyed_functional
 from shoal.recompute import Recompute
-from shoal.step import Loss, call_loss
 
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
 """Bytes more or less (saved for backward; of all tensors but parameters), parameters that are used together from now on, one whose gradient has come."""

@@ -15,11 +15,9 @@ from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
-from shoal.exchange import algorithm
 from shoal.exchange.algorithm import USUAL_CHUNK
-from shoal.exchange.sharding import check_masters, check_sharding
+from shoal.exchange.choose import check_exchange
 from shoal.exchange.tuning import given_chunk_bytes
-from shoal.exchange.with_experts import check_experts
 from shoal.optimizer import OptimizerFactory
 from shoal.plan import Plan, option_name
 from shoal.planner.dry_run import Recording
@@ -80,14 +78,8 @@ def predict(
     process: int = 0,
 ) -> Prediction:
     """Of the first rank. Raises UserError, as the engine would, for what does not go together."""
-    exchange = algorithm(plan.exchange)
+    exchange = check_exchange(plan, precision.keep)
     limit, chunk = _limits(plan, machine)
-    if plan.zero or plan.memory is not None:
-        check_sharding(exchange, plan.exchange, plan.zero, plan.memory is not None)
-    if plan.ep > 1:
-        check_experts(exchange, plan.exchange)
-    if precision.keep != "whole":
-        check_masters(exchange, plan.exchange, precision.keep)
     together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
     with_experts = max(1, together // plan.ep)
     place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit, with_experts)

@@ -11,6 +11,9 @@ from shoal.errors import UserError
 
 from .jsonl import as_float, encode_lines, open_for_append, read_lines
 
+COUNTS = 512
+"""The most numbers that a step's record has of experts."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
@@ -35,8 +38,9 @@ class StepRecord:
 
     `loss` is the mean over `tokens` (or samples), `seconds` the wall time of the step, `memory_bytes` the use of rank 0,
     `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known. `loss_scale`: what the loss was multiplied
-    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated. `tokens_per_expert`: of each layer with experts, how
-    often each was chosen; `dropped`: the part (0 to 1) of those choices that capacity has not let through.
+    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated. `imbalance`: how many times the mean of its layer
+    the busiest expert was chosen, a mean over the layers with experts; `dropped`: the part (0 to 1) of those choices that capacity has not let through; `tokens_per_expert`: all
+    counts, where they are not too many (COUNTS).
     """
 
     step: int
@@ -52,14 +56,9 @@ class StepRecord:
     time: float
     loss_scale: float | None = None
     skipped: bool = False
-    tokens_per_expert: list[list[int]] | None = None
+    imbalance: float | None = None
     dropped: float | None = None
-
-    @property
-    def imbalance(self) -> float | None:
-        """How many times the mean of its layer the busiest expert was chosen, a mean over the layers."""
-        layers = [layer for layer in self.tokens_per_expert or [] if sum(layer)]
-        return sum(max(layer) * len(layer) / sum(layer) for layer in layers) / len(layers) if layers else None
+    tokens_per_expert: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ def scalars(record: Record) -> dict[str, float]:
         "speed/tokens_per_second": record.tokens_per_second,
         "speed/mfu": record.mfu,
         "memory/bytes": float(record.memory_bytes),
+        "experts/imbalance": record.imbalance,
+        "experts/dropped": record.dropped,
     }
     return {name: value for name, value in points.items() if value is not None}
 

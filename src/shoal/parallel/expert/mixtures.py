@@ -6,10 +6,13 @@ experts  stacked matrices [E, ..]; forward(tokens [N, D], experts [N, K], weight
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+
+from shoal.errors import UserError
 
 ROUTERS = ("router", "gate")
 """What a router is called beside its experts."""
@@ -17,7 +20,8 @@ ROUTERS = ("router", "gate")
 
 @dataclass(frozen=True)
 class Mixture:
-    """`name`: of the module with the stacked matrices, `number` of them. `router`: the module beside it, if it has one by a usual name."""
+    """`name`: of the module with the stacked matrices, `number` of them. `router`: the module beside it, if it has one by a usual name; without one tokens are counted by what the experts are asked
+    for, and balance losses under plan.cp are refused."""
 
     name: str
     experts: nn.Module
@@ -26,16 +30,30 @@ class Mixture:
 
 
 def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
-    """All of `module`, in order: modules whose own parameters are stacked for as many experts as their attribute `num_experts` says, and those `named`."""
+    """All of `module`, in order: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what is not so."""
     modules = dict(module.named_modules())
     found = []
     for name, each in modules.items():
-        own = [parameter for _, parameter in each.named_parameters(recurse=False)]
-        said = getattr(each, "num_experts", None)
-        stacked = bool(own) and all(parameter.dim() > 1 and parameter.shape[0] == said for parameter in own)
-        stacked = stacked and any(parameter.dim() == 3 for parameter in own)
-        if stacked or name in named:
+        why = _unlike(each)
+        if why is not None and name in named:
+            raise UserError(f'{name} is "experts" by the rules: {why}')
+        if why is None:
             around = modules[name.rpartition(".")[0]]
             router = next((child for key, child in around.named_children() if key in ROUTERS), None)
-            found.append(Mixture(name, each, router, own[0].shape[0] if own else 0))
+            found.append(Mixture(name, each, router, int(each.num_experts)))
     return found
+
+
+def _unlike(module: nn.Module) -> str | None:
+    """Why it is no module of stacked experts; None if it is one."""
+    own = dict(module.named_parameters())
+    number = getattr(module, "num_experts", None)
+    if not isinstance(number, int):
+        return "it does not say by `num_experts` how many there are"
+    if not any(parameter.dim() == 3 for parameter in own.values()) or len(own) != len(list(module.parameters(recurse=False))):
+        return "its matrices are not stacked in parameters [experts, out, in] of its own"
+    if odd := [name for name, parameter in own.items() if parameter.dim() < 2 or parameter.shape[0] != number]:
+        return f"{odd[0]} {tuple(own[odd[0]].shape)} is not stacked for num_experts = {number}"
+    if len(inspect.signature(module.forward).parameters) < 3:
+        return "its forward does not take (tokens, experts, weights)"
+    return None

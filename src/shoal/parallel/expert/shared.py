@@ -95,15 +95,19 @@ class Recorded(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> object:
         found = super().forward(*args, **kwargs)
-        if not self._context.is_open or not isinstance(found, tuple):
+        if not self._context.is_open or not isinstance(found, tuple) or not isinstance(found[0], Tensor):
             return found
         return (gather_from(found[0], self._context.group, 0, purpose=PURPOSE), *found[1:])
 
 
-def share_routing(found: Sequence[Mixture], group: Group, context: Context | None, region: Region | None) -> None:
-    """Lets the routers of `found` see the whole microbatch."""
-    for mixture in found:
-        if isinstance(mixture.router, Router):
-            mixture.router.microbatch = SharedMicrobatch(group, context, region)
-        elif mixture.router is not None and context is not None:
-            become(mixture.router, Recorded, _context=context)
+def share_routing(
+    routers: Sequence[Router], others: Sequence[Mixture], group: Group, context: Context | None, region: Region | None
+) -> bool:
+    """Lets `routers` see the whole microbatch, and the balance losses of `others`, whose routers are of `transformers`. Returns whether that is all of them."""
+    for router in routers:
+        router.microbatch = SharedMicrobatch(group, context, region)
+    known = [mixture.router for mixture in others if type(mixture.router).__module__.startswith("transformers.")]
+    for each in known if context is not None else ():
+        assert each is not None and context is not None
+        become(each, Recorded, _context=context)
+    return len(known) == len(others)

@@ -1,9 +1,10 @@
-"""How many tokens each expert was given, and how many were dropped: counted by hooks on the routers, added up over a step by its ballot."""
+"""How many tokens each expert was given, and how many were dropped: counted by hooks, added up over a step by its ballot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,20 +16,21 @@ from shoal.parallel.expert.mixtures import Mixture
 
 
 class Tally:
-    """Of the layers `found` that have a router, in order. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
+    """Of `routers`, and of `others`, whose routers are not ours, by what their experts are asked for. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
     were; `among` have other tokens of the same layers (sequence parallel). Forwards in evaluation, inside transforms of torch.func, and those that backward runs again are not counted."""
 
-    def __init__(self, found: Sequence[Mixture], device: torch.device, among: Group | None = None) -> None:
-        self._layers = [(mixture.router, mixture.number) for mixture in found if mixture.router is not None]
+    def __init__(
+        self, routers: Sequence[Router], others: Sequence[Mixture], device: torch.device, among: Group | None = None
+    ) -> None:
+        self._layers: list[tuple[Router | None, int]] = [(router, router.cfg.experts) for router in routers]
+        self._layers += [(None, mixture.number) for mixture in others]
         self._device, self._muted = device, False
         self._among, self._sums = among, list[Tensor]()
         self.begin()
-        for place, (router, _) in enumerate(self._layers):
-            assert router is not None
-            router.register_forward_hook(lambda module, _, output, place=place: self._count(place, module, output))
-
-    def __len__(self) -> int:
-        return sum(number + 1 for _, number in self._layers)
+        for place, router in enumerate(routers):
+            router.register_forward_hook(partial(self._routed, place))
+        for place, mixture in enumerate(others, len(routers)):
+            mixture.experts.register_forward_pre_hook(partial(self._asked, place), with_kwargs=True)
 
     def begin(self) -> None:
         """A new step."""
@@ -46,12 +48,8 @@ class Tally:
     def balance(self, skip: Tensor | None = None) -> None:
         """After an update: lets the routers that balance by a bias know what all ranks counted; on a device not where `skip` (0-dim) is true."""
         for (router, _), counts in zip(self._layers, self._sums, strict=True):
-            if isinstance(router, Router) and router.cfg.balance_rate:
+            if router is not None and router.cfg.balance_rate:
                 router.balance(counts[:-1] if skip is None else counts[:-1] * ~skip)
-
-    def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Makes contexts in which forwards are not counted (see Recompute)."""
-        return self.mute
 
     @contextmanager
     def mute(self) -> Iterator[None]:
@@ -62,15 +60,20 @@ class Tally:
         finally:
             self._muted = before
 
+    def _routed(self, place: int, module: nn.Module, _: Any, routing: Routing) -> None:
+        self._count(place, module, routing.chosen, (routing.experts == self._layers[place][1]).sum())
+
+    def _asked(self, place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        chosen = next((each for each in given if not (each.is_floating_point() or each.dtype == torch.bool)), None)
+        if chosen is not None:
+            self._count(place, module, chosen, (chosen == self._layers[place][1]).sum())
+
     @torch.compiler.disable
-    def _count(self, place: int, module: nn.Module, output: Any) -> None:
-        if self._muted or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
+    @torch.no_grad()
+    def _count(self, place: int, module: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
+        again = torch._C._current_graph_task_id() != -1  # backward runs a forward once more
+        if self._muted or again or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        _, number = self._layers[place]
-        with torch.no_grad():
-            if isinstance(output, Routing):
-                chosen, dropped = output.chosen, (output.experts == number).sum()
-            else:  # of transformers: logits, weights and, last, numbers of experts
-                chosen = next(each for each in reversed(output) if not each.is_floating_point())
-                dropped = chosen.new_zeros(())
-            self._counts[place] += torch.cat([counted(chosen.flatten(), number), dropped[None]])
+        number = self._layers[place][1]
+        self._counts[place] += torch.cat([counted(chosen.flatten(), number + 1)[:number], dropped[None]])

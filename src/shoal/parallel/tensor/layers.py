@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.tensor.logits import ShardedLogits, here_or_elsewhere
@@ -32,6 +31,12 @@ class Cut(nn.Module):
 
     _region: Region
 
+    def _product(self, x: Tensor) -> Tensor:
+        """The layer's own, of what enters."""
+        if isinstance(self, nn.Linear):
+            return self._region.multiply(x, self.weight, self.bias)
+        return super().forward(self._region.enter(x))
+
 
 class Column(Cut):
     """`_spans`: the rows of the whole that this rank has, one after the other. Those that it shares with neighbours are put together behind the product."""
@@ -39,7 +44,7 @@ class Column(Cut):
     _spans: Sequence[Span]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(self._region.enter(x))
+        y = self._product(x)
         if all(span.sharers == 1 for span in self._spans):
             return y
         parts = y.split([span.length for span in self._spans], dim=-1)
@@ -60,7 +65,7 @@ class Row(Cut):
     _inputs_first: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._region.leave(x @ self.weight if self._inputs_first else F.linear(x, self.weight))
+        y = self._region.leave(x @ self.weight) if self._inputs_first else self._region.multiply_and_leave(x, self.weight)
         return y if self.bias is None else y + self.bias
 
 
@@ -90,7 +95,7 @@ class Head(Cut):
     _lengths: Sequence[int]
 
     def forward(self, x: Tensor) -> ShardedLogits:
-        return ShardedLogits(super().forward(self._region.enter(x)), self._lengths, self._region)
+        return ShardedLogits(self._product(x), self._lengths, self._region)
 
 
 class Inside(Cut):

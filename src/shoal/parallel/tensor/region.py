@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from weakref import ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm import Group
 from shoal.comm.functional import copy_to, gather_alike, gather_from, reduce_from, scatter_sum
 from shoal.errors import UserError
+from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.spans import length
 
 PURPOSE = "activations"
@@ -29,12 +31,13 @@ HOW = 'tensor_rules={"": "whole"} gives each rank all tokens between its layers'
 
 
 class Region:
-    """The ranks of `group`; `among(ranks)` makes a group of some of them, by their numbers in the world."""
+    """The ranks of `group`; `among(ranks)` makes a group of some of them, by their numbers in the world. `ring`: where tokens go round while they are multiplied, if
+    `overlaps` says so."""
 
-    def __init__(self, group: Group, among: Callable[[list[int]], Group]) -> None:
-        self.group, self._among = group, among
+    def __init__(self, group: Group, among: Callable[[list[int]], Group], ring: TokenRing | None = None) -> None:
+        self.group, self._among, self._ring = group, among, ring
         self.size, self.rank = group.size, group.rank
-        self.sequence = False
+        self.sequence = self.overlaps = False
         self._tokens: tuple[int, ...] = ()  # of each rank, in the forward that runs
         self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
@@ -44,18 +47,50 @@ class Region:
     def enter(self, x: Tensor) -> Tensor:
         """`x` [B, T, ..], which all ranks have alike, or each its tokens of, for a use that differs. What enters several times in a row (queries, keys and values
         of the same) enters once, so that its gradients are summed once."""
-        state = torch.is_grad_enabled(), None if x.is_inference() else x._version
-        if self._last is not None:
-            outside, inside, before = self._last
-            if outside() is x and (entered := inside()) is not None and before == state:
-                return entered
+        if (known := self._entered(x)) is not None:
+            return known
         if self.sequence:
             self._check(x)
             entered = gather_from(x, self.group, 1, self._tokens, PURPOSE)
         else:
             entered = copy_to(x, self.group, PURPOSE)
-        self._last = ref(x), ref(entered), state
+        self._last = ref(x), ref(entered), self._state(x)
         return entered
+
+    @torch.compiler.disable
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What enters, times the transpose of [Y, X]: at once where it has come, as it comes where that overlaps."""
+        if not self._goes_round or self._entered(x) is not None:
+            return F.linear(self.enter(x), weight, bias)
+        assert self._ring is not None
+        self._check(x)
+        y, entered = self._ring.gathered(x, weight, bias, self._tokens)
+        self._last = ref(x), ref(entered), self._state(x)
+        return y
+
+    @torch.compiler.disable
+    def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x` times the transpose of [Y, X], summed over all ranks, or this rank's tokens of it."""
+        if not self._goes_round:
+            return self.leave(F.linear(x, weight))
+        assert self._ring is not None
+        return self._ring.scattered(x, weight, self._tokens)
+
+    @property
+    def _goes_round(self) -> bool:
+        """Transforms of torch.func take the collectives, which they pass through again and again."""
+        return self.sequence and self.overlaps and torch._C._functorch.peek_interpreter_stack() is None
+
+    def _entered(self, x: Tensor) -> Tensor | None:
+        """What came of `x` when it entered, if it was the last one to do so."""
+        if self._last is None:
+            return None
+        outside, inside, before = self._last
+        return inside() if outside() is x and before == self._state(x) else None
+
+    @staticmethod
+    def _state(x: Tensor) -> tuple[bool, int | None]:
+        return torch.is_grad_enabled(), None if x.is_inference() else x._version
 
     @torch.compiler.disable
     def enter_alone(self, weight: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
     "experts"     a mixture's matrices [experts, out, in] in one module: cut inside each expert for tp, experts dealt out for ep
     "tokens"      an embedding of positions: of what it gives each rank takes its tokens ("sequence")
     "sequence"    of the whole model (the name ""): between its layers each rank has its tokens of [B, T, D], from the vocabulary to the head
+    "overlap"     the same, and tokens are multiplied while others travel: for links that take about as long as the products
     "inside"      a layer between column and row whose weights all ranks have (a norm of each head)
     "whole"       left as it is
 
@@ -25,7 +26,21 @@ from torch import nn
 from shoal.errors import UserError, did_you_mean
 
 Rules = Mapping[str, str]
-KINDS = ("vocabulary", "head", "column", "row", "qkv", "packed", "attention", "experts", "tokens", "sequence", "inside", "whole")
+KINDS = (
+    "vocabulary",
+    "head",
+    "column",
+    "row",
+    "qkv",
+    "packed",
+    "attention",
+    "experts",
+    "tokens",
+    "sequence",
+    "overlap",
+    "inside",
+    "whole",
+)
 
 _BLOCK = {"attention": "attention", "attention.qkv": "qkv", "attention.out": "row"}
 TABLES: dict[str, Rules] = {
@@ -80,25 +95,28 @@ _STYLES = {
 
 
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
-    """The rules of `module`, with those `given` behind them. UserError if there are none, or for one that is not known."""
+    """The rules of `module`, with those `given` behind them, which are checked by `check_rules`. UserError if there are none."""
     own, given = TABLES.get(type(module).__name__), given or {}
-    found = dict(own if own is not None else _of_transformers(module))
-    for pattern, kind in given.items():
-        if kind not in KINDS:
-            raise UserError(
-                f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
-            )
-        if kind == "sequence" and pattern:
-            raise UserError(f'tensor_rules[{pattern!r}] = "sequence": it is said of the whole model, tensor_rules[""]')
-        if not any(matches(pattern, name) for name, _ in module.named_modules()):
-            raise UserError(f"tensor_rules[{pattern!r}]: the model has no module of such a name")
-    found.update(given)
+    found = {**(own if own is not None else _of_transformers(module)), **given}
     if not found:
         raise UserError(
             f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give Engine(tensor_rules={{pattern of module names: "
             f"one of {', '.join(KINDS)}}})"
         )
     return found
+
+
+def check_rules(module: nn.Module, given: Rules) -> None:
+    """UserError for a rule of a kind that is not known, or of a module that is not there."""
+    for pattern, kind in given.items():
+        if kind not in KINDS:
+            raise UserError(
+                f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
+            )
+        if kind in ("sequence", "overlap") and pattern:
+            raise UserError(f'tensor_rules[{pattern!r}] = "{kind}": it is said of the whole model, tensor_rules[""]')
+        if not any(matches(pattern, name) for name, _ in module.named_modules()):
+            raise UserError(f"tensor_rules[{pattern!r}]: the model has no module of such a name")
 
 
 def kind_of(name: str, rules: Rules) -> str:

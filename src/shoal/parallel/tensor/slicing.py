@@ -31,13 +31,14 @@ class Sliced:
     layouts: dict[str, Layout]
 
 
-def cut_among(built: Built, region: Region, rules: Rules, spread: Spread | None = None) -> Sliced:
-    """Cuts the layers of `built.module` among the ranks of `region`, and spreads experts as `spread` says. UserError, on every rank alike, for what cannot be cut so."""
-    return _Slicing(built, region, rules, spread).run()
+def cut_among(built: Built, region: Region, rules: Rules, spread: Spread | None = None, experts: Sequence[str] = ()) -> Sliced:
+    """Cuts the layers of `built.module` among the ranks of `region`, and spreads the modules `experts` as `spread` says. UserError, on every rank alike, for what cannot be cut so."""
+    return _Slicing(built, region, rules, spread, experts).run()
 
 
 class _Slicing:
-    def __init__(self, built: Built, region: Region, rules: Rules, spread: Spread | None) -> None:
+    def __init__(self, built: Built, region: Region, rules: Rules, spread: Spread | None, experts: Sequence[str]) -> None:
+        self._mixtures = experts if spread is not None else ()
         self._built, self._module, self._region, self._rules, self._spread = built, built.module, region, rules, spread
         self._layouts: dict[int, Layout] = {}  # by the parameter as it was built
         self._new: dict[int, nn.Parameter] = {}
@@ -55,14 +56,15 @@ class _Slicing:
             "inside": self._inside,
         }
         modules = list(self._module.named_modules())
-        if self._region.size == 1:  # only experts are cut, where there are any
-            cuts = {"experts": self._experts}
-        self._region.sequence = kind_of("", self._rules) == "sequence"
+        of_all = kind_of("", self._rules)
+        self._region.sequence, self._region.overlaps = of_all in ("sequence", "overlap"), of_all == "overlap"
         attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
         self._attentions = {name: _Heads(name, module, self._region.size) for name, module in attentions}
         for name, module in modules:
             kind = kind_of(name, self._rules)
-            if kind in cuts:
+            if name in self._mixtures and kind != "experts":
+                self._experts(name, module, inside=False)
+            elif kind in cuts:
                 cuts[kind](name, module)
         if not self._region.sequence:
             self._check_inside(modules)
@@ -146,10 +148,15 @@ class _Slicing:
         become(module, Row, _region=self._region, _inputs_first=inputs_first)
         _set(module, span.length, "in_features", "nx")
 
-    def _experts(self, name: str, module: nn.Module) -> None:
+    def _experts(self, name: str, module: nn.Module, inside: bool = True) -> None:
+        """Some of the experts, for ep; or a part of each, for tp, where they are cut `inside`; or both."""
+        if not inside and self._region.sequence:
+            raise UserError(
+                f"{name}: experts that are whole along tp see the tokens of one rank, where layers are sequence parallel"
+            )
         shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
         layouts = {key: Layout.cut(shape, 0, [(0, shape[0])]) for key, shape in shapes.items()}
-        if self._region.size > 1:
+        if inside:
             layouts = self._cut_inside(name, module, shapes)
         if self._spread is not None:
             number = next(iter(shapes.values()))[0]
@@ -159,7 +166,7 @@ class _Slicing:
             _set(module, stop - start, "num_experts")
         for key, layout in layouts.items():
             self._layouts[id(module.get_parameter(key))] = layout
-        if self._region.size > 1:
+        if inside:
             become(module, Experts, _region=self._region)
 
     def _cut_inside(self, name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, Layout]:

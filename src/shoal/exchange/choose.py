@@ -1,0 +1,42 @@
+"""From a plan to its algorithm, which goes with everything else that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from shoal.comm import Group
+from shoal.exchange.algorithm import Algorithm
+from shoal.exchange.named import algorithm
+from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding, check_shared_rows
+from shoal.exchange.with_experts import WithExperts, check_experts
+from shoal.plan import Plan
+
+Among = Callable[[Group, str, Sequence[int]], Group]
+"""Makes a further group of some of the ranks of a group, by their places."""
+
+
+def check_exchange(plan: Plan, keep: str, clip_value: float | None = None) -> Algorithm:
+    """The algorithm of `plan.exchange`. UserError where it does not go with the rest of the plan, masters that rest as `keep` says, or a clipped element."""
+    option, chosen = plan.exchange, algorithm(plan.exchange)
+    if plan.zero or plan.memory is not None:
+        check_sharding(chosen, option, plan.zero, plan.memory is not None)
+    if plan.cp > 1:
+        check_shared_rows(chosen, option, plan.cp)
+    if plan.tp > 1:
+        check_cut_model(chosen, option)
+    if plan.ep > 1:
+        check_experts(chosen, option)
+    if keep != "whole":
+        check_masters(chosen, option, keep)
+    if clip_value is not None:
+        check_clip_value(chosen, option, clip_value)
+    return chosen
+
+
+def choose_exchange(plan: Plan, keep: str, clip_value: float | None, experts: Group | None, among: Among) -> Algorithm:
+    """The same; where experts are spread, two of a kind: `experts` are the ranks that have the same ones."""
+    chosen = check_exchange(plan, keep, clip_value)
+    if experts is None:
+        return chosen
+    return WithExperts(dense=chosen, experts=algorithm(plan.exchange), group=experts, among=partial(among, experts))

@@ -1,0 +1,85 @@
+"""What a step gives back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class StepResult:
+    """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
+
+    Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1 otherwise; where only
+    clipping is local, `grad_norm` is.
+
+    `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
+    count. `lr`: of each optimizer group. `seconds`: of this rank's call. `tokens_per_expert`: of each layer with experts, how often each was chosen;
+    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None.
+    """
+
+    step: int
+    epoch: int
+    lr: tuple[float, ...]
+    seconds: float
+    _totals: Tensor
+    _norm: Tensor
+    _aux_names: tuple[str, ...] = field(default=())
+    share: float = 1.0
+    _scale: Tensor | None = None
+    _experts: Sequence[Tensor] = ()
+
+    @property
+    def tokens_per_expert(self) -> list[list[int]]:
+        return [[round(count) for count in layer[:-1].tolist()] for layer in self._experts]
+
+    @property
+    def imbalance(self) -> float | None:
+        """How many times the mean of its layer the busiest expert was chosen, a mean over the layers; None without experts."""
+        layers = [layer for layer in self.tokens_per_expert if sum(layer)]
+        return sum(max(layer) * len(layer) / sum(layer) for layer in layers) / len(layers) if layers else None
+
+    @property
+    def dropped(self) -> float | None:
+        if not self._experts:
+            return None
+        chosen, dropped = (
+            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._experts), strict=True)
+        )
+        return dropped / max(1.0, chosen)
+
+    @property
+    def tokens(self) -> int:
+        return round(float(self._totals[1]))
+
+    @property
+    def loss(self) -> float:
+        count = float(self._totals[1])
+        return float(self._totals[0]) / count if count else math.nan
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What the loss was multiplied with before backward; None without loss scaling."""
+        return None if self._scale is None else float(self._scale)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether gradients overflowed under loss scaling, so that nothing was updated."""
+        return self._scale is not None and bool(self._overflow())
+
+    def _overflow(self) -> Tensor:
+        """Whether there is something to learn from and it is not finite (0-dim)."""
+        return ~(torch.isfinite(self._norm) & torch.isfinite(self._totals[0])) & (self._totals[1] > 0)
+
+    @property
+    def grad_norm(self) -> float:
+        return float(self._norm)
+
+    @property
+    def aux(self) -> dict[str, float]:
+        values = self._totals[2:].tolist()
+        return {name: value / max(1, self.tokens) for name, value in zip(self._aux_names, values, strict=False)}
