@@ -17,7 +17,7 @@ from shoal.comm.silent import Silent
 from shoal.data import stack_samples
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
-from shoal.parallel.tensor import Region, ShardedLogits, cut_among, rules_for
+from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, rules_for
 from shoal.parallel.tensor.spans import even, heads
 from tests.parity.cases import LLAMA, MIXTRAL, text
 from tests.pool import run_ranks
@@ -207,6 +207,7 @@ def silent(size: int) -> Region:
 def test_rules_that_do_not_fit_say_so(rules, message):
     with pytest.raises(UserError, match=message):
         built = build(Encoder, 0)
+        check_rules(built.module, rules or {})
         cut_among(built, silent(2), rules_for(built.module, rules))
 
 

@@ -241,7 +241,8 @@ def by_expert(rows_MX: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
 def _grouped(rows_MX: Tensor, weights: Tensor) -> bool:
     """Its kernels take rows of whole 16 bytes, and have no derivative in forward mode. On a GPU they are for bf16, from Ampere on."""
     if (
-        rows_MX.dtype == torch.float64
+        isinstance(rows_MX, FakeTensor)
+        or rows_MX.dtype == torch.float64
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.compiler.is_compiling()
     ):
