@@ -90,6 +90,12 @@ def spread(rank: int, **degrees: int) -> Mesh:
     return Mesh(plan, rank, plan.size)
 
 
+def test_degrees_of_experts_wait_for_the_number_of_ranks():
+    plan = Plan.from_dict({"ep": 2})
+    with pytest.raises(UserError, match="experts are spread over dp x cp = 1 x 1 = 1 ranks"):
+        Mesh(plan, 0, 1)
+
+
 def test_experts_see_the_same_ranks_otherwise():
     """dp 2 x cp 2 x tp 2 with ep 2: dp x cp are four places, two of them hold different experts, and the others copies."""
     mesh = spread(5, dp=2, cp=2, tp=2, ep=2)  # dp 1, cp 0, tp 1: place 2 of dp x cp

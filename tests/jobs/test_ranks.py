@@ -14,6 +14,7 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.config import Job, Train
+from shoal.jobs.export import export_checkpoint
 from shoal.jobs.stop import Stop
 from shoal.jobs.train import train
 from shoal.plan import Plan
@@ -51,6 +52,7 @@ def test_spread_experts_train_write_and_go_on_together(quick, make_job, tmp_path
     train(whole, {}, World.single("cpu"))
     half = replace(make_job(steps=3, run={"sample": "3 + 4"}, model=model), plan=Plan(dp=2, ep=2))
     assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], half) == [3, 3]
+    assert export_checkpoint(tmp_path / "run", tmp_path / "weights").is_dir()
     assert records_of(half).samples and records_of(half).run.parameters == records_of(whole).run.parameters
     train(make_job(model=model), {}, World.single("cpu"))
     assert losses_of(make_job(model=model)) == pytest.approx(losses_of(whole), rel=1e-6)

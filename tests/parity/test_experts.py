@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal import Plan
-from tests.parity.cases import CASES, Trace, train
+from shoal import Engine, Plan
+from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
+from tests.parity.cases import ADAMW, CASES, Trace, train
 from tests.parity.covering import in_turn, thinned
 from tests.parity.test_mesh import TOLERANCE, under
 from tests.parity.test_parity import compare
-from tests.pool import run_ranks
+from tests.pool import apart, run_ranks
 
 STEPS = 12
 PLANS: dict[str, dict[str, Any]] = {
@@ -82,6 +83,45 @@ def run(world, case: str, precision: str, accumulation: int, plan: str) -> tuple
         finally:
             running.close()
             world.everyone.barrier()
+
+
+def crowded() -> GPT:
+    """Nobody chooses any but the first two experts, and no bias changes that so soon."""
+    model = GPT(GPTConfig(61, 12, 2, 32, 4, mlp="swiglu", moe=MoEConfig(4, 2, balance_rate=1.0)))
+    for block in model.blocks:
+        block.mlp.router.bias_steps.copy_(torch.tensor([100, 90, 0, 0]))
+    return model
+
+
+def without_tokens(world, plan: dict[str, Any], apart_from_others: bool) -> list[float]:
+    world = apart(world) if apart_from_others else world
+    options = {"global_batch": 12, "microbatch": 3, "precision": "fp64", "world": world}
+    running = Engine(crowded, causal_lm, ADAMW, Plan(**plan), **options)
+    losses = []
+    for batch in running.batches(CASES["moe"].data(), steps=5):
+        result = running.step(batch)
+        assert all(layer[2:] == [0, 0] for layer in result.tokens_per_expert)
+        losses.append(result.loss)
+    losses.append(running.evaluate(CASES["moe"].data()).loss)
+    running.close()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "ep": 2},
+        {"dp": 4, "ep": 2, "zero": 3},
+        {"dp": 2, "ep": 2, "memory": {}},
+        {"dp": 4, "ep": 2, "zero": 2, "memory": {}},
+        {"dp": 2, "ep": 2, "recompute": "full"},
+    ],
+    ids=str,
+)
+def test_ranks_to_which_no_token_comes_take_part(plan):
+    reference = run_ranks(without_tokens, 1, {}, False)[0]
+    for losses in run_ranks(without_tokens, plan["dp"], plan, plan.get("zero") == 3):
+        assert losses == pytest.approx(reference, rel=1e-9)
 
 
 @cache

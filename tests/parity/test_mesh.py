@@ -148,6 +148,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "dp4-ep2-zero2": {"dp": 4, "ep": 2, "zero": 2},
     "dp2-ep2-tp2": {"dp": 2, "ep": 2, "tp": 2},
     "ep4": {"dp": 4, "ep": 4},
+    "ep2-tp2-offload": {"dp": 2, "ep": 2, "tp": 2, "memory": {}},
 }
 SPREAD = [
     ("one", "ep4"),
@@ -221,7 +222,7 @@ def exports(world, case: str, cut: str, directory: Path) -> None:
     [
         ("gpt", ["tp2", "dp2-tp2-zero3"]),
         ("mixtral", ["tp2", "dp2-tp2-zero3", "dp4-ep2-zero2", "dp2-ep2-tp2"]),
-        ("moe", ["ep4", "dp2-ep2-tp2"]),
+        ("moe", ["ep4", "dp2-ep2-tp2", "ep2-tp2-offload"]),
     ],
 )
 def test_the_export_of_a_cut_model_is_that_of_one_process(case, cuts, tmp_path):
