@@ -3,7 +3,7 @@
     python3 -m benchmarks.gpu.engine [--device cuda] [--preset 350m] [--batch 16] [--rounds 5] [--steps 10]
 
 Checks first, each with the figure it saw: keyed dropout draws the same mask, twenty steps in fp64 and fp32 follow the CPU, a loss that is
-not finite leaves the weights alone, a checkpoint saved here continues on the CPU. Then, in turn, round by round: a plain loop in bf16 with fp32
+not finite leaves the weights alone, a checkpoint saved here continues on the CPU, experts choose and drop the same and their grouped product is that of one by one. Then, in turn, round by round: a plain loop in bf16 with fp32
 masters (the same kernels and optimizer), the engine, and both with compiled blocks. Writes results/gpu_engine.json. `--device cpu --preset 1m`
 runs the same road without a GPU.
 """
@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,16 +27,20 @@ from benchmarks.gpu.rows import rows, stacked
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
 from shoal.compiling import compile_blocks
-from shoal.models import GPT, PRESETS, GPTConfig, causal_lm, flops_per_token
+from shoal.models import GPT, PRESETS, GPTConfig, MoEConfig, causal_lm, flops_per_token
+from shoal.models.moe import by_expert
 from shoal.random import keyed_dropout_mask
 
 SMALL = GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
 
 
-def small_engine(device: str, precision: str) -> Engine:
+SMALL_MOE = replace(SMALL, moe=MoEConfig(4, shared=1, capacity_factor=1.25, balance_rate=0.01, d_ff=24))
+
+
+def small_engine(device: str, precision: str, config: GPTConfig = SMALL) -> Engine:
     return Engine(
-        lambda: GPT(SMALL),
+        lambda: GPT(config),
         causal_lm,
         ADAMW,
         global_batch=12,
@@ -94,6 +99,27 @@ def check_resume(device: str) -> dict[str, Any]:
         second.load(directory)
         worst = max(abs(a - b) / abs(b) for a, b in zip(losses(second, 10), rest, strict=True))
     return check("continued on the CPU: largest relative difference of 10 losses", worst, 1e-9)
+
+
+def check_experts(device: str) -> list[dict[str, Any]]:
+    """Twenty steps with capacity and a bias that balances; the product of stacked matrices in bf16."""
+    runs = []
+    for where in (device, "cpu"):
+        engine = small_engine(where, "fp64", SMALL_MOE)
+        results = [engine.step(batch) for batch in engine.batches(rows(61, 12, 41), steps=20)]
+        runs.append([(result.loss, result.tokens_per_expert, result.dropped) for result in results])
+    worst = max(abs(ours[0] - theirs[0]) / abs(theirs[0]) for ours, theirs in zip(*runs, strict=True))
+    routed = sum(ours[1:] != theirs[1:] for ours, theirs in zip(*runs, strict=True))
+    draw, counts = torch.Generator().manual_seed(0), [100, 0, 28, 72]
+    tokens, weights = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((200, 64), (4, 128, 64)))
+    expected = torch.cat([part.float() @ weight.float().T for part, weight in zip(tokens.split(counts), weights, strict=True)])
+    found = by_expert(tokens.to(device), weights.to(device), counts).float().cpu()
+    off = float((found - expected).abs().max() / expected.abs().max())
+    return [
+        check("experts: largest relative difference of 20 losses from the CPU", worst, 1e-9),
+        check("experts: steps in which tokens went elsewhere", routed, 0),
+        check("experts: grouped product in bf16, largest difference of the largest", off, 1e-2),
+    ]
 
 
 def engine_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Callable[[], Any]:
@@ -166,6 +192,7 @@ def main() -> None:
         check_parity(device, "fp32", 1e-4),
         check_not_finite(device),
         check_resume(device),
+        *check_experts(device),
     ]
     config = PRESETS[arguments.preset]
     kinds = [False] if arguments.no_compile else [False, True]
