@@ -1,0 +1,86 @@
+"""What a rank of a pipeline does, one thing after the other.
+
+    F   forward of a stage on a microbatch           needs F of the stage before
+    B   its backward                                  needs its F, and B (or I) of the stage behind
+    I   the half of B that gives the input's gradient, which the stage before waits for
+    W   the other half, the weights' gradients, for which nobody waits
+    U   the update of a stage's weights by the gradients so far, in schedules without a flush
+
+A model is cut into `ranks * chunks` stages, which lie in turn on the ranks ("loop": rank 0, 1, .., 0, 1, ..) or there and back ("v": 0, 1, .., 1, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Kind = Literal["F", "B", "I", "W", "U"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """One of `kind`, of a stage and a microbatch; of U the last microbatch whose gradient it takes."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}:{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`orders[rank]`: what each rank does, in order. `flushes`: whether all of it is one step, after which weights are updated; else updates are among the actions."""
+
+    name: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+    placement: Literal["loop", "v"] = "loop"
+    flushes: bool = True
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """Which rank has a stage."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, first to last."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def needs(self, action: Action) -> list[Action]:
+        """What has to be done before `action`, by whomever. Of a backward in the schedule's form: whole, or its half."""
+        stage, microbatch = action.stage, action.microbatch
+        forward = Action("F", stage, microbatch)
+        match action.kind:
+            case "F":
+                return [Action("F", stage - 1, microbatch)] if stage else []
+            case "B" | "I":
+                last = stage == self.stages - 1
+                return [forward] if last else [forward, self.backward_of(stage + 1, microbatch)]
+            case "W":
+                return [Action("I", stage, microbatch)]
+            case "U":
+                return [Action("B", stage, microbatch)]
+
+    def backward_of(self, stage: int, microbatch: int) -> Action:
+        """The action after which the gradient of a stage's input is there."""
+        half = Action("I", stage, microbatch)
+        return half if half in self._actions[self.rank_of(stage)] else Action("B", stage, microbatch)
+
+    @cached_property
+    def _actions(self) -> list[frozenset[Action]]:
+        return [frozenset(order) for order in self.orders]
+
+
+def as_orders(orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """Frozen."""
+    return tuple(tuple(order) for order in orders)

@@ -1,0 +1,71 @@
+"""Whether a schedule can run: complete, in an order that its dependencies allow, without ranks that wait for each other; and how much it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shoal.errors import UserError
+from shoal.pipeline.actions import Action, Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """UserError, naming rank and action, for what is missing, twice, on a wrong rank, or never gets its turn."""
+    if len(schedule.orders) != schedule.ranks:
+        raise UserError(f"schedule {schedule.name}: it has {len(schedule.orders)} orders for {schedule.ranks} ranks")
+    for rank, order in enumerate(schedule.orders):
+        _check_rank(schedule, rank, order)
+    _run_through(schedule)
+
+
+def _check_rank(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> None:
+    where, own = f"schedule {schedule.name}, rank {rank}", set(schedule.stages_of(rank))
+    counts = Counter(order)
+    for action, times in counts.items():
+        if action.stage not in own:
+            raise UserError(
+                f"{where}: {action} is of a stage that rank {schedule.rank_of(action.stage)} has; this one has {sorted(own)}"
+            )
+        if not 0 <= action.microbatch < schedule.microbatches:
+            raise UserError(f"{where}: {action}, and the microbatches are 0 to {schedule.microbatches - 1}")
+        if times > 1:
+            raise UserError(f"{where}: {action} comes {times} times")
+    for stage in sorted(own):
+        for microbatch in range(schedule.microbatches):
+            whole, half, rest = (counts[Action(kind, stage, microbatch)] for kind in ("B", "I", "W"))
+            if not counts[Action("F", stage, microbatch)]:
+                raise UserError(f"{where}: F{stage}:{microbatch} is missing")
+            if not (whole and not half and not rest) and not (half and rest and not whole):
+                raise UserError(f"{where}: of the backward of stage {stage}, microbatch {microbatch}, give B, or I and W")
+
+
+def _run_through(schedule: Schedule) -> None:
+    """Lets each rank go on as far as it can, until all are done or nobody can."""
+    done: set[Action] = set()
+    places = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            while places[rank] < len(order) and all(need in done for need in schedule.needs(order[places[rank]])):
+                done.add(order[places[rank]])
+                places[rank] += 1
+                moved = True
+    waiting = [
+        f"rank {rank} at {order[place]} for {', '.join(str(need) for need in schedule.needs(order[place]) if need not in done)}"
+        for rank, (order, place) in enumerate(zip(schedule.orders, places, strict=True))
+        if place < len(order)
+    ]
+    if waiting:
+        raise UserError(f"schedule {schedule.name} comes to a halt: {'; '.join(waiting)}")
+
+
+def live_activations(schedule: Schedule) -> list[int]:
+    """Of each rank the most forwards, of a stage and a microbatch each, whose activations it keeps at a time: until B or W."""
+    peaks = []
+    for order in schedule.orders:
+        now = peak = 0
+        for action in order:
+            now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+            peak = max(peak, now)
+        peaks.append(peak)
+    return peaks

@@ -1,0 +1,50 @@
+"""Schedules in a file: a line a rank, its actions in order.
+
+# two ranks, three microbatches: kind, stage, microbatch
+F0:0 F0:1 B0:0 F0:2 B0:1 B0:2
+F1:0 B1:0 F1:1 B1:1 F1:2 B1:2
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal, cast
+
+from shoal.errors import UserError
+from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
+from shoal.pipeline.check import check
+
+_ACTION = re.compile(r"([FBIWU])(\d+):(\d+)")
+
+
+def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop") -> Schedule:
+    """Checked. UserError with file, line and what is wrong with it."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"the schedule {path} cannot be read: {error.strerror}") from error
+    orders = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if words:
+            orders.append([_action(word, f"{path}, line {number}") for word in words])
+    microbatches = 1 + max((action.microbatch for order in orders for action in order), default=-1)
+    updates = any(action.kind == "U" for order in orders for action in order)
+    schedule = Schedule(path.stem, len(orders), chunks, microbatches, as_orders(orders), placement, not updates)
+    check(schedule)
+    return schedule
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """As `read_schedule` reads it."""
+    path.write_text("".join(" ".join(map(str, order)) + "\n" for order in schedule.orders))
+
+
+def _action(word: str, where: str) -> Action:
+    found = _ACTION.fullmatch(word)
+    if found is None:
+        raise UserError(
+            f"{where}: {word!r} is no action: write F, B, I, W or U, the stage, a colon and the microbatch, such as F0:3"
+        )
+    return Action(cast(Kind, found[1]), int(found[2]), int(found[3]))

@@ -1,0 +1,179 @@
+"""The schedules by name, each an order of actions for each rank, a pure function of ranks, chunks and microbatches.
+
+gpipe        all forwards, then all backwards                                    Huang et al. 2019, arXiv 1811.06965
+1f1b         one forward, one backward, after as many forwards as ranks behind   PipeDream-flush; Narayanan et al. 2021, arXiv 2006.09503
+interleaved  the same over several chunks a rank, in groups of as many microbatches as ranks    Narayanan et al. 2021, arXiv 2104.04473
+zb1p         backward in two halves: the weights' half fills what would be waiting           Qi et al. 2023, arXiv 2401.10241
+zbv          the same with two chunks a rank, there and back                                  Qi et al. 2024, arXiv 2405.15362
+pipedream    without a flush: each backward is followed by its update            Narayanan et al. 2019 (SOSP)
+2bw          without a flush: one update for every `every` microbatches          Narayanan et al. 2021, arXiv 2006.09503
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.errors import UserError, did_you_mean
+from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
+    """The schedule of that name. `chunks` a rank: 1, of interleaved and zbv 2, unless given where it is free. `every`: microbatches an update of 2bw, by default as many as ranks.
+    UserError for what the schedule does not take."""
+    if name not in SCHEDULES:
+        raise UserError(f'plan.schedule = "{name}" is none of {", ".join(SCHEDULES)}.{did_you_mean(name, list(SCHEDULES))}')
+    if ranks < 1 or microbatches < 1:
+        raise UserError(f"a pipeline of {ranks} ranks and {microbatches} microbatches: both must be at least 1")
+    usual = {"interleaved": 2, "zbv": 2}.get(name, 1)
+    chunks = usual if chunks is None else chunks
+    if chunks < 1 or (chunks > 1 and name not in _CHUNKED) or (name == "zbv" and chunks != 2):
+        raise UserError(
+            f'plan.schedule = "{name}" takes {"2 chunks" if name == "zbv" else "1 chunk" if name not in _CHUNKED else "1 chunk or more"} a rank, not {chunks}'
+        )
+    if every is not None and name != "2bw":
+        raise UserError(f'plan.schedule = "{name}" has no parameter every, which is of 2bw')
+    if name == "2bw":
+        return _without_flush(name, ranks, microbatches, ranks if every is None else every)
+    return SCHEDULES[name](ranks, microbatches, chunks)
+
+
+def _gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    orders = [
+        [Action("F", rank, each) for each in range(microbatches)] + [Action("B", rank, each) for each in range(microbatches)]
+        for rank in range(ranks)
+    ]
+    return Schedule("gpipe", ranks, 1, microbatches, as_orders(orders))
+
+
+def _1f1b(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    orders = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - rank - 1)
+        order = [Action("F", rank, each) for each in range(ahead)]
+        for each in range(microbatches):
+            if each + ahead < microbatches:
+                order.append(Action("F", rank, each + ahead))
+            order.append(Action("B", rank, each))
+        orders.append(order)
+    return Schedule("1f1b", ranks, 1, microbatches, as_orders(orders))
+
+
+def _interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """Groups of as many microbatches as ranks go through a rank's chunks one after the other; the last group may be smaller."""
+    groups = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
+    orders = []
+    for rank in range(ranks):
+        forwards = [Action("F", chunk * ranks + rank, each) for group in groups for chunk in range(chunks) for each in group]
+        backwards = [
+            Action("B", chunk * ranks + rank, each) for group in groups for chunk in reversed(range(chunks)) for each in group
+        ]
+        # as many forwards first as are on their way to the last stage and back
+        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) if chunks > 1 else ranks - rank - 1
+        ahead = len(forwards) if len(groups[-1]) < ranks < microbatches and chunks > 1 else min(ahead, len(forwards))
+        order = forwards[:ahead]
+        for place, backward in enumerate(backwards):
+            order += forwards[ahead + place : ahead + place + 1]
+            order.append(backward)
+        orders.append(order)
+    return Schedule("interleaved", ranks, chunks, microbatches, as_orders(orders))
+
+
+def _without_flush(name: str, ranks: int, microbatches: int, every: int) -> Schedule:
+    if every < 1:
+        raise UserError(f"plan.schedule: every = {every}: an update takes at least 1 microbatch")
+    orders = []
+    for rank, order in enumerate(_1f1b(ranks, microbatches, 1).orders):
+        with_updates: list[Action] = []
+        for action in order:
+            with_updates.append(action)
+            if action.kind == "B" and (action.microbatch + 1) % every == 0:
+                with_updates.append(Action("U", rank, action.microbatch))
+        orders.append(with_updates)
+    return Schedule(name, ranks, 1, microbatches, as_orders(orders), flushes=False)
+
+
+def _pipedream(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    return _without_flush("pipedream", ranks, microbatches, 1)
+
+
+def _zb1p(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """The order of 1f1b, or interleaved, and the weights' half of a backward as many backwards later as ranks stand before this one: so all of them end together, and memory
+    peaks where it did."""
+    base = (_1f1b if chunks == 1 else _interleaved)(ranks, microbatches, chunks)
+    orders = []
+    for rank, order in enumerate(base.orders):
+        split: list[Action] = []
+        put_off: list[Action] = []
+        for action in order:
+            if action.kind == "F":
+                split.append(action)
+                continue
+            split.append(Action("I", action.stage, action.microbatch))
+            put_off.append(Action("W", action.stage, action.microbatch))
+            if len(put_off) > rank:
+                split.append(put_off.pop(0))
+        orders.append(split + put_off)
+    return replace(base, name="zb1p", orders=as_orders(orders))
+
+
+def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """By trial in unit time: a rank that is free takes the input's half of a backward, of the oldest microbatch there is; else a forward, of the stage nearest to the loss, while
+    it keeps fewer activations than two a rank; else the oldest weights' half."""
+    empty = Schedule("zbv", ranks, 2, microbatches, (), "v")
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    ends: dict[Action, int] = {}
+    number: Counter[tuple[str, int]] = Counter()  # of each kind and stage, which come in the order of microbatches
+    live, time = [0] * ranks, 0
+
+    def ready(kind: Kind, stage: int) -> Action | None:
+        action = Action(kind, stage, number[kind, stage])
+        if action.microbatch == microbatches:
+            return None
+        needs = (
+            [Action("F", stage, action.microbatch)]
+            if kind == "I"
+            else [Action("I", stage, action.microbatch)]
+            if kind == "W"
+            else []
+        )
+        if kind == "F" and stage:
+            needs.append(Action("F", stage - 1, action.microbatch))
+        if kind == "I" and stage < empty.stages - 1:
+            needs.append(Action("I", stage + 1, action.microbatch))
+        return action if all(ends.get(need, time + 1) <= time for need in needs) else None
+
+    def choose(rank: int) -> Action | None:
+        for kind in ("I", "F", "W"):
+            there = [action for stage in empty.stages_of(rank) if (action := ready(kind, stage)) is not None]
+            if there and not (kind == "F" and live[rank] >= 2 * ranks):
+                return max(there, key=lambda action: action.stage) if kind == "F" else min(there, key=_age)
+        return None
+
+    while sum(map(len, orders)) < 3 * empty.stages * microbatches:
+        chosen = [choose(rank) for rank in range(ranks)]
+        time += 1
+        for rank, action in enumerate(chosen):
+            if action is not None:
+                orders[rank].append(action)
+                ends[action] = time
+                number[action.kind, action.stage] += 1
+                live[rank] += {"F": 1, "W": -1}.get(action.kind, 0)
+    return replace(empty, orders=as_orders(orders))
+
+
+def _age(action: Action) -> tuple[int, int]:
+    return action.microbatch, -action.stage
+
+
+_CHUNKED = ("interleaved", "zb1p", "zbv")
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved": _interleaved,
+    "zb1p": _zb1p,
+    "zbv": _zbv,
+    "pipedream": _pipedream,
+    "2bw": lambda ranks, microbatches, chunks: _without_flush("2bw", ranks, microbatches, ranks),
+}

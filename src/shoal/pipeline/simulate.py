@@ -1,0 +1,72 @@
+"""How long a schedule takes: each rank does one action after the other, each as soon as what it needs has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.pipeline.actions import Action, Schedule
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of each stage: forward, the backward of its input, that of its weights (B takes both), an update; and of a message from rank to rank."""
+
+    forward: Sequence[float]
+    inputs: Sequence[float]
+    weights: Sequence[float]
+    update: float = 0.0
+    message: float = 0.0
+
+    @classmethod
+    def even(cls, stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, message: float = 0.0) -> Costs:
+        """The same for all stages."""
+        return cls((forward,) * stages, (inputs,) * stages, (weights,) * stages, 0.0, message)
+
+    def of(self, action: Action) -> float:
+        at = action.stage
+        match action.kind:
+            case "F":
+                return self.forward[at]
+            case "B":
+                return self.inputs[at] + self.weights[at]
+            case "I":
+                return self.inputs[at]
+            case "W":
+                return self.weights[at]
+            case "U":
+                return self.update
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """`spans[rank]`: (action, start, stop) in order. `seconds` from the first start to the last stop. `bubble`: the part of all ranks' time in which they wait."""
+
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    seconds: float
+    bubble: float
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulated:
+    """Of a schedule that `check` has passed."""
+    ends: dict[Action, float] = {}
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.orders]
+    places, free = [0] * schedule.ranks, [0.0] * schedule.ranks
+    left = sum(map(len, schedule.orders))
+    while left:
+        for rank, order in enumerate(schedule.orders):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                needs = schedule.needs(action)
+                if any(need not in ends for need in needs):
+                    break
+                arrived = [ends[need] + (costs.message if schedule.rank_of(need.stage) != rank else 0.0) for need in needs]
+                start = max([free[rank], *arrived])
+                ends[action] = free[rank] = start + costs.of(action)
+                spans[rank].append((action, start, free[rank]))
+                places[rank] += 1
+                left -= 1
+    seconds = max(ends.values(), default=0.0)
+    busy = sum(stop - start for rank in spans for _, start, stop in rank)
+    bubble = 1 - busy / (schedule.ranks * seconds) if seconds else 0.0
+    return Simulated(tuple(tuple(rank) for rank in spans), seconds, bubble)
