@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.loss import Loss, call_loss
 from shoal.parallel.context import Context
 from shoal.random import Randomness, keyed_functional
-from shoal.step import microbatches, share
+from shoal.step import microbatches, share, with_idle
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
     streams = 1 if context is None else context.size
-    mine = [(pieces[i], 1) for i in share(len(pieces), group.rank // streams, group.size // streams)]
-    if alike and pieces:
-        mine += [(pieces[0], 0)] * (len(share(len(pieces), 0, group.size // streams)) - len(mine))
+    ranks = group.size // streams
+    own = [pieces[place] for place in share(len(pieces), group.rank // streams, ranks)]
+    mine = with_idle(own, len(share(len(pieces), 0, ranks)) if alike and pieces else 0, pieces[0] if pieces else ())
     module.eval()
     try:
         with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for ids, weight in mine:
+            for ids, counts in mine:
                 batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
                 with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
                     sums = call_loss(loss, module, batch if context is None else context.cut(batch))
                 if context is not None:
                     context.attended()
-                totals += torch.stack([sums.total.double(), sums.count.double()]) * weight
+                totals += torch.stack([sums.total.double(), sums.count.double()]) * counts
     finally:
         if context is not None:
             context.close()

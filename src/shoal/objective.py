@@ -14,7 +14,7 @@ from shoal.comm.functional import copy_to, reduce_from
 from shoal.data import Batch
 from shoal.loss import Loss, call_loss
 from shoal.random import Randomness, keyed_functional
-from shoal.step import StepRunner
+from shoal.step import StepRunner, with_idle
 
 
 class Objective:
@@ -42,15 +42,13 @@ class Objective:
         module = _Functional(self._module, {name: copy_to(value, self._groups[name]) for name, value in parameters.items()})
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
         mine, _, most = self._runner.cut(self._batch.ids)
-        # A rank with fewer microbatches runs some with weight 0: its collectives are the others'.
-        idle = (most if self._alike else 1) - len(mine)
-        with self._runner.rows():
-            for place, ids in enumerate([*mine, *[self._batch.ids[:1]] * idle]):
+        with self._runner.rows():  # a rank without a microbatch runs one that does not count: its collectives are the others'
+            for ids, counts in with_idle(mine, most if self._alike else 1, self._batch.ids[:1]):
                 if self._randomness is not None:
                     self._randomness.begin(self._batch.step, ids)
                 with nullcontext() if self._randomness is None else keyed_functional(self._randomness):
                     sums = call_loss(self._loss, module, self._runner.load(self._batch, ids))  # type: ignore[arg-type]
-                weight = float(place < len(mine))
+                weight = float(counts)
                 total, count = total + weight * sums.total, count + weight * sums.count
         return reduce_from(total, self._group) / reduce_from(count.to(total.dtype), self._group)
 

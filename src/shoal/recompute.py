@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -171,7 +172,7 @@ class _Block:
     def _changed(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
         """By value: what a kernel changes, such as BatchNorm's statistics, need not count as a version."""
         now = dict(self.module.named_buffers())
-        return {name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not torch.equal(buffer, copy)}
+        return {name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)}
 
     @contextmanager
     def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -241,6 +242,11 @@ class _Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """In a dry run, where nothing has values, all are."""
+    return isinstance(one, FakeTensor) or torch.equal(one, other)
 
 
 def _same(tensor: Tensor) -> Tensor:

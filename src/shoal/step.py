@@ -47,6 +47,11 @@ def share(number: int, rank: int, size: int) -> range:
     return range(start, start + each + (rank < more))
 
 
+def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
+    """A rank's microbatches and whether each counts: filled up to `number` with `stand_in`, for the sake of what the forwards of all ranks do together."""
+    return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
+
+
 def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
     """Samples a forward: as `given`, else a rank's whole share. UserError where that would change what the model computes."""
     if global_batch < 1:
@@ -178,7 +183,7 @@ class StepRunner:
         self.begin(batch.step, most, self.per_sample * len(batch.ids))
         self._module.train()
         with nullcontext() if self._passing is None else self._passing.step(("train", most)), self.rows():
-            self._accumulate(batch, mine, most - len(mine) if self._alike else 0)
+            self._accumulate(batch, with_idle(mine, most if self._alike else 0, batch.ids[: self._microbatch]))
         samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
         if alone or self._partners.size < self._group.size:
             samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size // self._streams)
@@ -241,9 +246,8 @@ class StepRunner:
             self._algorithm.end(step)
         return result
 
-    def _accumulate(self, batch: Batch, mine: Sequence[Sequence[int]], idle: int) -> None:
-        """Each microbatch, and `idle` ones that count nothing, for the sake of what the forwards of all ranks do together."""
-        runs = [(ids, True) for ids in mine] + [(batch.ids[: self._microbatch], False)] * idle
+    def _accumulate(self, batch: Batch, runs: Sequence[tuple[Sequence[int], bool]]) -> None:
+        """Each microbatch, whether it counts or not."""
         for index, (ids, counts) in enumerate(runs):
             with self._ledger.span("compute", "load"):
                 microbatch = self.load(batch, ids)

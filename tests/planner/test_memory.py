@@ -18,7 +18,7 @@ from shoal.optimizer import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher
-from tests.parity.cases import text
+from tests.parity.cases import CASES, text
 from tests.pool import run_ranks
 
 CHUNK = 20_000
@@ -219,6 +219,26 @@ def test_a_rank_of_a_plan_of_1024_has_and_sends_what_the_formula_says(place):
     padded = -(-T // tp) * tp  # 12 tokens among 8 ranks: each sends as many as the first
     assert found.sent["activations"] == 2 * (4 * blocks + 2) * B * padded * D * 4
     assert found.sent["logits"] == 3 * B * T * 4
+
+
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+def test_experts_of_a_plan_of_1024_ranks_have_and_send_what_the_formula_says(rank):
+    """Four experts of width 128 over ep 4 of dp 512, each cut between two ranks; 16 rows of 12 tokens, two experts each, 32 channels, 2 blocks."""
+    plan, D, F, E, blocks, pairs = Plan(dp=512, tp=2, ep=4), 32, 128, 4, 2, 16 * 12 * 2
+    found = dry_run(Subject(moe, causal_lm, text()[0], 16, precision_named("fp32"), plan, decay_matrices_only(0.1), rank=rank))
+    experts = sum(shape.numel() for name, shape, _ in found.parameters if ".experts." in name)
+    assert experts == blocks * E * 2 * D * F // (plan.ep * plan.tp)
+    assert found.sent["experts"] == 4 * blocks * pairs * D * 4  # out and back, forward and backward
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan", [{"dp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"cp": 2, "tp": 2, "ep": 2, "recompute": "full"}], ids=str
+)
+def test_capacity_and_biases_run_dry(plan, precision):
+    case, plan = CASES["moe-capacity"], Plan(**plan)
+    found = dry_run(Subject(case.factory, case.loss, text()[0], 2, precision_named(precision), plan))
+    assert found.sent["experts"] > 0 and found.activations > 0
 
 
 def test_weights_that_pass_between_hosts():

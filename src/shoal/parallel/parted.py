@@ -58,7 +58,7 @@ class Parted:
         in_sequence = self.region is not None and self.region.sequence
         axes = [axis for axis, shared in (("cp", plan.cp > 1), ("tp", in_sequence)) if shared]
         self.losses_of_all_tokens = True
-        if found and axes:
+        if axes and (found or self._routers):
             group = world.group("-".join(["routing", *axes]), mesh.ranks(*axes))
             self.losses_of_all_tokens = share_routing(self._routers, self._others, group, self.context, self.region)
 
