@@ -147,7 +147,8 @@ class Engine:
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
         storage = self._storage = Storage(self.plan, self.mesh, self.world, group, parted.experts, self._all, self.offload)
-        keeping, of_experts = storage.keeping(exchange, needs_whole_parameters(optimizer, options, self.precision.master))
+        whole = partial(needs_whole_parameters, optimizer, options, self.precision.master)
+        keeping, of_experts = storage.keeping(exchange, whole)
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)

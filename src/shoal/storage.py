@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -39,16 +39,16 @@ class Storage:
         self._replicas, self._experts, self._everyone = replicas, experts, everyone
         self._offload, self._lane = offload, world.lane()
 
-    def keeping(self, exchange: Algorithm, whole: bool) -> tuple[Keeping, Keeping | None]:
-        """How chunks are kept, and those of experts where these are spread. `whole`: no cut goes through a parameter."""
+    def keeping(self, exchange: Algorithm, whole: Callable[[], bool]) -> tuple[Keeping, Keeping | None]:
+        """How chunks are kept, and those of experts where these are spread. `whole()`: whether no cut may go through a parameter."""
         found = [self._keeping(group, exchange, whole) for group in (self._replicas, self._experts) if group is not None]
         return found[0], found[1] if len(found) > 1 else None
 
-    def _keeping(self, group: Group, exchange: Algorithm, whole: bool) -> Keeping:
+    def _keeping(self, group: Group, exchange: Algorithm, whole: Callable[[], bool]) -> Keeping:
         device = self._world.device
         return Keeping(Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(group, whole))
 
-    def _shards(self, group: Group, whole: bool) -> Shards | None:
+    def _shards(self, group: Group, whole: Callable[[], bool]) -> Shards | None:
         """Among whom of `group` chunks are cut, and where they are at home."""
         stage, home = self._plan.zero, None if self._offload is None else self._offload.home
         within, copies = self._mesh.shards(experts=group is not self._replicas)
@@ -59,7 +59,7 @@ class Storage:
         inside = group if len(copies) == 1 else self._world.group(f"{group.name}-inside", within)
         across = None if len(copies) == 1 else self._world.group(f"{group.name}-across", copies)
         weights = self._world.group(f"{group.name}-weights", within) if stage == 3 or home is not None else inside
-        return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole)
+        return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole())
 
     def chunk_bytes(self, exchange: Algorithm, maker: ChunkMaker, shards: Shards | None, itemsize: int) -> int | None:
         """Bytes of gradient of a chunk, of `itemsize` an element: what the plan fixes, else what suits weights that pass. None where the links decide."""
