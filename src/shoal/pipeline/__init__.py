@@ -1,6 +1,7 @@
 """Pipeline schedules as pure data: who runs which part of which microbatch, in which order; checked and timed before anything runs."""
 
 from shoal.pipeline.actions import Action, Schedule
+from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, live_activations
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
@@ -13,6 +14,7 @@ __all__ = [
     "Costs",
     "Schedule",
     "Simulated",
+    "balance",
     "check",
     "kept_versions",
     "live_activations",
