@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
-from benchmarks import peers
-from benchmarks.processes import Build, Step
+from benchmarks import harness, peers
+from benchmarks.processes import Build, ProcessGroup, Step
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, sum_loss
 
 LIMIT = "no-communication"
@@ -22,6 +25,22 @@ class Entry:
     build: Build
     note: str
     precisions: tuple[str, ...] = ("fp32", "bf16")
+
+
+def run_entries(
+    entries: Mapping[str, Entry], case: Case, precision: str, rounds: int, ranks: int, limit: str = LIMIT, **settings: Any
+) -> dict[str, Any]:
+    """Starts `entries`, of `ranks` processes each, with `settings` for their builders beside case and precision, and times them in turn; prints the progress, returns a set of the
+    record."""
+    with ExitStack() as stack:
+        groups = {}
+        for name, entry in entries.items():
+            print(f"{case.name} {precision}: starting {name}", flush=True)
+            given = {"case": case, "precision": precision, **settings}
+            groups[name] = stack.enter_context(ProcessGroup(entry.build, given, size=ranks))
+        samples = harness.measure(groups, rounds, case.steps)
+    notes = {name: entry.note for name, entry in entries.items()}
+    return harness.result_of(samples, limit, notes, case=case.name, precision=precision, steps=case.steps)
 
 
 def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0, apart: bool = False) -> Step:

@@ -11,7 +11,6 @@ Writes results/cp.json.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -154,11 +153,9 @@ def figures(results: list[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for result in results:
         rows, precision = result["contenders"], result["precision"]
-        theirs = [statistics.median(steps) for steps in rows[GATHERED]["samples_ms"]]
         for kind in OURS:
-            ours = [statistics.median(steps) for steps in rows[kind]["samples_ms"]]
             found[f"{precision} {kind} kept"] = rows[kind]["kept"] / rows[WHOLE]["kept"]
-            found[f"{precision} {kind} time"] = statistics.median(other / own for other, own in zip(theirs, ours, strict=True))
+            found[f"{precision} {kind} time"] = harness.times_over(rows, GATHERED, kind)
     return found
 
 

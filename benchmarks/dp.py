@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.contenders import CONTENDERS, LIMIT
-from benchmarks.processes import ProcessGroup
+from benchmarks.contenders import CONTENDERS, LIMIT, run_entries
 from benchmarks.workload import CASES, Case
 
 RANKS = 2
@@ -27,14 +26,7 @@ def run_set(case: Case, precision: str, rounds: int, steps: int, names: list[str
     """Runs the contenders of one case and precision in turn; prints the progress, returns the part of the record."""
     chosen = {name: CONTENDERS[name] for name in names if precision in CONTENDERS[name].precisions}
     limit = LIMIT if LIMIT in chosen else next(iter(chosen))
-    with ExitStack() as stack:
-        groups = {}
-        for name, entry in chosen.items():
-            print(f"{case.name} {precision}: starting {name}", flush=True)
-            groups[name] = stack.enter_context(ProcessGroup(entry.build, {"case": case, "precision": precision}, size=RANKS))
-        samples = harness.measure(groups, rounds, steps)
-    notes = {name: entry.note for name, entry in chosen.items()}
-    return harness.result_of(samples, limit, notes, case=case.name, precision=precision, steps=steps)
+    return run_entries(chosen, replace(case, steps=steps), precision, rounds, RANKS, limit)
 
 
 def main() -> None:

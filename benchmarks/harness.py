@@ -91,6 +91,12 @@ def _row(figures: Sequence[float], limit: Sequence[float]) -> Summary:
     return Summary(statistics.median(figures), (low, high), statistics.median(shares), (min(shares), max(shares)))
 
 
+def times_over(rows: Mapping[str, Any], theirs: str, ours: str) -> float:
+    """How many times as long the contender `theirs` takes as `ours`, of the rows of a record: the median over rounds of the ratio of their medians."""
+    turns = ([statistics.median(steps) for steps in rows[name]["samples_ms"]] for name in (theirs, ours))
+    return statistics.median(other / own for other, own in zip(*turns, strict=True))
+
+
 def quartiles(figures: Sequence[float]) -> tuple[float, float, float]:
     """The quartiles of at least one figure, by linear interpolation between the sorted ones."""
     ordered = sorted(figures)

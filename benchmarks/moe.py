@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness, peers, workload
-from benchmarks.contenders import LIMIT, Entry
-from benchmarks.processes import ProcessGroup, Step
+from benchmarks.contenders import LIMIT, Entry, run_entries
+from benchmarks.processes import Step
 from benchmarks.targets import Target, judge, print_targets
 from benchmarks.tp import AloneWorld
 from benchmarks.workload import LEARNING_RATE, Case, Tokens
@@ -95,25 +93,15 @@ CONTENDERS = {
 
 def run_set(case: Case, per_token: int, precision: str, rounds: int) -> dict[str, Any]:
     """One set of the record."""
-    with ExitStack() as stack:
-        groups = {}
-        for name, entry in CONTENDERS.items():
-            print(f"{case.name} {precision}: starting {name}", flush=True)
-            settings = {"case": case, "precision": precision, "per_token": per_token}
-            groups[name] = stack.enter_context(ProcessGroup(entry.build, settings, size=RANKS))
-        samples = harness.measure(groups, rounds, case.steps)
-    notes = {name: entry.note for name, entry in CONTENDERS.items()}
-    return harness.result_of(samples, LIMIT, notes, case=case.name, precision=precision, steps=case.steps)
+    return run_entries(CONTENDERS, case, precision, rounds, RANKS, per_token=per_token)
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, float]:
     """What TARGETS name: each of ours against DeepSpeed's of the same kind, the lesser of both."""
     found = {}
     for result in results:
-        rows, ratios = result["contenders"], []
-        for ours, theirs in (("shoal", "deepspeed"), ("shoal-all", "deepspeed-all")):
-            turns = [[statistics.median(steps) for steps in rows[name]["samples_ms"]] for name in (ours, theirs)]
-            ratios.append(statistics.median(other / own for own, other in zip(*turns, strict=True)))
+        pairs = (("deepspeed", "shoal"), ("deepspeed-all", "shoal-all"))
+        ratios = [harness.times_over(result["contenders"], *pair) for pair in pairs]
         found[f"{result['case']} {result['precision']} deepspeed"] = min(ratios)
     return found
 

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,8 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness, peers
-from benchmarks.contenders import LIMIT, Entry
-from benchmarks.processes import ProcessGroup, Step
+from benchmarks.contenders import LIMIT, Entry, run_entries
+from benchmarks.processes import Step
 from benchmarks.targets import Target, judge, print_targets
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, sum_loss
 from shoal.comm import Group, World
@@ -147,14 +145,7 @@ def run_set(case: Case, precision: str, rounds: int) -> dict[str, Any]:
         entries = {name: entry for name, entry in entries.items() if not name.startswith("torch")}
     else:
         del entries["shoal-overlap"]
-    with ExitStack() as stack:
-        groups = {}
-        for name, entry in entries.items():
-            print(f"{case.name} {precision}: starting {name}", flush=True)
-            groups[name] = stack.enter_context(ProcessGroup(entry.build, {"case": case, "precision": precision}, size=RANKS))
-        samples = harness.measure(groups, rounds, case.steps)
-    notes = {name: entry.note for name, entry in entries.items()}
-    return harness.result_of(samples, LIMIT, notes, case=case.name, precision=precision, steps=case.steps)
+    return run_entries(entries, case, precision, rounds, RANKS)
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, float]:
@@ -163,16 +154,10 @@ def figures(results: list[dict[str, Any]]) -> dict[str, float]:
     for result in results:
         rows, key = result["contenders"], f"{result['case']} {result['precision']}"
         found[f"{key} limit"] = rows["shoal"]["share"]
-        ours = [statistics.median(steps) for steps in rows["shoal"]["samples_ms"]]
         if result["case"] in LINKS:
-            ring = [statistics.median(steps) for steps in rows["shoal-overlap"]["samples_ms"]]
-            found[f"{key} overlap"] = statistics.median(other / own for other, own in zip(ours, ring, strict=True))
-            continue
-        ratios = []
-        for peer in ("torch", "torch-sequence"):
-            theirs = [statistics.median(steps) for steps in rows[peer]["samples_ms"]]
-            ratios.append(statistics.median(other / own for other, own in zip(theirs, ours, strict=True)))
-        found[f"{key} torch"] = min(ratios)
+            found[f"{key} overlap"] = harness.times_over(rows, "shoal", "shoal-overlap")
+        else:
+            found[f"{key} torch"] = min(harness.times_over(rows, peer, "shoal") for peer in ("torch", "torch-sequence"))
     return found
 
 

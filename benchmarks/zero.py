@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -87,12 +86,8 @@ def figures(results: list[dict[str, Any]]) -> dict[str, float]:
         rows, model, stage = result["contenders"], result["model"], result["stage"]
         if stage == 3:
             found[f"{model} of the limit"] = min(rows[OURS]["share"], found.get(f"{model} of the limit", math.inf))
-        ours = [statistics.median(steps) for steps in rows[OURS]["samples_ms"]]
         for peer in rows.keys() - {OURS, LIMIT}:
-            theirs = [statistics.median(steps) for steps in rows[peer]["samples_ms"]]
-            found[f"{model} {stage} {peer} time"] = statistics.median(
-                other / own for other, own in zip(theirs, ours, strict=True)
-            )
+            found[f"{model} {stage} {peer} time"] = harness.times_over(rows, peer, OURS)
             found[f"{model} {stage} {peer} memory"] = rows[peer]["peak_pss"] / rows[OURS]["peak_pss"]
     return found
 

@@ -18,7 +18,7 @@ from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from shoal.models.moe import Experts
 from shoal.parallel.expert import Dispatch, Dispatched, mixtures
 from shoal.parallel.tensor.layers import become
-from tests.parity.cases import ADAMW, CASES, engine, gathered
+from tests.parity.cases import ADAMW, CASES, derivatives_of, engine
 from tests.pool import run_ranks
 
 E, D, F = 4, 6, 10
@@ -186,17 +186,7 @@ def derivatives(world, plan: dict[str, Any]) -> tuple[Any, ...]:
     model = partial(GPT, GPTConfig(61, 12, 2, 32, 4, moe=MoEConfig(4, 4)))  # every expert sees every token: no choice that jumps
     options = {"global_batch": 12, "microbatch": 3, "precision": "fp64", "world": world}
     running = Engine(model, causal_lm, ADAMW, Plan(**plan), **options)
-    objective = running.objective(next(iter(running.batches(CASES["gpt"].data()))))
-    weights = {name: value.detach() for name, value in running.parameters.items()}
-    draw = torch.Generator().manual_seed(0)
-    direction = {
-        name: layout.own_part(torch.randn(layout.shape, generator=draw, dtype=torch.float64))
-        for name, layout in running.layouts.items()
-    }
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
-        value, slope = torch.func.jvp(objective, (weights,), (direction,))
-        gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
-    return value, slope, gathered(running, gradient, cut=False), gathered(running, product, cut=False)
+    return derivatives_of(running, "gpt")
 
 
 @pytest.mark.parametrize("plan", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2}], ids=str)

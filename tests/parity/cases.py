@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import lr
 from shoal.engine import Engine
@@ -231,6 +232,21 @@ def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> d
         for layout, flats in by_layout.items():
             layout.put_into(whole[name], torch.cat([flat for _, flat in sorted(flats.items())]).view(layout.own_shape))
     return {name: whole[name] for name in running.parameters if name in whole}
+
+
+def derivatives_of(running: Engine, case: str) -> tuple[Tensor, ...]:
+    """Value, slope, gradient and a product with the Hessian on the data of `case`, in the same direction under any plan."""
+    objective = running.objective(next(iter(running.batches(CASES[case].data()))))
+    weights = {name: value.detach() for name, value in running.parameters.items()}
+    draw = torch.Generator().manual_seed(0)
+    direction = {
+        name: layout.own_part(torch.randn(layout.shape, generator=draw, dtype=torch.float64))
+        for name, layout in running.layouts.items()
+    }
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of the CPU has no derivative in forward mode
+        value, slope = torch.func.jvp(objective, (weights,), (direction,))
+        gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
+    return value, slope, gathered(running, gradient, cut=False), gathered(running, product, cut=False)
 
 
 def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:

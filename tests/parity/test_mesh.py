@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal import Plan
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import causal_lm, from_config
 from shoal.models.attention import Attention
-from tests.parity.cases import CASES, LLAMA, Trace, engine, gathered, train
+from tests.parity.cases import CASES, LLAMA, Trace, derivatives_of, engine, gathered, train
 from tests.parity.covering import in_turn, thinned
 from tests.parity.test_parity import compare
 from tests.pool import apart, run_ranks
@@ -256,17 +255,7 @@ def test_exchange_algorithms_go_on_over_dp(exchange):
 def derivatives(world, case: str, plan: dict[str, Any], rules: dict[str, str] | None) -> tuple[torch.Tensor, ...]:
     """Value, slope, gradient and a product with the Hessian, in the same direction under any plan."""
     running = engine(case, "fp64", 1, world=world, plan=Plan(**plan), tensor_rules=rules)
-    objective = running.objective(next(iter(running.batches(CASES[case].data()))))
-    weights = {name: value.detach() for name, value in running.parameters.items()}
-    draw = torch.Generator().manual_seed(0)
-    direction = {
-        name: layout.own_part(torch.randn(layout.shape, generator=draw, dtype=torch.float64))
-        for name, layout in running.layouts.items()
-    }
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel of the CPU has no derivative in forward mode
-        value, slope = torch.func.jvp(objective, (weights,), (direction,))
-        gradient, product = torch.func.jvp(torch.func.grad(objective), (weights,), (direction,))
-    return value, slope, gathered(running, gradient, cut=False), gathered(running, product, cut=False)
+    return derivatives_of(running, case)
 
 
 @pytest.mark.parametrize(

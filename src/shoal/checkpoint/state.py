@@ -304,38 +304,47 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
     state is not laid out as they are.
     """
     saved = tensor_shapes(path)
+    replicas = _replicas(saved)
 
-    def wants(replica: int, state: str, name: str, tensor: Tensor) -> list[Want]:
-        title = _exchange_title(replica, state, name, tensor, standing)
-        return _wants(title, standing.layout(name, tensor), tensor)
+    def wants(replica: int, state: str, tensors: Mapping[str, Tensor]) -> list[Want]:
+        return [
+            want
+            for name, tensor in tensors.items()
+            for want in _wants(_exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor)
+        ]
 
-    each = [
-        (state, name, tensor, on_resize) for state, (tensors, on_resize) in states.items() for name, tensor in tensors.items()
-    ]
-    there = [one for one in each if all(want.name in saved for want in wants(0, *one[:3]))]
-    own: list[Want] = []
-    for state, name, tensor, on_resize in there:
-        mine = standing.of(name)
-        before = _replicas(saved, state, name)
-        if before == mine.size:
-            own += wants(mine.rank, state, name, tensor)
-            continue
-        parts = {"split": mine.size, "whole": 1, "mean": before}[on_resize]
-        total = torch.zeros_like(tensor)
-        for replica in range(before):  # one after the other: all of them at once would be as many times the memory
-            theirs = torch.empty_like(tensor)
-            load(path, wants(replica, state, name, theirs))
-            total += theirs
-        tensor.copy_(total / parts)
+    complete, own = True, list[Want]()
+    for state, (tensors, on_resize) in states.items():
+        there = {
+            name: each for name, each in tensors.items() if all(want.name in saved for want in wants(0, state, {name: each}))
+        }
+        complete = complete and len(there) == len(tensors)
+        before = {name: replicas[f"{state}.{name}"] for name in there}
+        resized = {name: each for name, each in there.items() if before[name] != standing.of(name).size}
+        for name in there.keys() - resized.keys():
+            own += wants(standing.of(name).rank, state, {name: there[name]})
+        totals = {name: torch.zeros_like(each) for name, each in resized.items()}
+        for replica in range(max((before[name] for name in resized), default=0)):
+            # one after the other: all of them at once would be as many times the memory
+            theirs = {name: torch.empty_like(each) for name, each in resized.items() if replica < before[name]}
+            load(path, wants(replica, state, theirs))
+            for name, each in theirs.items():
+                totals[name] += each
+        for name, each in resized.items():
+            each.copy_(totals[name] / {"split": standing.of(name).size, "whole": 1, "mean": before[name]}[on_resize])
     load(path, own)
-    return len(there) == len(each)
+    return complete
 
 
-def _replicas(saved: Mapping[str, tuple[int, ...]], state: str, name: str) -> int:
-    """How many replicas have written their `state` of the parameter `name`."""
-    wanted = f"{state}.{name}"
-    numbers = (title.split(".", 2) for title in saved if title.startswith("exchange."))
-    return 1 + max((int(number) for _, number, rest in numbers if rest.partition("@")[0] == wanted), default=-1)
+def _replicas(saved: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """How many replicas have written each state of each parameter, by "state.parameter"."""
+    found: dict[str, int] = {}
+    for title in saved:
+        if title.startswith("exchange."):
+            _, number, rest = title.split(".", 2)
+            name = rest.partition("@")[0]
+            found[name] = max(found.get(name, 0), int(number) + 1)
+    return found
 
 
 def _wants(title: str, layout: Layout, into: Tensor, start: int = 0) -> list[Want]:

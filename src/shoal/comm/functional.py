@@ -145,11 +145,15 @@ def _swapped(group: Group, give: int, take: int, purpose: str) -> Map:
 
 def _dealt(group: Group, give: tuple[int, ...], take: tuple[int, ...], purpose: str) -> Map:
     def dealt(x: Tensor) -> Tensor:
-        out, width = x.new_empty(sum(take), *x.shape[1:]), x.shape[1:].numel()
-        took, gave = ([width * rows for rows in side] for side in (take, give))
-        return group.all_to_all(out, x.contiguous(), took, gave, purpose)
+        return deal_into(x.new_empty(sum(take), *x.shape[1:]), x.contiguous(), group, give, take, purpose)
 
     return dealt
+
+
+def deal_into(out: Tensor, x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], purpose: str = "") -> Tensor:
+    """`deal_out` without a derivative, into `out`; both contiguous."""
+    width = x.shape[1:].numel()
+    return group.all_to_all(out, x, [width * rows for rows in take], [width * rows for rows in give], purpose)
 
 
 def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm import Group, Lane
-from shoal.comm.functional import deal_out
+from shoal.comm.functional import deal_into, deal_out
 from shoal.comm.lane import Ticket
 from shoal.models.moe import Pairs
 
@@ -89,13 +89,12 @@ class _Journey:
         give, take = (self._take, self._give) if back else (self._give, self._take)
         rows = rows.contiguous()
         out = rows.new_empty(sum(take), *rows.shape[1:])
-        width = rows.shape[1:].numel()
 
         def travel() -> None:
             if rows.is_cuda:
                 for tensor in (rows, out):
                     tensor.record_stream(torch.cuda.current_stream())
-            self._group.all_to_all(out, rows, [width * n for n in take], [width * n for n in give], PURPOSE)
+            deal_into(out, rows, self._group, give, take, PURPOSE)
 
         self._ticket, self.arriving = self._lane.submit(travel, "tokens to experts"), out
         return out

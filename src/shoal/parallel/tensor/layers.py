@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.tensor.logits import ShardedLogits, here_or_elsewhere
@@ -33,7 +34,7 @@ class Cut(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         """The layer's own, of what enters."""
-        if isinstance(self, nn.Linear):
+        if self._region.overlaps and isinstance(self, nn.Linear):
             return self._region.multiply(x, self.weight, self.bias)
         return super().forward(self._region.enter(x))
 
@@ -65,7 +66,10 @@ class Row(Cut):
     _inputs_first: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._region.leave(x @ self.weight) if self._inputs_first else self._region.multiply_and_leave(x, self.weight)
+        if self._region.overlaps and not self._inputs_first:
+            y = self._region.multiply_and_leave(x, self.weight)
+        else:  # the product is not the region's: compiled blocks compile it
+            y = self._region.leave(x @ self.weight if self._inputs_first else F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 

@@ -59,7 +59,7 @@ class Region:
 
     @torch.compiler.disable
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What enters, times the transpose of [Y, X]: at once where it has come, as it comes where that overlaps."""
+        """What enters, times the transpose of [Y, X], as it comes (`overlaps`); at once where it has come."""
         if not self._goes_round or self._entered(x) is not None:
             return F.linear(self.enter(x), weight, bias)
         assert self._ring is not None
@@ -70,7 +70,7 @@ class Region:
 
     @torch.compiler.disable
     def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x` times the transpose of [Y, X], summed over all ranks, or this rank's tokens of it."""
+        """This rank's tokens of the sum over all ranks of `x` times the transpose of [Y, X], as they are ready (`overlaps`)."""
         if not self._goes_round:
             return self.leave(F.linear(x, weight))
         assert self._ring is not None
@@ -79,7 +79,7 @@ class Region:
     @property
     def _goes_round(self) -> bool:
         """Transforms of torch.func take the collectives, which they pass through again and again."""
-        return self.sequence and self.overlaps and torch._C._functorch.peek_interpreter_stack() is None
+        return self.overlaps and torch._C._functorch.peek_interpreter_stack() is None
 
     def _entered(self, x: Tensor) -> Tensor | None:
         """What came of `x` when it entered, if it was the last one to do so."""
