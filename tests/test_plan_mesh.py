@@ -27,7 +27,7 @@ pytestmark = pytest.mark.fast
         ({"exchagne": 2}, 'plan has no field "exchagne". Did you mean "exchange"?'),
         ({"dp": 0}, "plan.dp = 0: a degree is a whole number of at least 1"),
         ({"dp": "2"}, "plan.dp = '2'"),
-        ({"pp": 2}, "plan.pp = 2 is not implemented yet (pipeline parallel); this version takes 1"),
+        ({"stages": [1, 1]}, "plan.stages with plan.pp = 1"),
         (
             {"dp": 6, "zero": 1, "shard": 4},
             "plan.shard = 4: that many of dp = 6 ranks share one copy of the state, so it is one of [1, 2, 3, 6]",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shoal.elsewhere import StandIn
 from shoal.errors import UserError
 
 
@@ -19,7 +20,8 @@ def recomputable(module: nn.Module) -> list[nn.Module]:
     the other; a Sequential of plain layers is one part. UserError if there is neither."""
     found = blocks(module)
     if found == [module]:
-        found = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
+        parts = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
+        found = [part for part in parts if not isinstance(part, StandIn)]
     if not found:
         raise UserError(
             "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
@@ -30,13 +32,14 @@ def recomputable(module: nn.Module) -> list[nn.Module]:
 
 def _parts(sequence: nn.Module) -> list[nn.Module]:
     children = list(sequence.children())
-    return children if any(list(child.children()) for child in children) else [sequence]
+    return children if any(list(child.children()) or isinstance(child, StandIn) for child in children) else [sequence]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: the children of its outermost ModuleLists, or the model itself where it has none. A child without a forward, a
-    container of containers, stands for its own children."""
-    return [block for found in _outermost(module, nn.ModuleList) for block in _running(found)] or [module]
+    container of containers, stands for its own children. Those that another stage of a pipeline has are not among them."""
+    found = [block for container in _outermost(module, nn.ModuleList) for block in _running(container)] or [module]
+    return [block for block in found if not isinstance(block, StandIn)]
 
 
 def _running(container: nn.Module) -> list[nn.Module]:

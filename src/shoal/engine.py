@@ -20,7 +20,7 @@ from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.whole import whole_parameters
+from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.chunks import ChunkMaker, Later, Tier, adopt, move, weakly
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
@@ -31,10 +31,10 @@ from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica
+from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
-from shoal.exchange.with_experts import check_biases
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.loop import Loop
@@ -52,7 +52,8 @@ from shoal.optimizer import (
     needs_whole_parameters,
 )
 from shoal.parallel.parted import Parted
-from shoal.parallel.tensor import Rules
+from shoal.parallel.tensor import Rules, check_rules
+from shoal.pipeline import Whole, cut_into_stages
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
@@ -109,7 +110,8 @@ class Engine:
         cp = self.plan.cp > 1
         group = self._group = self.world.group("dp-cp" if cp else "dp", self.mesh.ranks("dp", "cp"))
         beside = self._beside = self.world.group("tp", self.mesh.ranks("tp"))
-        self._all = group if beside.size == 1 else self.world.group("dp-cp-tp", self.mesh.ranks("dp", "cp", "tp"))
+        self._stage = group if beside.size == 1 else self.world.group("dp-cp-tp", self.mesh.ranks("dp", "cp", "tp"))
+        self._all = self._stage if self.plan.pp == 1 else self.world.everyone
 
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -117,12 +119,20 @@ class Engine:
         options, member = group_options(built.module.named_parameters(), param_groups)
         self._randomness = Randomness(seed, self.device)
         self._check_cut(optimizer, options, sync_bn)
-        parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention)
+        check_rules(built.module, tensor_rules or {})
+        self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, built.module, sync_bn)
+        pipeline = self._pipeline = cut_into_stages(built, self.plan, self.mesh, self.world) if self.plan.pp > 1 else None
+        elsewhere = [] if pipeline is None else pipeline.split.elsewhere
+        parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
         built, self.layouts = parted.built, parted.layouts
+        self._apart = {} if parted.experts is None else {"experts": parted.experts}
+        if pipeline is not None:
+            pipeline.split.between = [] if parted.region is None else [parted.region]
+            pipeline.split.within = [] if parted.context is None else [parted.context]
+        tied = self._tied()
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
-        self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, self.module, sync_bn)
         if parted.parts is not None:
             self._randomness.part = parted.parts
         if parted.context is not None:
@@ -142,23 +152,25 @@ class Engine:
         self.recompute = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
-        exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, parted.experts, self._among)
+        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._stage, self.ledger)
+        exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among)
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
-        storage = self._storage = Storage(self.plan, self.mesh, self.world, group, parted.experts, self._all, self.offload)
+        storage = self._storage = Storage(self.plan, self.mesh, self.world, group, self._apart, self._stage, self.offload, tied)
         whole = partial(needs_whole_parameters, optimizer, options, self.precision.master)
-        keeping, of_experts = storage.keeping(exchange, whole)
+        keeping, apart = storage.keeping(exchange, whole)
         if self.offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
         private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
-        self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, of_experts, groups, place)
+        self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place)
         sized = storage.chunk_bytes(exchange, self._maker, keeping.shards, self.precision.grad.itemsize)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
         self.link = group.link(self.device) if measured else None
         self.chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self.link))
+        if pipeline is not None:  # what is tied lies in chunks of one size
+            self.chunk_bytes = pipeline.group.broadcast_object(self.chunk_bytes)
         cut = self._maker.cut(self.chunk_bytes)
         self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
@@ -193,7 +205,7 @@ class Engine:
         exchange.attach(
             Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self.lender, tokens, deciding)
         )
-        self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None
+        self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         self._runner = StepRunner(
             self.module,
@@ -216,6 +228,8 @@ class Engine:
             tally=tally,
             alike=self._alike,
             shares_routing=tally is not None and parted.losses_of_all_tokens,
+            stages=pipeline,
+            across=None if pipeline is None else pipeline.group,
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -275,6 +289,10 @@ class Engine:
                 f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the engine global_batch = "
                 f"{microbatches} x microbatch"
             )
+        if self._pipeline is not None:
+            raise UserError(
+                "plan.pp > 1 runs forwards and backwards by a schedule: train with engine.step, not with a loop of your own"
+            )
         if self._parted.context is not None:
             raise UserError(
                 "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
@@ -293,7 +311,7 @@ class Engine:
             if self.passing is not None and self.offload.use_the_device(self.chunks, self.passing, self.optimizer):
                 self._runner.follow()
         if self.recompute is not None:
-            self.recompute.decide(self._all.broadcast_object)
+            self.recompute.decide(self._stage.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
 
@@ -302,7 +320,7 @@ class Engine:
         is computed changes."""
         self._order_is_open = False
         order = self._runner.arrivals if self._maker.better(self.chunk_bytes, self._runner.arrivals) is not None else None
-        order = self._all.broadcast_object(order)
+        order = self._stage.broadcast_object(order)
         if order is None:
             return
         cut = self._maker.cut_like(self._maker.cut(self.chunk_bytes, order), self._beside)
@@ -326,7 +344,7 @@ class Engine:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike)
+            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -342,13 +360,22 @@ class Engine:
         memory; outside they show NaN there). All ranks call it alike, between steps."""
         return nullcontext() if self.passing is None else self.passing.whole()
 
+    @property
+    def model(self) -> nn.Module:
+        """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks call it alike and get the same."""
+        if self._pipeline is None:
+            return self.module
+        return Whole(self._pipeline, self._group if self._alike else None)
+
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
         Hessian pass through its collectives and equal one process. All ranks must call it alike."""
+        if self._pipeline is not None:
+            raise UserError("plan.pp > 1: no rank has all parameters, of which the objective is a function")
         randomness = self._randomness if self._keyed or self._parted.context is not None else None
         experts = self._parted.experts or self._group
         groups = {
-            name: experts if layout.of_experts else self._all if "tp" in layout.reduce else self._group
+            name: experts if layout.of_experts else self._stage if "tp" in layout.reduce else self._group
             for name, layout in self.layouts.items()
         }
         return Objective(self.module, self._loss, self._runner, batch, randomness, self._group, groups, self._alike)
@@ -381,16 +408,22 @@ class Engine:
 
     @property
     def _standing(self) -> state.Standing:
-        copies, parts, experts = self._parted.experts, self._parted.beside, None
-        if copies is not None:
-            experts = state.Standing(self.layouts, copies.rank, copies.size, parts.rank, parts.size)
-        return state.Standing(self.layouts, self._group.rank, self._group.size, self._beside.rank, self._beside.size, experts)
+        beside = {"experts": self._parted.beside, "tied": self._beside}
+        apart = {
+            kind: state.Standing(self.layouts, group.rank, group.size, beside[kind].rank, beside[kind].size)
+            for kind, group in self._apart.items()
+        }
+        silent = frozenset[str]()
+        if self._pipeline is not None and self._pipeline.group.rank > 0:
+            silent = frozenset(f"buffer.{name}" for name in self._pipeline.split.common_buffers)
+        group, beside_ = self._group, self._beside
+        return state.Standing(self.layouts, group.rank, group.size, beside_.rank, beside_.size, apart, silent)
 
     def _extra(self) -> dict[str, Any]:
         return {
             "replicas": self._group.size if self._drifted() else None,
             **self._place(),
-            **state.optimizer_extra(self.optimizer, self._group if self.plan.zero else None),
+            **state.optimizer_extra(self.optimizer, self._group if self.plan.zero else None, self._across),
         }
 
     def _place(self) -> dict[str, Any]:
@@ -500,9 +533,12 @@ class Engine:
                 weights.update(whole_parameters(rest, self.layouts, self._beside))
             if self._parted.experts is not None and self._parted.experts.rank == 0:
                 weights.update(whole_parameters(of_experts, self.layouts, self._parted.beside))
-            if self._all.rank == 0:
+            if self._stage.rank == 0:
                 saved = self.module.state_dict().keys()
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
+                if self._across is not None:
+                    weights = of_all_stages(weights, self._across)
+            if self._all.rank == 0:
                 export_model(self.module, weights, Path(directory))
             self._all.barrier()
         return Path(directory)
@@ -516,6 +552,8 @@ class Engine:
             stack.callback(self._lane.close)
             stack.callback(self._storage.close)
             stack.callback(self._parted.close)
+            if self._pipeline is not None:
+                stack.callback(self._pipeline.close)
             stack.callback(self._exchange.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
@@ -530,6 +568,26 @@ class Engine:
     def host(self) -> Tier | None:
         """What `plan.memory` has at home on the host."""
         return None if self.offload is None else self.offload.host
+
+    @property
+    def _across(self) -> Group | None:
+        """The ranks of this one's pipeline."""
+        return None if self._pipeline is None else self._pipeline.group
+
+    def _tied(self) -> list[int]:
+        """At which places of the pipeline there are weights that this rank's stages share with others; they become chunks apart, summed over all who have them."""
+        if self._pipeline is None or not self._pipeline.tied:
+            return []
+        sets = {tuple(places) for places in self._pipeline.tied.values()}
+        if len(sets) > 1:
+            raise UserError(
+                f"plan.pp: weights are tied across the ranks {sorted(sets)} of the pipeline, where one set of them is possible: name the stages by hand (plan.stages)"
+            )
+        places = list(sets.pop())
+        self._apart["tied"] = self.world.group("tied", self.mesh.on(places, self.mesh.ranks("dp", "cp")))
+        for name in self._pipeline.tied:
+            self.layouts[name] = self.layouts[name].tied
+        return places
 
     @property
     def _alike(self) -> bool:
@@ -559,6 +617,11 @@ class Engine:
             raise UserError(
                 f"plan.{cut} > 1 leaves each rank a part of {'each matrix' if cut == 'tp' else 'what stacks experts'}, and this optimizer looks at whole "
                 "parameters: take an elementwise one (AdamW, SGD), or plan.dp"
+            )
+        if self.plan.pp > 1 and (self.plan.zero == 3 or self.plan.memory is not None):
+            what = "plan.zero = 3" if self.plan.zero == 3 else "plan.memory"
+            raise UserError(
+                f"plan.pp > 1 does not go with {what} yet: weights would be fetched anew for each microbatch; take plan.zero = 1 or 2"
             )
         if self.plan.cp > 1 and sync_bn:
             raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import UserError
-from shoal.loss import Loss, call_loss
+from shoal.loss import Loss, Sums, call_loss
 from shoal.parallel.context import Context
+from shoal.pipeline import Runner
 from shoal.random import Randomness, keyed_functional
+from shoal.staged import evaluate_in_stages
 from shoal.step import microbatches, share, with_idle
 
 
@@ -43,9 +46,11 @@ def evaluate(
     context: Context | None = None,
     randomness: Randomness | None = None,
     alike: bool = False,
+    pipeline: Runner | None = None,
 ) -> Evaluation:
     """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. With `context` its ranks share
     the tokens of each row, and attention is what `randomness` says. `alike`: every rank runs as many forwards, since they meet in them.
+    `pipeline`: runs the stages that this rank has.
 
     Raises UserError if nothing there counts.
     """
@@ -57,21 +62,37 @@ def evaluate(
     ranks = group.size // streams
     own = [pieces[place] for place in share(len(pieces), group.rank // streams, ranks)]
     mine = with_idle(own, len(share(len(pieces), 0, ranks)) if alike and pieces else 0, pieces[0] if pieces else ())
+
+    def forward(loaded: Mapping[str, Tensor]) -> Sums:
+        batch = {key: value.to(device) for key, value in loaded.items()}
+        with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
+            sums = call_loss(loss, module, batch if context is None else context.cut(batch))
+        if context is not None:
+            context.attended()
+        return sums
+
     module.eval()
     try:
         with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for ids, counts in mine:
-                batch = {key: value.to(device) for key, value in stack([dataset[i] for i in ids]).items()}
-                with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
-                    sums = call_loss(loss, module, batch if context is None else context.cut(batch))
-                if context is not None:
-                    context.attended()
+            for ids, counts in [] if pipeline is not None else mine:
+                sums = forward(stack([dataset[i] for i in ids]))
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * counts
+            if pipeline is not None:
+                at_once = 8 * pipeline.group.size  # loaded
+                for start in range(0, len(mine), at_once):
+                    some = mine[start : start + at_once]
+                    loaded = [stack([dataset[i] for i in ids]) for ids, _ in some]
+                    evaluate_in_stages(
+                        pipeline, loaded, [counts for _, counts in some], forward, totals, group if alike else None
+                    )
     finally:
         if context is not None:
             context.close()
         module.train()
-    total, count = group.all_reduce(totals, purpose="evaluation").tolist()
+    totals = group.all_reduce(totals, purpose="evaluation")
+    if pipeline is not None:
+        totals = pipeline.group.all_reduce(totals, purpose="evaluation")
+    total, count = totals.tolist()
     if count == 0:
         raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
     return Evaluation(total / count, round(count), time.perf_counter() - started)

@@ -7,6 +7,7 @@ Plan(dp=2, tp=2, ep=2)      grid[pp, dp, cp, tp]         experts[pp, edp, ep, tp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -63,6 +64,11 @@ class Mesh:
         at = ranks.index(int(self.grid[self.coordinates]))
         start = at - at % each
         return ranks[start : start + each], ranks[at % each :: each]
+
+    def on(self, places: Sequence[int], ranks: Sequence[int]) -> list[int]:
+        """The ranks at `places` along pp that stand there as `ranks` stand on theirs."""
+        inner = self.grid[0].numel()
+        return sorted(place * inner + each for place in places for each in {rank % inner for rank in ranks})
 
     def _view(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], torch.Tensor]:
         for names, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):

@@ -6,7 +6,7 @@ microbatch, clipping and seeds belong to the job.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,7 +21,7 @@ class Plan:
     """Degrees and strategies; world = pp x dp x cp x tp.
 
     `dp` counts all data-parallel ranks, `shard` those that share one copy of the state (default `dp`); `ep` divides dp x cp.
-    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
+    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `stages`: of `pp`, how many blocks each stage has, or the names of its parts; by default as even as can be. `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
     backend) or a backend's name, and applies to the forward of each block.
 
     Raises UserError for a degree below 1 and, by name, for a field whose strategy does not exist yet.
@@ -37,6 +37,7 @@ class Plan:
     zero: int = 0
     exchange: Option = "allreduce"
     schedule: Option = "1f1b"
+    stages: Sequence[int] | Sequence[Sequence[str]] | None = None
     recompute: Option = "none"
     memory: Option | None = None
     compile: bool | str = False
@@ -52,6 +53,9 @@ class Plan:
             self.check_groups()
         option_name(self.exchange, "exchange")
         option_name(self.recompute, "recompute")
+        option_name(self.schedule, "schedule")
+        if self.stages is not None and self.pp == 1:
+            raise UserError("plan.stages with plan.pp = 1: a model that is not cut has no stages")
         for field, only, what in _ONLY:
             value = getattr(self, field)
             if value not in only:
@@ -108,10 +112,8 @@ class Plan:
 
 
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("pp", (1,), "pipeline parallel"),
     ("context", ("ulysses", "ring"), "context parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
-    ("schedule", ("1f1b",), "pipeline schedules"),
 )
 """(field, values that exist, what the field is): later strategies leave this table one by one."""
 

@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.errors import UserError
+from shoal.models.moe import Router
 from shoal.native import library
 
 _MASK32 = 0xFFFFFFFF
@@ -125,6 +127,16 @@ def _whole(x: Tensor, elements: int) -> list[tuple[int, int]]:
     return [(0, elements)]
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """What a forward has drawn: for the samples `samples`, so many `calls` in each module that runs, and of each dropout layer; `first`: the seed of its other draws."""
+
+    samples: Tensor
+    first: int
+    calls: dict[str, int]
+    layers: list[int]
+
+
 class Randomness:
     """What is drawn in one microbatch. `begin` names it; the model's dropout layers read `samples`.
 
@@ -140,6 +152,7 @@ class Randomness:
         self.keyed = True
         self.attend: Callable[..., Tensor] | None = None
         self.module = ""
+        self._first = 0  # the seed of other draws in this microbatch
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
         self._forward_calls: dict[str, int] = {}
@@ -152,39 +165,50 @@ class Randomness:
         self._calls, self._forward_calls = {}, {}
         for layer in self._layers:
             layer.calls, layer.forward_calls = 0, 0
-        seed = (base ^ int(ids[0] if len(ids) else 0)) & (_SIGN - 1)
+        seed = self._first = (base ^ int(ids[0] if len(ids) else 0)) & (_SIGN - 1)
         torch.default_generator.manual_seed(seed)  # not torch.manual_seed: without CUDA that keeps a stack trace for each call
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index].manual_seed(seed)
 
-    def replay(self) -> None:
-        """Backward begins: a module that recomputes its forward counts its calls from the start again."""
-        self._forward_calls, self._calls = self._calls, {}
-        for layer in self._layers:
-            layer.forward_calls, layer.calls = layer.calls, 0
+    def drawn(self) -> Drawn:
+        """Where the draws of the forward that ends now stand, for a backward that does not come next."""
+        return Drawn(self.samples, self._first, self._calls, [layer.calls for layer in self._layers])
+
+    def replay(self, forward: Drawn | None = None) -> None:
+        """Backward begins, of `forward` or of the last one: a module that recomputes its forward counts its calls from the start again."""
+        forward = forward or self.drawn()
+        self.samples, self._first, self._forward_calls, self._calls = forward.samples, forward.first, forward.calls, {}
+        for layer, calls in zip(self._layers, forward.layers, strict=True):
+            layer.forward_calls, layer.calls = calls, 0
 
     def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """Makes contexts in which `module` draws once more what it draws in the forward that begins now."""
         inside = set(module.modules())
         layers = {layer: layer.calls for layer in self._layers if layer in inside}
-        return partial(self._again, layers, dict(self._calls), self.samples, self.module, self.active)
+        return partial(self._again, layers, dict(self._calls), (self.samples, self._first), self.module, self.active)
 
     @contextmanager
     def _again(
-        self, layers: Mapping[KeyedDropout, int], calls: dict[str, int], samples: Tensor, module: str, active: bool
+        self, layers: Mapping[KeyedDropout, int], calls: dict[str, int], samples: tuple[Tensor, int], module: str, active: bool
     ) -> Iterator[None]:
         before = {layer: (layer.calls, layer.forward_calls) for layer in layers}
-        others = self._calls, self._forward_calls, self.samples, self.module, self.active
-        self._calls, self._forward_calls, self.samples, self.module = dict(calls), {}, samples, module
+        others = self._calls, self._forward_calls, self.samples, self._first, self.module, self.active
+        self._calls, self._forward_calls, (self.samples, self._first), self.module = dict(calls), {}, samples, module
         for layer, count in layers.items():
             layer.calls, layer.forward_calls = count, 0
         try:
             with keyed_functional(self) if active else nullcontext():
                 yield
         finally:
-            self._calls, self._forward_calls, self.samples, self.module, self.active = others
+            self._calls, self._forward_calls, self.samples, self._first, self.module, self.active = others
             for layer, (now, forward) in before.items():
                 layer.calls, layer.forward_calls = now, forward
+
+    def stream(self, name: str) -> torch.Generator | None:
+        """What the module `name` draws from in this microbatch, whatever others draw; None outside of a step: torch's own generator."""
+        if not self.active:
+            return None
+        return torch.Generator(self.device).manual_seed((self._first ^ name_key(name)) & (_SIGN - 1))
 
     def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
         """`x` with elements dropped at rate `p` under the site's `key` (int64, 0-dim)."""
@@ -214,6 +238,8 @@ class Randomness:
         """
         inside = {id(part) for block in blocks for part in block.modules() if part is not block}
         for name, module in list(root.named_modules()):
+            if isinstance(module, Router):
+                module.stream = partial(self.stream, name)
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
                 raise UserError(
                     f"{type(module).__name__}(dropout={module.dropout}) in {name or 'the model'} draws inside its kernel, which cannot be "

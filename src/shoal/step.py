@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -30,9 +30,11 @@ from shoal.models.moe import Router
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.context import Context
 from shoal.parallel.expert import Tally
+from shoal.pipeline import Runner as Pipeline
 from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
 from shoal.result import StepResult
+from shoal.staged import train_in_stages
 
 
 def microbatches(ids: Sequence[int], size: int) -> list[Sequence[int]]:
@@ -94,7 +96,7 @@ class StepRunner:
     """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
-    of a microbatch that ranks share."""
+    of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline."""
 
     def __init__(
         self,
@@ -119,7 +121,10 @@ class StepRunner:
         tally: Tally | None = None,
         alike: bool = False,
         shares_routing: bool = False,
+        stages: Pipeline | None = None,
+        across: Group | None = None,
     ) -> None:
+        self._stages, self._across = stages, across
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
         self._context, self._streams = context, 1 if context is None else context.size
         self._tally, self._alike, self._shares_routing = tally, alike, shares_routing
@@ -173,7 +178,11 @@ class StepRunner:
         """The samples `ids` on the device, of a row this rank's tokens; none of them as a batch of zero samples."""
         if not ids:
             return {key: value[:0].to(self._device) for key, value in batch.load(batch.ids[:1]).items()}
-        microbatch = {key: value.to(self._device, non_blocking=True) for key, value in batch.load(ids).items()}
+        return self.place(batch.load(ids))
+
+    def place(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Loaded samples on the device, of a row this rank's tokens."""
+        microbatch = {key: value.to(self._device, non_blocking=True) for key, value in loaded.items()}
         return microbatch if self._context is None else self._context.cut(microbatch)
 
     def run(self, batch: Batch) -> StepResult:
@@ -201,6 +210,8 @@ class StepRunner:
         self._ran, self._expected = 0, 2.0 ** round(math.log2(max(1.0, expected)))
         self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
         self._algorithm.begin(step)
+        if self._stages is not None:
+            most *= self._stages.rounds
         self._reducer.begin(step, most, None if self._scale is None else self._scale.scale.reciprocal())
         self._statistics.begin()
         self._buffers.begin()
@@ -217,19 +228,32 @@ class StepRunner:
         """Backward of one microbatch; in the step's `last` one what is complete is exchanged while it goes on. One that does not count
         gives zeros."""
         self._randomness.replay()
+        self.ran(counts)
+        objective = self.objective(sums if counts else sums.counting_nothing())
+        with self.reducing(last):
+            objective.backward()
+
+    def ran(self, counts: bool) -> None:
+        """One more microbatch has run on this rank, which counts or does not."""
         self._ran += counts
-        sums = sums if counts else sums.counting_nothing()
+
+    def objective(self, sums: Sums) -> Tensor:
+        """What backward starts from; `sums` are added to the step's."""
         self._add(sums)
-        # turns this rank's sums so far into their means; in the last microbatch those of the whole step
-        own_mean = self._expected / self._totals[1].clamp(min=1e-300) if self._ran else torch.ones_like(self._totals[1])
         objective = sums.total / self._expected
         for value in sums.aux.values():
             objective = objective + value * (sums.count / self._expected)
-        if self._scale is not None:
-            objective = objective * self._scale.scale.to(objective.dtype)
+        return objective if self._scale is None else objective * self._scale.scale.to(objective.dtype)
+
+    @contextmanager
+    def reducing(self, last: bool, complete: Collection[str] | None = None) -> Iterator[None]:
+        """Around a backward: what is complete is exchanged while it goes on (see Reducer.backward)."""
+        # turns this rank's sums so far into their means; in the last microbatch those of the whole step
+        known = self._ran and (self._stages is None or self._stages.is_last)
+        own_mean = self._expected / self._totals[1].clamp(min=1e-300) if known else torch.ones_like(self._totals[1])
         self._optimizer.settle()  # gradients are about to change
-        with self._ledger.span("compute", "backward"), self._reducer.backward(own_mean, last):
-            objective.backward()
+        with self._ledger.span("compute", "backward"), self._reducer.backward(own_mean, last, complete):
+            yield
         if self._passing is not None:
             self._passing.backward_is_over()
 
@@ -248,29 +272,42 @@ class StepRunner:
 
     def _accumulate(self, batch: Batch, runs: Sequence[tuple[Sequence[int], bool]]) -> None:
         """Each microbatch, whether it counts or not."""
+        if self._stages is not None:
+            train_in_stages(self, self._stages, batch, runs, self._randomness, self._group if self._alike else None)
+            return
         for index, (ids, counts) in enumerate(runs):
             with self._ledger.span("compute", "load"):
                 microbatch = self.load(batch, ids)
             self._randomness.begin(batch.step, ids)
-            try:
-                with self.keyed(), self._counted(counts):
-                    with self._ledger.span("compute", "forward"):
-                        sums = call_loss(self._loss, self._module, microbatch)
-                    if self._context is not None:
-                        self._context.attended()
-                        if not self._of_all_tokens(sums.aux):
-                            raise UserError(
-                                f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which "
-                                "each rank has a part"
-                            )
-                    self.backward(sums, index == len(runs) - 1, counts)
-            except Exception as error:
-                shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
-                error.add_note(f"in step {batch.step}, microbatch {index + 1} of {len(runs)} on this rank: {shapes}")
-                raise
+            with self.counted(counts), self.running(batch, index, len(runs), microbatch):
+                self.backward(self.forward(microbatch), index == len(runs) - 1, counts)
 
     @contextmanager
-    def _counted(self, counts: bool) -> Iterator[None]:
+    def running(self, batch: Batch, index: int, number: int, microbatch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Around forward and backward, or forward, of one microbatch of `number`."""
+        try:
+            with self.keyed():
+                yield
+        except Exception as error:
+            shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
+            error.add_note(f"in step {batch.step}, microbatch {index + 1} of {number} on this rank: {shapes}")
+            raise
+
+    def forward(self, microbatch: Mapping[str, Tensor]) -> Sums:
+        """The loss of a microbatch."""
+        with self._ledger.span("compute", "forward"):
+            sums = call_loss(self._loss, self._module, microbatch)
+        if self._context is not None:
+            self._context.attended()
+            if not self._of_all_tokens(sums.aux):
+                raise UserError(
+                    f"plan.cp = {self._streams} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens of a microbatch, of which "
+                    "each rank has a part"
+                )
+        return sums
+
+    @contextmanager
+    def counted(self, counts: bool) -> Iterator[None]:
         """Around a microbatch: of one that does not count nothing is left."""
         with ExitStack() as stack:
             if not counts:
@@ -306,11 +343,12 @@ class StepRunner:
         self._reducer.finish()
         squares = torch.stack(self._reducer.squares).sum(0)
         experts = [] if self._tally is None else [self._tally.row()]
-        if self._partners.size == 1 or holds is Holds.ALONE:
-            self._experts = [] if self._tally is None else self._tally.read(experts[0])
-            return totals, self._norm_squared(squares), [name for name, seen in self._reducer.touched.items() if not seen]
         if not self._agreed:
             totals = self._agree_on_names(totals)
+        if self._partners.size == 1 or holds is Holds.ALONE:
+            self._experts = [] if self._tally is None else self._tally.read(experts[0])
+            untouched = [name for name, seen in self._reducer.touched.items() if not seen]
+            return self._of_all_stages(totals), self._norm_squared(squares), untouched
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
         parts = [totals, squares, flags, *experts]
@@ -327,12 +365,20 @@ class StepRunner:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
-        return totals, self._norm_squared(squares), untouched
+        return self._of_all_stages(totals), self._norm_squared(squares), untouched
+
+    def _of_all_stages(self, totals: Tensor) -> Tensor:
+        """What the last stage alone has seen."""
+        return totals if self._across is None else self._across.all_reduce(totals, purpose="ballot")
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
-        """At the first step: a rank without a microbatch learns the names of the auxiliary losses from the others."""
+        """At the first step: a rank without a microbatch, or without the loss, learns the names of the auxiliary losses from the others."""
         self._agreed = True
-        names = next((n for n in self._partners.all_gather_object(self._aux_names) if n is not None), ())
+        names = self._aux_names
+        for group in (self._partners, self._across):
+            if group is not None and group.size > 1:
+                names = next((each for each in group.all_gather_object(names) if each is not None), None)
+        names = names or ()
         if self._aux_names is None:
             self._aux_names = names
             totals = torch.cat([totals, totals.new_zeros(len(names))])
@@ -355,14 +401,14 @@ class StepRunner:
         return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
 
     def _squares_here(self) -> Tensor:
-        """The sum of squares of all gradients that the chunks hold now; of chunks that are cut, or of experts, each owner adds its part."""
+        """The sum of squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds its part."""
         chunks = self._algorithm.replica.chunks
-        apart = [chunk for chunk in chunks if chunk.is_cut or chunk.of_experts]
+        apart = [chunk for chunk in chunks if chunk.is_cut or chunk.apart]
         sharers = [self._algorithm.partners_of(chunk) for chunk in apart]
         parts = [
             piece for chunk, group in zip(apart, sharers, strict=True) for piece in chunk.norm_pieces(group.rank, group.size)
         ]
-        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.of_experts) for piece in chunk.norm_pieces()]
+        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.apart) for piece in chunk.norm_pieces()]
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
         if apart:
             cut = self._partners.all_reduce(cut, purpose="norm")
@@ -370,18 +416,21 @@ class StepRunner:
 
     def _norm_squared(self, squares: Tensor) -> Tensor:
         """Of the gradient of the whole model, from the exact sum over what is here of it."""
-        if self._beside is not None:
-            squares = self._beside.all_reduce(squares, purpose="norm")
+        for group in (self._beside, self._across):
+            if group is not None:
+                squares = group.all_reduce(squares, purpose="norm")
         return value_of(squares)
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
-        """Where chunks or the model are cut, also the names that their other owners have found; in the order of the module."""
-        if any(chunk.is_cut or chunk.of_experts for chunk in self._algorithm.replica.chunks):
+        """Where chunks or the model are cut, also the names that their other owners have found; in the order of the module, stage by stage."""
+        if any(chunk.is_cut or chunk.apart for chunk in self._algorithm.replica.chunks):
             names = [name for theirs in self._partners.all_gather_object(names) for name in theirs]
         if self._beside is not None:
             names = [name for theirs in self._beside.all_gather_object(names) for name in theirs]
         found = set(names)
-        return [name for name in self._parameters if name in found]
+        names = [name for name in self._parameters if name in found]
+        stages = [names] if self._across is None else self._across.all_gather_object(names)
+        return list(dict.fromkeys(name for each in stages for name in each))
 
     def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all

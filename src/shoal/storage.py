@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,8 +22,8 @@ from shoal.plan import Plan
 
 
 class Storage:
-    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `experts`: those that have the same experts as this one, where these are spread. `offload`: what
-    `plan.memory` makes of it."""
+    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `apart`: those that have the same experts as this one, where these are spread, and those that have
+    the weights that are tied across the stages at the places `tied` (see parallel.layout). `offload`: what `plan.memory` makes of it."""
 
     def __init__(
         self,
@@ -31,27 +31,30 @@ class Storage:
         mesh: Mesh,
         world: World,
         replicas: Group,
-        experts: Group | None,
+        apart: Mapping[str, Group],
         everyone: Group,
         offload: Offload | None,
+        tied: Sequence[int] = (),
     ) -> None:
         self._plan, self._mesh, self._world = plan, mesh, world
-        self._replicas, self._experts, self._everyone = replicas, experts, everyone
+        self._replicas, self._apart, self._everyone, self._tied = replicas, apart, everyone, tied
         self._offload, self._lane = offload, world.lane()
 
-    def keeping(self, exchange: Algorithm, whole: Callable[[], bool]) -> tuple[Keeping, Keeping | None]:
-        """How chunks are kept, and those of experts where these are spread. `whole()`: whether no cut may go through a parameter."""
-        found = [self._keeping(group, exchange, whole) for group in (self._replicas, self._experts) if group is not None]
-        return found[0], found[1] if len(found) > 1 else None
+    def keeping(self, exchange: Algorithm, whole: Callable[[], bool]) -> tuple[Keeping, dict[str, Keeping]]:
+        """How chunks are kept, and those apart. `whole()`: whether no cut may go through a parameter."""
+        apart = {kind: self._keeping(kind, group, exchange, whole) for kind, group in self._apart.items()}
+        return self._keeping("", self._replicas, exchange, whole), apart
 
-    def _keeping(self, group: Group, exchange: Algorithm, whole: Callable[[], bool]) -> Keeping:
+    def _keeping(self, kind: str, group: Group, exchange: Algorithm, whole: Callable[[], bool]) -> Keeping:
         device = self._world.device
-        return Keeping(Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(group, whole))
+        return Keeping(Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(kind, group, whole))
 
-    def _shards(self, group: Group, whole: Callable[[], bool]) -> Shards | None:
+    def _shards(self, kind: str, group: Group, whole: Callable[[], bool]) -> Shards | None:
         """Among whom of `group` chunks are cut, and where they are at home."""
         stage, home = self._plan.zero, None if self._offload is None else self._offload.home
-        within, copies = self._mesh.shards(experts=group is not self._replicas)
+        within, copies = self._mesh.shards(experts=kind == "experts")
+        if kind == "tied":
+            copies = self._mesh.on(self._tied, copies)
         if not stage and group.size > 1:
             within, copies = [self._world.rank], group.ranks
         if len(within) == 1 and home is None:
@@ -80,7 +83,7 @@ class Storage:
         agree = None
         if groups:
             group = next(iter(groups.values()))
-            if self._experts is not None:  # some are gathered among fewer ranks
+            if self._apart:  # some are gathered among fewer ranks
                 group = self._world.group("dp-movement", self._replicas.ranks)
             agree = partial(_smallest, group)
         tier = None if offload is None else offload.tier
@@ -100,7 +103,7 @@ class Storage:
             if chunk.is_cut:  # alike within a copy since `adopt`
                 chunk.agree()
                 continue
-            group = self._experts if chunk.of_experts and self._experts is not None else self._replicas
+            group = self._apart.get(chunk.apart, self._replicas)
             group.broadcast(chunk.master, purpose="weights")
             chunk.publish()
         for chunk in chunks:

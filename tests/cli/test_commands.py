@@ -35,7 +35,7 @@ def test_help_lists_the_commands(shoal):
         (["train", "nowhere.toml"], "no such job file: nowhere.toml"),
         (["train", "{job}", "--set", "train.stepz=3"], 'Did you mean "steps"?'),
         (["train", "{job}", "--set", "train.lr=fast"], "expected a number, not the text 'fast'"),
-        (["train", "{job}", "--set", "plan.pp=2"], "plan.pp = 2 is not implemented yet (pipeline parallel)"),
+        (["train", "{job}", "--set", "plan.stages=[1,1]"], "plan.stages with plan.pp = 1"),
         (["train", "{job}", "--set", "plan.dp=3", "--nproc", "2"], "dp = 2 works here"),
         (["train", "{job}", "--nproc", "0"], "run.nproc = 0: give at least 1"),
         (

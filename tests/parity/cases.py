@@ -179,7 +179,27 @@ CASES: dict[str, Case] = {
         lambda: Bert(BertConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.0)), masked_lm, text
     ),
 }
-MESH_ONLY = ("gpt2", "bert", "moe-capacity", "moe-top1")
+DEEP: dict[str, Case] = {
+    "gpt-deep": Case(
+        partial(GPT, GPTConfig(61, 12, 8, 16, 4, kv_heads=2, positions="rotary", mlp="swiglu", norm="rmsnorm", dropout=0.1)),
+        causal_lm,
+        text,
+        plain=False,
+    ),
+    "llama-deep": Case(lambda: from_config({**LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": True})(), causal_lm, text),
+    "lstm-deep": Case(
+        lambda: LSTM(LSTMConfig(vocab_size=61, embedding=16, hidden=16, layers=8, dropout=0.1)), causal_lm, text, plain=False
+    ),
+    "moe-deep": Case(
+        partial(GPT, GPTConfig(61, 12, 4, 16, 4, moe=MoEConfig(4, shared=1, noise="gumbel", z_loss=1e-3, d_ff=16, every=2))),
+        causal_lm,
+        text,
+        plain=False,
+    ),
+}
+"""Deep enough for several stages."""
+CASES |= DEEP
+MESH_ONLY = ("gpt2", "bert", "moe-capacity", "moe-top1", *DEEP)
 """Further models for plans that cut one; under the others they are what the ones above are."""
 
 
@@ -227,11 +247,11 @@ def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> d
             parts.setdefault(name, {}).setdefault(layout, {})[start] = flat
     whole = {}
     for name, by_layout in parts.items():
-        some = next(iter(next(iter(by_layout.values())).values()))
-        whole[name] = some.new_full(running.layouts[name].shape, torch.nan)
+        layout, flats = next(iter(by_layout.items()))
+        whole[name] = next(iter(flats.values())).new_full(layout.shape, torch.nan)
         for layout, flats in by_layout.items():
             layout.put_into(whole[name], torch.cat([flat for _, flat in sorted(flats.items())]).view(layout.own_shape))
-    return {name: whole[name] for name in running.parameters if name in whole}
+    return whole if running.plan.pp > 1 else {name: whole[name] for name in running.parameters if name in whole}
 
 
 def derivatives_of(running: Engine, case: str) -> tuple[Tensor, ...]:
@@ -261,6 +281,10 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
         aux.append(out.aux)
     weights = gathered(running, {name: value.detach() for name, value in running.optimizer.parameters.items()})
     buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
+    if running.plan.pp > 1:
+        buffers = {
+            name: buffer for theirs in running.world.everyone.all_gather_object(buffers) for name, buffer in theirs.items()
+        }
     with running.whole_weights():
         seen = gathered(running, {name: parameter.detach() for name, parameter in running.parameters.items()}, cut=False)
     return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)

@@ -12,7 +12,7 @@ extra["optim"]             optimizer state that is not a tensor
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,21 @@ _CHOICES = ("fused", "foreach", "capturable", "differentiable")
 @dataclass(frozen=True)
 class Standing:
     """Who this rank is for a checkpoint: `rank` of `size` replicas, which is `place` of `places` ranks among whom a model is cut. `layouts` say what it has of
-    each parameter. `experts`: who it is for parameters of experts that are spread, of which there are fewer replicas of more parts."""
+    each parameter. `apart`: who it is for parameters that other ranks have (see parallel.layout): of experts that are spread there are fewer replicas of more parts, of weights tied across
+    stages more. `silent`: buffers that the ranks of an earlier stage have too, and write."""
 
     layouts: Mapping[str, Layout]
     rank: int = 0
     size: int = 1
     place: int = 0
     places: int = 1
-    experts: Standing | None = None
+    apart: Mapping[str, Standing] = field(default_factory=dict)
+    silent: frozenset[str] = frozenset()
 
     def of(self, name: str | None) -> Standing:
         """Who it is for the parameter `name`."""
         layout = None if name is None else self.layouts.get(name)
-        return self.experts if layout is not None and layout.of_experts and self.experts is not None else self
+        return self if layout is None else self.apart.get(layout.apart, self)
 
     def layout(self, name: str | None, tensor: Tensor, slot: Slot | None = None) -> Layout:
         """Of a tensor that lies as what is here of the parameter `name` (or as the part of it in `slot`); a whole one otherwise."""
@@ -57,10 +59,11 @@ class Standing:
 
     def share(self, title: str, name: str | None, tensor: Tensor) -> list[Piece]:
         """What it writes of a tensor that all replicas have alike."""
-        layout = self.layout(name, tensor)
+        layout, mine = self.layout(name, tensor), self.of(name)
+        if title in self.silent:
+            return []
         if layout.alike:
-            return share(title, tensor, layout, self.rank * self.places + self.place, self.size * self.places)
-        mine = self.of(name)
+            return share(title, tensor, layout, mine.rank * self.places + self.place, mine.size * self.places)
         return share(title, tensor, layout, mine.rank, mine.size)
 
     def part(self, title: str, slot: Slot | None, tensor: Tensor) -> list[Piece]:
@@ -75,7 +78,7 @@ class Standing:
     @property
     def alone(self) -> Standing:
         """The same as the only replica."""
-        return replace(self, rank=0, size=1, experts=self.experts and self.experts.alone)
+        return replace(self, rank=0, size=1, apart={kind: mine.alone for kind, mine in self.apart.items()})
 
 
 def pieces(
@@ -176,8 +179,8 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
     return saved
 
 
-def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None) -> dict[str, Any]:
-    """Options and plain values of the optimizer, for JSON. `owners`: the ranks that have its parts, which all call it."""
+def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Group | None = None) -> dict[str, Any]:
+    """Options and plain values of the optimizer, for JSON. `owners`: the ranks that have its parts, which all call it; `across`: those that have other stages."""
     groups = [
         {"members": members, "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)}}
         for members, group in zip(optimizer.members, optimizer.torch.param_groups, strict=True)
@@ -189,6 +192,12 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None) -> dict[str
     plain = {name: values for name, values in plain.items() if values}
     for theirs in owners.all_gather_object(plain) if owners is not None else ():
         plain.update(theirs)
+    if across is not None:
+        for stage, (other_groups, other_plain) in enumerate(across.all_gather_object((groups, plain))):
+            if stage != across.rank:
+                plain.update(other_plain)
+                for group, other in zip(groups, other_groups, strict=True):
+                    group["members"] = [*group["members"], *(name for name in other["members"] if name not in group["members"])]
     return {"groups": groups, "optim": plain}
 
 
@@ -398,7 +407,7 @@ def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]]
     state: dict[int, dict[str, Any]] = {}
     described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, strict=True)
     for group, packed, members in described:
-        options = saved_options.get(members[0], {})
+        options = saved_options.get(members[0], {}) if members else {}
         packed.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]

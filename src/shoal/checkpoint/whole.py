@@ -83,6 +83,21 @@ def whole_parameters(own: Mapping[str, Tensor], layouts: Mapping[str, Layout], b
     return whole
 
 
+def of_all_stages(own: Mapping[str, Tensor], across: Group) -> dict[str, Tensor]:
+    """On the first rank of `across`, those of one pipeline, what all of them have, by name; the others get back their `own`. All of them call it."""
+    shapes = across.all_gather_object({name: (tuple(value.shape), value.dtype) for name, value in own.items()})
+    found, device = dict(own), next(iter(own.values())).device
+    for place in range(1, across.size):
+        for name, (shape, dtype) in shapes[place].items():
+            if any(name in earlier for earlier in shapes[:place]):
+                continue
+            if across.rank == place:
+                across.send(own[name].contiguous(), 0, f"export {name}")
+            elif across.rank == 0:
+                found[name] = across.recv(torch.empty(shape, dtype=dtype, device=device), place, f"export {name}")
+    return found
+
+
 def _first_names(module: nn.Module) -> dict[str, str]:
     """The name of each parameter's chunk slot: tied ones are known by their first."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}

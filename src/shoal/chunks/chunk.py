@@ -77,7 +77,7 @@ class Slot:
 class Chunk:
     """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master. Of a `sparse` one autograd gives
     rows of the gradient of its only parameter. `beside`: which of how many ranks of a model that is cut this is, which have the same: they share the norm's
-    work, and count it once. `of_experts`: whether fewer ranks have it than have the rest of the model, since others have other experts."""
+    work, and count it once. `apart`: "experts" or "tied", where other ranks have it than have the rest of what is here (see parallel.layout)."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class Chunk:
         keep: str = "whole",
         size: int | None = None,
         beside: tuple[int, int] = (0, 1),
-        of_experts: bool = False,
+        apart: str = "",
     ) -> None:
-        self.beside, self.of_experts = beside, of_experts
+        self.beside, self.apart = beside, apart
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards

@@ -17,8 +17,10 @@ from shoal.comm import Group
 from shoal.parallel.layout import Layout
 from shoal.precision import Precision
 
-OWN, ALIKE, EXPERTS = "own", "alike", "experts"
-"""Groups of chunks: what this rank has a part of, of a model that is cut, what the ranks beside it have too, and experts, which fewer ranks have than the rest."""
+OWN, ALIKE, EXPERTS, TIED, TIED_ALIKE = "own", "alike", "experts", "tied", "tied alike"
+"""Groups of chunks: what this rank has a part of, of a model that is cut, what the ranks beside it have too, experts, which fewer ranks have than the rest, and weights tied across stages of a
+pipeline, which more ranks have: parts, and what the ranks beside this one have too."""
+_APART = {EXPERTS: "experts", TIED: "tied", TIED_ALIKE: "tied"}
 PAYS = 0.05
 """Of the backward's time, by how much earlier gradients must leave on average for chunks to be cut anew."""
 
@@ -35,8 +37,8 @@ class ChunkMaker:
     """Makes the chunks of `module`, which has been built and not yet adopted.
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
-    complete. `keeping` is that of all chunks, rows excepted, or where a model's experts are spread `of_experts` that of theirs; `allocate` gives what is not gradient.
-    `groups[name]`: OWN or EXPERTS; all others this rank has like those `beside` it: as which of how many.
+    complete. `keeping` is that of all chunks, rows excepted, but for those `apart`, by what they are (see parallel.layout); `allocate` gives what is not gradient.
+    `groups[name]`: what is not ALIKE; that this rank has like those `beside` it: as which of how many.
     """
 
     def __init__(
@@ -46,12 +48,12 @@ class ChunkMaker:
         precision: Precision,
         allocate: Allocator,
         keeping: Keeping,
-        of_experts: Keeping | None = None,
+        apart: Mapping[str, Keeping] | None = None,
         groups: Mapping[str, str] | None = None,
         beside: tuple[int, int] = (0, 1),
     ) -> None:
         self._precision, self._allocate, self._beside = precision, allocate, beside
-        self._keeping = {OWN: keeping, ALIKE: keeping, EXPERTS: of_experts or keeping}
+        self._keeping, self._apart = keeping, apart or {}
         self.described = described(module, member, precision, groups or {})
 
     @property
@@ -75,7 +77,8 @@ class ChunkMaker:
         return [self._chunk(index, key, slots) for index, (key, slots) in enumerate(cut)]
 
     def _chunk(self, index: int, key: ChunkKey, slots: tuple[Slot, ...]) -> Chunk:
-        keeping, size = self._keeping[key.group], None
+        apart = _APART.get(key.group, "")
+        keeping, size = self._apart.get(apart, self._keeping), None
         shards = keeping.shards if self._is_cut(key, keeping.shards) else None
         if shards is not None:
             itemsize = min(key.dtype.itemsize, self._precision.grad.itemsize)
@@ -93,8 +96,8 @@ class ChunkMaker:
             shards,
             self._precision.keep,
             size,
-            self._beside if key.group == ALIKE else (0, 1),
-            key.group == EXPERTS,
+            self._beside if key.group in (ALIKE, TIED_ALIKE) else (0, 1),
+            apart,
         )
 
     @staticmethod
@@ -116,8 +119,15 @@ class ChunkMaker:
 
 
 def groups_of(layouts: Mapping[str, Layout]) -> dict[str, str]:
-    """The group of each parameter that is not ALIKE."""
-    return {name: EXPERTS if layout.of_experts else OWN for name, layout in layouts.items() if not layout.alike}
+    """The group of each parameter."""
+    kinds = {
+        ("", False): OWN,
+        ("", True): ALIKE,
+        ("experts", False): EXPERTS,
+        ("tied", False): TIED,
+        ("tied", True): TIED_ALIKE,
+    }
+    return {name: kinds[layout.apart, layout.alike] for name, layout in layouts.items()}
 
 
 def described(module: nn.Module, member: Mapping[str, int], precision: Precision, groups: Mapping[str, str]) -> list[Described]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 
 from shoal.comm import Group
 from shoal.exchange.algorithm import Algorithm
+from shoal.exchange.apart import Apart, check_experts, check_stages
 from shoal.exchange.named import algorithm
 from shoal.exchange.sharding import check_clip_value, check_cut_model, check_masters, check_sharding, check_shared_rows
-from shoal.exchange.with_experts import WithExperts, check_experts
 from shoal.plan import Plan
 
 Among = Callable[[Group, str, Sequence[int]], Group]
@@ -27,6 +26,8 @@ def check_exchange(plan: Plan, keep: str, clip_value: float | None = None) -> Al
         check_cut_model(chosen, option)
     if plan.ep > 1:
         check_experts(chosen, option)
+    if plan.pp > 1:
+        check_stages(chosen, option)
     if keep != "whole":
         check_masters(chosen, option, keep)
     if clip_value is not None:
@@ -34,9 +35,9 @@ def check_exchange(plan: Plan, keep: str, clip_value: float | None = None) -> Al
     return chosen
 
 
-def choose_exchange(plan: Plan, keep: str, clip_value: float | None, experts: Group | None, among: Among) -> Algorithm:
-    """The same; where experts are spread, two of a kind: `experts` are the ranks that have the same ones."""
+def choose_exchange(plan: Plan, keep: str, clip_value: float | None, apart: Mapping[str, Group], among: Among) -> Algorithm:
+    """The same; with one more of its kind for each set of ranks that have something `apart` (see parallel.layout)."""
     chosen = check_exchange(plan, keep, clip_value)
-    if experts is None:
+    if not apart:
         return chosen
-    return WithExperts(dense=chosen, experts=algorithm(plan.exchange), group=experts, among=partial(among, experts))
+    return Apart(usual=chosen, apart={kind: algorithm(plan.exchange) for kind in apart}, groups=apart, among=among)

@@ -9,7 +9,7 @@ microbatch is a round of those chunks, whose sums are added up in the stretch; a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -42,6 +42,7 @@ class Reducer:
         self._armed = self._reduces = self._sums = False
         self._own_mean = torch.ones(())
         self._unscale: Tensor | None = None
+        self._complete: Collection[str] | None = None
         self._round = self._rounds = self._turn = 0
         self._order: list[int] = []  # the chunks of this round
         self._front = 0  # in that order
@@ -90,10 +91,12 @@ class Reducer:
         self._front, self._lent, self.arrivals = 0, {}, []
 
     @contextmanager
-    def backward(self, own_mean: Tensor, last: bool) -> Iterator[None]:
+    def backward(self, own_mean: Tensor, last: bool, complete: Collection[str] | None = None) -> Iterator[None]:
         """Around each backward. In this rank's `last`, and in all where chunks borrow, one that is complete is exchanged while backward goes
-        on. `own_mean` turns this rank's sums so far into their means."""
-        self._armed, self._own_mean = last or self._lender is not None, own_mean
+        on. `own_mean` turns this rank's sums so far into their means. `complete`: the parameters to which no later backward adds, where that is not all of them in the last
+        one and none before."""
+        self._armed, self._own_mean = last or bool(complete) or self._lender is not None, own_mean
+        self._complete = complete if self._lender is None else None
         try:
             yield
         finally:
@@ -133,7 +136,7 @@ class Reducer:
         else:
             self._keep(name, self._views[name], gradient)
         parameter.grad, self.touched[name] = None, True
-        if not self._armed:
+        if not self._armed or (self._complete is not None and name not in self._complete):
             return
         self.arrivals.append(name)
         if place in self._missing:

@@ -41,7 +41,7 @@ def write_on(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
     draw = torch.Generator(engine.device).manual_seed(engine.seed)
     # compiled blocks would be compiled anew for each length
     with torch.compiler.set_stance("force_eager"):
-        written = generate(engine.module, ids, NEW_TOKENS, TEMPERATURE, TOP_K, draw)[0, ids.shape[1] :].tolist()
+        written = generate(engine.model, ids, NEW_TOKENS, TEMPERATURE, TOP_K, draw)[0, ids.shape[1] :].tolist()
     if tokenizer.eos in written:
         written = written[: written.index(tokenizer.eos)]
     known = [token for token in written if token < tokenizer.vocab_size]  # a model may have more ids than its tokenizer

@@ -117,7 +117,7 @@ class Microbatch:
 class Router(nn.Module):
     """Scores of E experts for each token, in fp32 whatever the model computes in (in fp64 where that does).
 
-    `microbatch` is replaced where ranks share one. The bias of an expert is its whole number `bias_steps` times `balance_rate`: `balance` adds to it
+    `microbatch` is replaced where ranks share one, `stream`, the generator of noise, where what is drawn must not depend on what others draw. The bias of an expert is its whole number `bias_steps` times `balance_rate`: `balance` adds to it
     after a step, and a checkpoint has it.
     """
 
@@ -128,6 +128,7 @@ class Router(nn.Module):
         self.cfg = cfg
         self.weight = nn.Parameter(torch.empty(cfg.experts, d_model))
         self.microbatch = Microbatch()
+        self.stream: Callable[[], torch.Generator | None] | None = None
         if cfg.balance_rate:
             self.register_buffer("bias_steps", torch.zeros(cfg.experts, dtype=torch.int64))
 
@@ -164,7 +165,9 @@ class Router(nn.Module):
     def _drawn(self, like: Tensor, draw: Callable[..., Tensor] = torch.rand) -> Tensor:
         """For the tokens here, of what is drawn for all."""
         number = self.microbatch.number(len(like))
-        return self.microbatch.own(draw(number, like.shape[1], dtype=like.dtype, device=like.device))
+        return self.microbatch.own(
+            draw(number, like.shape[1], dtype=like.dtype, device=like.device, generator=self.stream and self.stream())
+        )
 
     @torch.no_grad()
     def _kept(self, chosen_NK: Tensor, weights_NK: Tensor, capacity: int) -> Tensor:

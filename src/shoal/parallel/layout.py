@@ -137,9 +137,20 @@ class Layout:
         return replace(self, parts=tuple(parts), replicas=("edp",), reduce=("edp",))
 
     @property
+    def apart(self) -> str:
+        """Why other ranks have the same of it than of the rest of what is here: "experts", of which ranks along ep have others (see Mesh.experts), "tied", which other stages of a
+        pipeline have too, "" where none does."""
+        return "experts" if "edp" in self.reduce else "tied" if "pp" in self.reduce else ""
+
+    @property
+    def tied(self) -> Layout:
+        """The same of a parameter that other stages have too."""
+        return replace(self, reduce=(*self.reduce, "pp"))
+
+    @property
     def of_experts(self) -> bool:
-        """Whether ranks along ep have other parts of it (see Mesh.experts)."""
-        return "edp" in self.reduce
+        """Whether ranks along ep have other parts of it."""
+        return self.apart == "experts"
 
     @property
     def alike(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from torch import Tensor, nn
@@ -18,19 +18,26 @@ from shoal.parallel.context import Context, Parts
 from shoal.parallel.expert import Spread, Tally, mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor import Region, Rules, TokenRing, check_rules, cut_among, kind_of, rules_for
+from shoal.parallel.tensor import Region, Rules, TokenRing, cut_among, kind_of, rules_for
 from shoal.plan import Plan
 
 
 class Parted:
-    """`built` as this rank has it, and `layouts` of what it has. `region`, `context`: None where the plan has no tp or cp. `attention` computes it on one device.
+    """`built` as this rank has it, and `layouts` of what it has. `region`, `context`: None where the plan has no tp or cp. `attention` computes it on one device. `elsewhere`: parts that another stage of the pipeline has.
 
     `experts`: the ranks that have the same experts as this one; `beside`: those that have other parts of the model, along ep and tp. UserError, on every rank alike, for a model that the
     plan cannot part.
     """
 
     def __init__(
-        self, built: Built, plan: Plan, mesh: Mesh, world: World, rules: Rules | None, attention: Callable[..., Tensor]
+        self,
+        built: Built,
+        plan: Plan,
+        mesh: Mesh,
+        world: World,
+        rules: Rules | None,
+        attention: Callable[..., Tensor],
+        elsewhere: Collection[str] = (),
     ) -> None:
         tp = world.group("tp", mesh.ranks("tp"))
         self._device, self._lanes = world.device, list[Lane]()
@@ -39,7 +46,7 @@ class Parted:
             self.region = Region(tp, partial(world.group, "tp-sharers"), TokenRing(tp, self._lane(world)))
         self.experts = world.group("edp", mesh.ranks("edp")) if plan.ep > 1 else None
         self.beside = tp if plan.ep == 1 else world.group("ep-tp", mesh.ranks("ep", "tp"))
-        check_rules(built.module, rules or {})
+        self._elsewhere = elsewhere
         known = dict(rules_for(built.module, rules)) if self.region is not None else {}
         given = {pattern: kind for pattern, kind in (rules or {}).items() if kind == "experts"}
         named = [name for name, _ in built.module.named_modules() if kind_of(name, {**known, **given}) == "experts"]
@@ -49,7 +56,7 @@ class Parted:
         spread = self._spread(plan, mesh, world, built.module) if plan.ep > 1 else None
         if self.region is not None or spread is not None:
             inside = self.region or Region(tp, partial(world.group, "tp-sharers"))
-            sliced = cut_among(built, inside, known, spread, [mixture.name for mixture in found])
+            sliced = cut_among(built, inside, known, spread, [mixture.name for mixture in found], elsewhere)
             self.built, self.layouts = sliced.built, sliced.layouts
         else:
             named_parameters = built.module.named_parameters()
@@ -83,7 +90,7 @@ class Parted:
             lane.close()
 
     def _spread(self, plan: Plan, mesh: Mesh, world: World, module: nn.Module) -> Spread:
-        if not self.mixtures:
+        if not self.mixtures and not self._elsewhere:
             raise UserError(
                 f"plan.ep = {plan.ep}: {type(module).__name__} has no experts (modules with num_experts, of stacked matrices, that are called with tokens, experts "
                 "and weights)"

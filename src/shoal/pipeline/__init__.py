@@ -3,24 +3,41 @@
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, live_activations
+from shoal.pipeline.cut import cut_into_stages, schedule_of
 from shoal.pipeline.files import read_schedule, write_schedule
+from shoal.pipeline.runner import Runner, Work
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Costs, Simulated, simulate
+from shoal.pipeline.split import Left, Split, Tied
+from shoal.pipeline.units import Stages, Unit, stages_of, units_of
 from shoal.pipeline.versions import kept_versions, versions
+from shoal.pipeline.whole import Whole
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Left",
+    "Runner",
     "Schedule",
     "Simulated",
+    "Split",
+    "Stages",
+    "Tied",
+    "Unit",
+    "Whole",
+    "Work",
     "balance",
     "check",
+    "cut_into_stages",
     "kept_versions",
     "live_activations",
     "make_schedule",
     "read_schedule",
+    "schedule_of",
     "simulate",
+    "stages_of",
+    "units_of",
     "versions",
     "write_schedule",
 ]

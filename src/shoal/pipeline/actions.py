@@ -12,9 +12,11 @@ A model is cut into `ranks * chunks` stages, which lie in turn on the ranks ("lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
+
+from shoal.errors import UserError
 
 Kind = Literal["F", "B", "I", "W", "U"]
 
@@ -55,6 +57,15 @@ class Schedule:
     def stages_of(self, rank: int) -> list[int]:
         """The stages of a rank, first to last."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def of_first(self, microbatches: int) -> Schedule:
+        """The same order with the first `microbatches` alone: what a shorter step does. UserError for more than there are."""
+        if microbatches > self.microbatches:
+            raise UserError(
+                f"schedule {self.name} is of {self.microbatches} microbatches, and this step has {microbatches} on a rank"
+            )
+        orders = as_orders([[action for action in order if action.microbatch < microbatches] for order in self.orders])
+        return replace(self, microbatches=microbatches, orders=orders)
 
     def needs(self, action: Action) -> list[Action]:
         """What has to be done before `action`, by whomever. Of a backward in the schedule's form: whole, or its half."""

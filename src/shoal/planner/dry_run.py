@@ -33,7 +33,7 @@ from shoal.mesh import Mesh
 from shoal.optimizer import GroupRule, group_options
 from shoal.parallel.context import Context
 from shoal.parallel.parted import Parted
-from shoal.parallel.tensor import Rules
+from shoal.parallel.tensor import Rules, check_rules
 from shoal.plan import Plan, option_name
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
@@ -109,6 +109,7 @@ def _record(built: Built, subject: Subject) -> Recording:
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
     randomness, world = Randomness(0, torch.device("cpu")), SilentWorld(subject.rank, subject.plan.size)
+    check_rules(built.module, subject.tensor_rules or {})
     parted = Parted(built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention)
     if parted.context is not None:
         randomness.attend = parted.context.attend

@@ -142,6 +142,15 @@ class Context:
         self._nothing_padded = torch.ones_like(found["input_ids"])
         return found
 
+    def state(self) -> Any:
+        """Of the microbatch that runs: how long its rows are, and their documents."""
+        return self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks
+
+    def recall(self, state: Any) -> None:
+        """Goes on with another one."""
+        self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks = state
+        self._known = None
+
     def close(self) -> None:
         """The microbatch is over: a forward outside of it is of whole rows."""
         self._whole, self._documents, self._masks, self._known = 0, None, {}, None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import ref
 
 import torch
@@ -42,6 +43,14 @@ class Region:
         self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
         self.rows = 0  # of the batch in the forward that runs
+
+    def state(self) -> Any:
+        """What the forward that runs has said of itself so far: how many rows and tokens there are."""
+        return self._tokens, self.rows
+
+    def recall(self, state: Any) -> None:
+        """Goes on with a forward that has said so."""
+        self._tokens, self.rows = state
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:

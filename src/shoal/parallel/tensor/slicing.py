@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,13 +31,30 @@ class Sliced:
     layouts: dict[str, Layout]
 
 
-def cut_among(built: Built, region: Region, rules: Rules, spread: Spread | None = None, experts: Sequence[str] = ()) -> Sliced:
-    """Cuts the layers of `built.module` among the ranks of `region`, and spreads the modules `experts` as `spread` says. UserError, on every rank alike, for what cannot be cut so."""
-    return _Slicing(built, region, rules, spread, experts).run()
+def cut_among(
+    built: Built,
+    region: Region,
+    rules: Rules,
+    spread: Spread | None = None,
+    experts: Sequence[str] = (),
+    elsewhere: Collection[str] = (),
+) -> Sliced:
+    """Cuts the layers of `built.module` among the ranks of `region`, and spreads the modules `experts` as `spread` says; those `elsewhere` are not here. UserError, on every rank alike, for what
+    cannot be cut so."""
+    return _Slicing(built, region, rules, spread, experts, elsewhere).run()
 
 
 class _Slicing:
-    def __init__(self, built: Built, region: Region, rules: Rules, spread: Spread | None, experts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        built: Built,
+        region: Region,
+        rules: Rules,
+        spread: Spread | None,
+        experts: Sequence[str],
+        elsewhere: Collection[str],
+    ) -> None:
+        self._elsewhere = elsewhere
         self._mixtures = experts if spread is not None else ()
         self._built, self._module, self._region, self._rules, self._spread = built, built.module, region, rules, spread
         self._layouts: dict[int, Layout] = {}  # by the parameter as it was built
@@ -55,7 +72,8 @@ class _Slicing:
             "tokens": self._tokens,
             "inside": self._inside,
         }
-        modules = list(self._module.named_modules())
+        gone = tuple(f"{name}." for name in self._elsewhere)
+        modules = [(name, module) for name, module in self._module.named_modules() if not f"{name}.".startswith(gone)]
         of_all = kind_of("", self._rules)
         self._region.sequence, self._region.overlaps = of_all in ("sequence", "overlap"), of_all == "overlap"
         attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
@@ -182,6 +200,11 @@ class _Slicing:
         width = wide[1] // packed
         part = even(width, self._region.size, self._region.rank, f"the width of {name}")
         _set(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
+        config = getattr(module, "config", None)
+        if (
+            part.length % 8 and config is not None and hasattr(config, "_experts_implementation")
+        ):  # grouped products take rows of whole 16 bytes
+            config._experts_implementation = "eager"
         stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
         return {
             first: Layout.cut(wide, 1, stretches),

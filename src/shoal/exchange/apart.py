@@ -1,9 +1,11 @@
-"""One algorithm over two sets of ranks: the replicas of a model whose experts are spread (plan.ep), and for the experts those that have the same ones."""
+"""One algorithm over several sets of ranks: the replicas of a model, or of a stage of it, and those that have something of it apart: the same experts where these are spread (plan.ep), the same
+weights where they are tied across stages (plan.pp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -15,42 +17,44 @@ from shoal.plan import Option, option_name
 
 
 @dataclass(kw_only=True)
-class WithExperts(Algorithm):
-    """`dense` and `experts` are two of a kind. The latter works on the chunks of experts, among `group`; `among` makes groups of some of its ranks, by their places."""
+class Apart(Algorithm):
+    """`usual`, and one of its kind for each set of chunks `apart`, which works among `groups`. `among` makes groups of some ranks of one, by their places."""
 
-    dense: Algorithm
-    experts: Algorithm
-    group: Group = field(repr=False)
-    among: Callable[[str, Sequence[int]], Group] = field(repr=False)
+    usual: Algorithm
+    apart: Mapping[str, Algorithm]
+    groups: Mapping[str, Group] = field(repr=False)
+    among: Callable[[Group, str, Sequence[int]], Group] = field(repr=False)
 
     def __post_init__(self) -> None:
-        self.chunk_bytes = self.dense.chunk_bytes
-        self.reduces_in_place = self.dense.reduces_in_place  # type: ignore[misc]
+        self.chunk_bytes = self.usual.chunk_bytes
+        self.reduces_in_place = self.usual.reduces_in_place  # type: ignore[misc]
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        dense = [chunk for chunk in replica.chunks if not chunk.of_experts]
-        experts = [chunk for chunk in replica.chunks if chunk.of_experts]
         self._parts = []
-        if dense:
-            self.dense.attach(replace(replica, chunks=dense))
-            self._parts.append(self.dense)
-        if experts:
-            self.experts.attach(replace(replica, chunks=experts, group=self.group, among=self.among))
-            self._parts.append(self.experts)
+        for kind, part in {"": self.usual, **self.apart}.items():
+            chunks = [chunk for chunk in replica.chunks if chunk.apart == kind]
+            if not chunks:
+                continue
+            own = replace(replica, chunks=chunks)
+            if kind:
+                group = self.groups[kind]
+                own = replace(own, group=group, among=partial(self.among, group))
+            part.attach(own)
+            self._parts.append(part)
 
     def partners_of(self, chunk: Chunk) -> Group:
-        return self.group if chunk.of_experts else self.partners
+        return self.groups.get(chunk.apart, self.partners)
 
     def holds(self, step: int) -> Holds:
-        return self.dense.holds(step)
+        return self.usual.holds(step)
 
     def begin(self, step: int) -> None:
         for part in self._parts:
             part.begin(step)
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        (self.experts if chunk.of_experts else self.dense).reduce(chunk, own_mean)
+        self.apart.get(chunk.apart, self.usual).reduce(chunk, own_mean)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         for part in self._parts:
@@ -101,3 +105,14 @@ def check_experts(chosen: Algorithm, option: Option) -> None:
         reason = "ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and hosts count as they are"
     if reason is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.ep: {reason}')
+
+
+def check_stages(chosen: Algorithm, option: Option) -> None:
+    """UserError with the reason where `chosen` does not go with a model that is cut into stages (plan.pp)."""
+    kind, reason = type(chosen), chosen.of_whole_models
+    if kind.drifts is not Algorithm.drifts:
+        reason = "its replicas train apart, each with a norm and a vote of its own, and a stage has a part of a replica"
+    elif kind.holds is not Algorithm.holds or kind.update is not Algorithm.update:
+        reason = "it weighs each replica's gradients by their own mean, and only the last stage knows what counts"
+    if reason is not None:
+        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.pp: {reason}')

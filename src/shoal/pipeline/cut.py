@@ -1,0 +1,58 @@
+"""From a plan to the stages of a built model, and what runs those of this rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from shoal.build import Built
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.mesh import Mesh
+from shoal.pipeline.actions import Schedule
+from shoal.pipeline.files import read_schedule
+from shoal.pipeline.runner import Runner
+from shoal.pipeline.schedules import make_schedule
+from shoal.pipeline.split import Split
+from shoal.pipeline.units import stages_of, units_of
+from shoal.plan import Plan, option_name, option_parameters
+
+
+def schedule_of(plan: Plan, microbatches: int) -> Schedule:
+    """The schedule of a step of that many microbatches on a rank. UserError for one that the plan does not name rightly."""
+    name, parameters = option_name(plan.schedule, "schedule"), option_parameters(plan.schedule)
+    if name == "file":
+        return _from_file(plan, parameters, microbatches)
+    unknown = parameters.keys() - {"chunks", "every"}
+    if unknown:
+        raise UserError(
+            f'plan.schedule = "{name}" has no parameter {", ".join(sorted(unknown))}: chunks (a rank), or of 2bw every (microbatches an update)'
+        )
+    return make_schedule(name, plan.pp, microbatches, **parameters)
+
+
+def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> Schedule:
+    path, chunks, placement = parameters.get("path"), parameters.get("chunks", 1), parameters.get("placement", "loop")
+    if not isinstance(path, str) or not isinstance(chunks, int) or placement not in ("loop", "v") or len(parameters) > 3:
+        raise UserError('plan.schedule = "file" takes path, and perhaps chunks (a rank) and placement ("loop" or "v")')
+    schedule = read_schedule(Path(path), chunks, placement)
+    if schedule.ranks != plan.pp:
+        raise UserError(f"the schedule {path} is for {schedule.ranks} ranks, the plan has pp = {plan.pp}")
+    return schedule if schedule.microbatches == microbatches else schedule.of_first(microbatches)
+
+
+def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner:
+    """Leaves of `built.module` the stages that this rank has. UserError for a model that cannot be cut so, on every rank alike."""
+    one = schedule_of(plan, 1)
+    if not one.flushes:
+        raise UserError(
+            f'plan.schedule = "{one.name}" has no flush, and is not run yet: take one of gpipe, 1f1b, interleaved, zb1p, zbv'
+        )
+    if getattr(getattr(built.module, "config", None), "output_router_logits", False):
+        raise UserError(
+            "plan.pp > 1: this model's balance loss is of the routers of all blocks, which it collects beside its forward: build it with output_router_logits = False"
+        )
+    units = units_of(built.module)
+    stages = stages_of(units, one.stages, plan.stages)
+    split = Split(built, units, stages, one.stages_of(mesh.rank("pp")))
+    return Runner(split, partial(schedule_of, plan), world.group("pp", mesh.ranks("pp")), world)

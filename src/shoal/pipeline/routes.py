@@ -1,0 +1,261 @@
+"""Which values go from which stage to which, found out by running: once for each kind of microbatch, one stage after the other.
+
+The stage that looks runs its forward on what earlier stages have said their parts give: zeros of those shapes, each marked by where it comes from. Whatever is computed of marked values is marked
+too; the marks on what this stage's own parts are called with, and on the loss, are the values that it needs. So a mask made of token ids is no message, and an output that skips a stage is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from shoal.comm import Group
+from shoal.errors import UserError
+from shoal.pipeline.split import Split
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """A tensor that a part of the model gives: the `leaf`-th of what its `call`-th call in a forward returns."""
+
+    unit: int
+    call: int
+    leaf: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a value, as it travels."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.size, dtype=self.dtype, device=device)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Of which one element is held."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one call of a part gives, with the shapes of tensors in their places."""
+
+    result: Any
+
+    @classmethod
+    def of(cls, result: Any) -> Given:
+        return cls(tree_map_only(Tensor, lambda leaf: Shape(tuple(leaf.shape), leaf.dtype), result))
+
+    @property
+    def leaves(self) -> list[Any]:
+        return tree_leaves(self.result)
+
+    def made(self, tensor: Callable[[int, Shape], Tensor]) -> Any:
+        """The same with `tensor(leaf, shape)` for its tensors."""
+        leaves, tree = tree_flatten(self.result)
+        return tree_unflatten(
+            [tensor(place, leaf) if isinstance(leaf, Shape) else leaf for place, leaf in enumerate(leaves)], tree
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage's forward does: what calls of its own parts give, which values of earlier stages it `needs`, which of those that stand for others' are written to,
+    and which of its own are after they were given. `said`: what its parts say to later ones beside (split.Remembers)."""
+
+    given: dict[tuple[int, int], Given]
+    needs: frozenset[Value]
+    filled: frozenset[Value]
+    changed: frozenset[Value]
+    said: list[Any]
+
+
+@dataclass
+class Routes:
+    """Of one kind of microbatch: all stages, in order."""
+
+    stages: list[Stage] = field(default_factory=list)
+
+    def given(self, unit: int, call: int) -> Given | None:
+        return next((stage.given[unit, call] for stage in self.stages if (unit, call) in stage.given), None)
+
+    def shape(self, value: Value) -> Shape:
+        given = self.given(value.unit, value.call)
+        assert given is not None
+        return given.leaves[value.leaf]
+
+    def between(self, source: int, target: int) -> list[Value]:
+        """The values that `target` needs of `source`, in the order in which they travel."""
+        own = self.stages[source].given
+        return sorted(value for value in self.stages[target].needs if (value.unit, value.call) in own)
+
+    def back(self, source: int, target: int) -> list[Value]:
+        """Those of them whose gradients come back."""
+        return [value for value in self.between(source, target) if self.shape(value).dtype.is_floating_point]
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The pairs of stages (source, target) between which something travels."""
+        number = len(self.stages)
+        return [
+            (source, target) for source in range(number) for target in range(source + 1, number) if self.between(source, target)
+        ]
+
+
+def find_routes(
+    split: Split, number: int, rank_of: Callable[[int], int], group: Group, run: Callable[[], Any], device: torch.device
+) -> Routes:
+    """All ranks of `group` call it, those of one pipeline, with the same kind of microbatch; `run()` gives the loss of it by the model."""
+    routes = Routes()
+    for stage in range(number):
+        mine = rank_of(stage) == group.rank
+        found = _look(split, stage, routes, run, device) if mine else None
+        if isinstance(found, Stage) and stage == number - 1:  # what the last one gives is nobody else's
+            found = replace(found, given={}, changed=frozenset())
+        routes.stages.append(group.broadcast_object(found, src=rank_of(stage)))
+        if isinstance(routes.stages[-1], str):
+            raise UserError(routes.stages[-1])
+    return routes
+
+
+def _look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:
+    look = _Look(split, stage, routes, device)
+    if stage:
+        split.hear(routes.stages[-1].said)
+    try:
+        with torch.no_grad(), look.marking():
+            result = split.run(stage, look, run)
+            look.use(result)
+    except _Unfit as error:
+        return str(error)
+    return Stage(look.given, frozenset(look.needs), frozenset(look.marks.written), look.changed(), split.said())
+
+
+class _Unfit(Exception):
+    """The model cannot be cut here; said to all ranks."""
+
+
+class _Look:
+    """A forward of `stage` that notes what it needs (split.Forward)."""
+
+    def __init__(self, split: Split, stage: int, routes: Routes, device: torch.device) -> None:
+        self._split, self._stage, self._routes, self._device = split, stage, routes, device
+        self.marks = _Marks(
+            lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)")
+        )
+        self.given: dict[tuple[int, int], Given] = {}
+        self.needs: set[Value] = set()
+        self._own: list[tuple[Value, Tensor, int]] = []
+        self._calls: dict[int, int] = {}
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        with self.marks:
+            yield
+
+    def use(self, values: Any) -> None:
+        """Notes that `values` are used here."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                self.needs |= self.marks.of(leaf)
+
+    def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.use((args, kwargs))
+        with self.marks.paused():
+            result = part(*args, **kwargs)
+        call = self._count(unit)
+        self.given[unit, call] = Given.of(result)
+        for place, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, Tensor):
+                self.marks.clear(leaf)
+                self._own.append((Value(unit, call, place), leaf, leaf._version))
+        return result
+
+    def elsewhere(self, unit: int) -> Any:
+        call = self._count(unit)
+        given = self._routes.given(unit, call)
+        if given is None:
+            name, its = self._split.units[unit].name, self._split.stages[unit]
+            raise _Unfit(
+                f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: give both to one stage, or name them in the order of "
+                "the calls (plan.stages)"
+            )
+
+        def placeholder(leaf: int, shape: Shape) -> Tensor:
+            return self.marks.mark(shape.zeros(self._device).clone(), Value(unit, call, leaf))
+
+        return given.made(placeholder)
+
+    def changed(self) -> frozenset[Value]:
+        return frozenset(value for value, tensor, version in self._own if tensor._version != version)
+
+    def _count(self, unit: int) -> int:
+        self._calls[unit] = self._calls.get(unit, -1) + 1
+        return self._calls[unit]
+
+
+class _Marks(TorchDispatchMode):
+    """Follows, by memory, which values tensors are computed of. `written`: marked ones of the first hand that were written to."""
+
+    def __init__(self, unfit: Callable[[str], Exception]) -> None:
+        super().__init__()
+        self._unfit = unfit
+        self._marks: dict[int, frozenset[Value]] = {}
+        self._first: dict[int, Value] = {}
+        self._alive: list[Tensor] = []  # memory is known by its address, which must not be used twice
+        self._is_paused = False
+        self.written: set[Value] = set()
+
+    def mark(self, tensor: Tensor, value: Value) -> Tensor:
+        self._alive.append(tensor)
+        self._marks[_memory(tensor)] = frozenset([value])
+        self._first[_memory(tensor)] = value
+        return tensor
+
+    def clear(self, tensor: Tensor) -> None:
+        """A part of this stage has made it; what it was made of is noted."""
+        self._alive.append(tensor)
+        self._marks.pop(_memory(tensor), None)
+
+    def of(self, tensor: Tensor) -> frozenset[Value]:
+        return self._marks.get(_memory(tensor), frozenset())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is followed, nor seen to be."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        marks = frozenset[Value]().union(*(self.of(each) for each in inputs))
+        if func is torch.ops.aten._local_scalar_dense.default and marks:
+            raise self._unfit("the model reads, outside its parts, the value of something that another stage computes")
+        if func._schema.is_mutable:
+            self.written |= {self._first[_memory(each)] for each in inputs if _memory(each) in self._first}
+        out = func(*args, **kwargs)
+        for each in _tensors(out):
+            self._alive.append(each)
+            if marks:
+                self._marks[_memory(each)] = self.of(each) | marks
+        return out
+
+
+def _tensors(tree: Any) -> Sequence[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
