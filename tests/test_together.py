@@ -22,6 +22,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "tp": {"dp": 2, "tp": 2},
     "cp": {"dp": 2, "cp": 2},
     "ep": {"dp": 4, "ep": 2},
+    "pp": {"dp": 2, "pp": 2},
     "zero = 1": {"dp": 4, "zero": 1},
     "zero = 2": {"dp": 4, "zero": 2},
     "zero = 3": {"dp": 4, "zero": 3},
@@ -50,7 +51,7 @@ def tried(world) -> dict[str, dict[str, str]]:
             options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "global_batch": 8, "microbatch": 1, **more}
             try:
                 Engine(
-                    lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=1, d_model=16, heads=4, moe=MoEConfig(2, balance_loss=0.0))),
+                    lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=2, d_model=16, heads=4, moe=MoEConfig(2, balance_loss=0.0))),
                     causal_lm, plan=Plan(**{**base, **plan}), world=world, **options,
                 ).close()  # fmt: skip
                 found.setdefault(row, {})[column] = ""

@@ -15,15 +15,16 @@ import torch
 from torch import nn
 
 from shoal import checkpoint
-from shoal.batchnorm import synchronise
+from shoal.batchnorm import has_batch_statistics, synchronise
 from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
-from shoal.chunks import ChunkMaker, Later, Tier, adopt, move, weakly
+from shoal.chunks import Chunk, ChunkMaker, Later, Tier, adopt, move, weakly
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
+from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane, World
 from shoal.compiling import blocks, compile_blocks, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
@@ -54,7 +55,7 @@ from shoal.optimizer import (
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import Rules, check_rules
 from shoal.pipeline import Whole, cut_into_stages
-from shoal.plan import Plan, option_name
+from shoal.plan import Plan, option_name, option_parameters
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness, attention
@@ -62,6 +63,7 @@ from shoal.recompute import Recompute
 from shoal.result import StepResult
 from shoal.step import StepRunner, choose_microbatch
 from shoal.storage import Storage
+from shoal.unflushed import Unflushed
 
 
 class Engine:
@@ -104,7 +106,7 @@ class Engine:
     ) -> None:
         self.world = world or join()
         self.plan = plan or Plan(dp=self.world.size)
-        self.mesh = Mesh(self.plan, self.world.rank, self.world.size)
+        self.mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
         self.device, self.ledger = self.world.device, self.world.ledger
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         cp = self.plan.cp > 1
@@ -126,10 +128,13 @@ class Engine:
         parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
         built, self.layouts = parted.built, parted.layouts
         self._apart = {} if parted.experts is None else {"experts": parted.experts}
+        unflushed = pipeline is not None and not pipeline.flushes
         if pipeline is not None:
             pipeline.split.between = [] if parted.region is None else [parted.region]
             pipeline.split.within = [] if parted.context is None else [parted.context]
         tied = self._tied()
+        if unflushed:
+            self._check_unflushed(sync_bn)
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
@@ -163,7 +168,7 @@ class Engine:
             once = global_batch <= self._microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
         private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
-        self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place)
+        self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place, unflushed)
         sized = storage.chunk_bytes(exchange, self._maker, keeping.shards, self.precision.grad.itemsize)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
@@ -172,6 +177,7 @@ class Engine:
         if pipeline is not None:  # what is tied lies in chunks of one size
             self.chunk_bytes = pipeline.group.broadcast_object(self.chunk_bytes)
         cut = self._maker.cut(self.chunk_bytes)
+        self._versions: Versions | None = None
         self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
         self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
         self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
@@ -207,7 +213,9 @@ class Engine:
         )
         self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
-        self._runner = StepRunner(
+        serial = self._serial
+        make = StepRunner if not unflushed else partial(Unflushed, **self._without_flush(trainable, serial))
+        self._runner = make(
             self.module,
             loss,
             self.optimizer,
@@ -223,13 +231,13 @@ class Engine:
             keyed=self._keyed,
             passing=self.passing,
             scale=self.loss_scale,
-            beside=beside,
+            beside=beside if not unflushed else self.world.group(f"tp-ballot{serial}", beside.ranks),
             context=parted.context,
             tally=tally,
             alike=self._alike,
             shares_routing=tally is not None and parted.losses_of_all_tokens,
             stages=pipeline,
-            across=None if pipeline is None else pipeline.group,
+            across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self.mesh.ranks("pp")),
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -341,6 +349,7 @@ class Engine:
 
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
+        self._runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
@@ -363,6 +372,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks call it alike and get the same."""
+        self._runner.flush()
         if self._pipeline is None:
             return self.module
         return Whole(self._pipeline, self._group if self._alike else None)
@@ -384,6 +394,7 @@ class Engine:
         """Writes `directory/step-XXXXXXXX`; all ranks call it. `wait=False` returns once the state is copied, unless a part of it lies on the disk of
         `plan.memory`: then there is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed; the last
         good checkpoint stays."""
+        self._runner.flush()
         self._runner.settle()
         self.optimizer.settle()
         path = Path(directory).resolve()
@@ -398,6 +409,8 @@ class Engine:
         standing = self._standing
         states = {name: kept.tensors for name, kept in self._exchange.state().items()}
         own = state.exchange_pieces(states, standing)
+        if (versions := self._versions) is not None:
+            own += state.version_pieces({versions.newest - each: versions.tensors(each) for each in versions.kept}, standing)
         if not self._drifted():
             return own + state.pieces(self.module, self.chunks, self.optimizer, standing)
         own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, standing)]
@@ -469,6 +482,7 @@ class Engine:
         path = Path(directory)
         if not path.name.startswith("step-"):
             path = self._newest(path)
+        self._runner.flush()
         self._exchange.settle()
         self.optimizer.settle()
         if self.pager is not None:
@@ -478,6 +492,10 @@ class Engine:
         saved = read_manifest(path).extra
         own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
+        if (versions := self._versions) is not None:
+            ago, step = state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
+            versions.restart(step, [step - each for each in ago])
+            state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, self._standing)
         kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
         if not state.restore_exchange(path, kept, self._standing) and self._all.rank == 0:
             warnings.warn(
@@ -521,6 +539,7 @@ class Engine:
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own names. The first
         rank writes; all ranks return when it is done."""
+        self._runner.flush()
         self.optimizer.settle()
         with self._as_one():
             weights = {}
@@ -555,6 +574,9 @@ class Engine:
             if self._pipeline is not None:
                 stack.callback(self._pipeline.close)
             stack.callback(self._exchange.close)
+            if "tied" in self._apart:  # a stage may wait there for another one, which has closed
+                stack.callback(self._apart["tied"].close)
+            stack.callback(self._runner.close)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
                 stack.callback(writer.close)
@@ -584,10 +606,42 @@ class Engine:
                 f"plan.pp: weights are tied across the ranks {sorted(sets)} of the pipeline, where one set of them is possible: name the stages by hand (plan.stages)"
             )
         places = list(sets.pop())
-        self._apart["tied"] = self.world.group("tied", self.mesh.on(places, self.mesh.ranks("dp", "cp")))
+        self._apart["tied"] = self.world.group(f"tied{self._serial}", self.mesh.on(places, self.mesh.ranks("dp", "cp")))
         for name in self._pipeline.tied:
             self.layouts[name] = self.layouts[name].tied
         return places
+
+    def _without_flush(self, trainable: Sequence[Chunk], serial: int) -> dict[str, Any]:
+        """What a runner of steps needs beside, where the schedule has no flush."""
+        assert self._pipeline is not None
+        schedule, place = self.plan.schedule, self._pipeline.group.rank
+        together = option_name(schedule, "schedule") == "2bw"
+        delay = 1 if together else self.plan.pp - 1 - (0 if option_parameters(schedule).get("vertical_sync") else place)
+        self._versions = Versions(trainable, self.parameters, delay + 1)
+        telling = [
+            self.world.group(f"dp-results{serial}", self._group.ranks),
+            self.world.group(f"pp-results{serial}", self.mesh.ranks("pp")),
+        ]
+        return {"versions": self._versions, "delay": delay, "together": together, "telling": telling}
+
+    def _check_unflushed(self, sync_bn: bool) -> None:
+        """UserError for what does not go with a schedule without a flush."""
+        name = option_name(self.plan.schedule, "schedule")
+        reasons = {
+            "plan.zero = 2 keeps no whole gradient": self.plan.zero >= 2,
+            "plan.ep counts tokens of all stages": self.plan.ep > 1 or self._parted.tally() is not None,
+            "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
+            or (self._group.size > 1 and has_batch_statistics(self._parted.built.module)),
+            f"masters that rest ({self.precision.keep}) lie in the weights": self.precision.keep != "whole",
+            "its stages update at different times, and the loss scale is of all": name == "pipedream"
+            and self.precision.scaling is not None,
+            "its stages update at different times, and some of them share weights": name == "pipedream" and "tied" in self._apart,
+        }
+        why = next((reason for reason, so in reasons.items() if so), None)
+        if why is not None:
+            raise UserError(
+                f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
+            )
 
     @property
     def _alike(self) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shoal.comm.lane import Ticket
+
 
 @dataclass
 class StepResult:
@@ -32,6 +34,13 @@ class StepResult:
     share: float = 1.0
     _scale: Tensor | None = None
     _experts: Sequence[Tensor] = ()
+    _told: Ticket | None = None  # when the totals are those of all ranks
+
+    @property
+    def _sums(self) -> Tensor:
+        if self._told is not None:
+            self._told.wait("results")
+        return self._totals
 
     @property
     def tokens_per_expert(self) -> list[list[int]]:
@@ -54,12 +63,12 @@ class StepResult:
 
     @property
     def tokens(self) -> int:
-        return round(float(self._totals[1]))
+        return round(float(self._sums[1]))
 
     @property
     def loss(self) -> float:
-        count = float(self._totals[1])
-        return float(self._totals[0]) / count if count else math.nan
+        count = float(self._sums[1])
+        return float(self._sums[0]) / count if count else math.nan
 
     @property
     def loss_scale(self) -> float | None:
@@ -73,7 +82,7 @@ class StepResult:
 
     def _overflow(self) -> Tensor:
         """Whether there is something to learn from and it is not finite (0-dim)."""
-        return ~(torch.isfinite(self._norm) & torch.isfinite(self._totals[0])) & (self._totals[1] > 0)
+        return ~(torch.isfinite(self._norm) & torch.isfinite(self._sums[0])) & (self._sums[1] > 0)
 
     @property
     def grad_norm(self) -> float:
@@ -81,5 +90,5 @@ class StepResult:
 
     @property
     def aux(self) -> dict[str, float]:
-        values = self._totals[2:].tolist()
+        values = self._sums[2:].tolist()
         return {name: value / max(1, self.tokens) for name, value in zip(self._aux_names, values, strict=False)}

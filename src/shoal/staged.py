@@ -45,7 +45,7 @@ def train_in_stages(
 ) -> None:
     """Forward and backward of a rank's share of `batch`. `alike`: replicas whose ranks meet in their forwards, of which each has as many."""
     if runs:
-        work = _Training(steps, batch, runs, randomness)
+        work = Training(steps, batch, runs, randomness)
         kinds = [kind_of(each, "train") for each in work.loaded]
         with steps.counted(False):
             pipeline.learn(kinds, work.try_out, alike)
@@ -54,7 +54,9 @@ def train_in_stages(
         pipeline.train(kinds, work)
 
 
-class _Training:
+class Training:
+    """The microbatches `runs` of one step (pipeline.Work)."""
+
     def __init__(self, steps: Steps, batch: Batch, runs: Sequence[Run], randomness: Randomness) -> None:
         self._steps, self._batch, self._runs, self._randomness = steps, batch, runs, randomness
         self.loaded = [batch.load(ids) for ids, _ in runs]

@@ -460,6 +460,12 @@ class StepRunner:
         if self._scheduler is not None:
             self._scheduler.step()
 
+    def flush(self) -> None:
+        """Makes updates that are due: none, where each step makes its own."""
+
+    def close(self) -> None:
+        """No step will come any more."""
+
     def settle(self) -> None:
         """Raises what a step left unread on the device."""
         unread, self._unread = self._unread, None

@@ -131,6 +131,6 @@ def test_the_demo_and_the_examples_are_jobs():
 
     assert load_job(DEMO)[0].train.seconds is not None
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-    assert [path.name for path in examples] == ["gpt_stdlib.toml", "llama_hf.toml", "moe_stdlib.toml"]
+    assert [path.name for path in examples] == ["gpt_stdlib.toml", "llama_hf.toml", "moe_stdlib.toml", "stages_stdlib.toml"]
     for path in examples:
         load_job(path)

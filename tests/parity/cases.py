@@ -186,7 +186,9 @@ DEEP: dict[str, Case] = {
         text,
         plain=False,
     ),
-    "llama-deep": Case(lambda: from_config({**LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": True})(), causal_lm, text),
+    "llama-deep": Case(
+        lambda: from_config({**LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": True})(), causal_lm, text, plain=False
+    ),
     "lstm-deep": Case(
         lambda: LSTM(LSTMConfig(vocab_size=61, embedding=16, hidden=16, layers=8, dropout=0.1)), causal_lm, text, plain=False
     ),

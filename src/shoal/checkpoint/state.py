@@ -4,6 +4,7 @@ model.<parameter>          the master, fp32 (fp64 under fp64)
 buffer.<buffer>            as it is
 optim.<parameter>.<key>    optimizer state, floating ones at least fp32
 replica.<r>.model ...      what replica r of those that have drifted apart has itself; the names without it then are means
+version.<k>.<parameter>    the weights k updates ago, where a schedule without a flush still needs them
 exchange.<r>.<state>.<parameter>   what replica r's exchange algorithm keeps
 extra["groups"]            options of each optimizer group with its members, by name
 extra["optim"]             optimizer state that is not a tensor
@@ -140,6 +141,37 @@ def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkO
     return [piece for title, name, tensor in named for piece in alone.share(before + title, name, _canonical(tensor.detach()))]
 
 
+def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
+    """What this rank writes of earlier weights, by how many updates ago and by parameter; all replicas have them alike."""
+    return [
+        piece
+        for ago, tensors in versions.items()
+        for name, tensor in tensors.items()
+        for piece in standing.share(f"version.{ago}.{name}", name, _canonical(tensor.detach()))
+    ]
+
+
+def versions_saved(path: Path, names: Collection[str], most: int) -> list[int]:
+    """Of how many updates ago `path` has the weights `names`, one after the other from 1, at most `most`."""
+    saved, found = tensor_shapes(path), list[int]()
+    while len(found) < most and all(f"version.{len(found) + 1}.{name}" in saved for name in names):
+        found.append(len(found) + 1)
+    return found
+
+
+@torch.no_grad()
+def restore_versions(path: Path, versions: Mapping[int, Mapping[str, Tensor]], standing: Standing) -> None:
+    """Reads them in place."""
+    for ago, tensors in versions.items():
+        read = {name: torch.empty(tensor.shape, dtype=_canonical(tensor[:0]).dtype) for name, tensor in tensors.items()}
+        load(
+            path,
+            [want for name, into in read.items() for want in _wants(f"version.{ago}.{name}", standing.layout(name, into), into)],
+        )
+        for name, tensor in tensors.items():
+            tensor.copy_(read[name])
+
+
 def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
     """What the exchange algorithm of this rank's replica keeps, by state and parameter."""
     found = []
@@ -193,11 +225,9 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Gro
     for theirs in owners.all_gather_object(plain) if owners is not None else ():
         plain.update(theirs)
     if across is not None:
-        for stage, (other_groups, other_plain) in enumerate(across.all_gather_object((groups, plain))):
-            if stage != across.rank:
-                plain.update(other_plain)
-                for group, other in zip(groups, other_groups, strict=True):
-                    group["members"] = [*group["members"], *(name for name in other["members"] if name not in group["members"])]
+        stages = across.all_gather_object((groups, plain))
+        groups = [group for theirs, _ in stages for group in theirs]
+        plain = {name: values for _, theirs in stages for name, values in theirs.items()}
     return {"groups": groups, "optim": plain}
 
 
@@ -407,7 +437,7 @@ def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]]
     state: dict[int, dict[str, Any]] = {}
     described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, strict=True)
     for group, packed, members in described:
-        options = saved_options.get(members[0], {}) if members else {}
+        options = saved_options.get(members[0], {})
         packed.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]

@@ -77,7 +77,8 @@ class Slot:
 class Chunk:
     """Replicated storage of `slots`; a frozen chunk (`trainable=False`) has neither gradient nor master. Of a `sparse` one autograd gives
     rows of the gradient of its only parameter. `beside`: which of how many ranks of a model that is cut this is, which have the same: they share the norm's
-    work, and count it once. `apart`: "experts" or "tied", where other ranks have it than have the rest of what is here (see parallel.layout)."""
+    work, and count it once. `apart`: "experts" or "tied", where other ranks have it than have the rest of what is here (see parallel.layout). `has_versions`: its
+    masters lie apart from its data, of which there are several (see versions)."""
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class Chunk:
         size: int | None = None,
         beside: tuple[int, int] = (0, 1),
         apart: str = "",
+        has_versions: bool = False,
     ) -> None:
         self.beside, self.apart = beside, apart
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
@@ -111,7 +113,8 @@ class Chunk:
             self.data, self._weights = shards.allocate(self.size, dtype)
         else:
             self.data = allocate(self.size, dtype)
-        same = not trainable or master_dtype == dtype
+        same = not trainable or (master_dtype == dtype and not has_versions)
+        self._spare = allocate if shards is None else shards.allocate
         self._master = self.data if same else allocate(self.size, master_dtype) if shards is None else None
         self.grad_dtype, self.grad = grad_dtype, None
         if trainable and (shards is None or shards.keep_gradients):
@@ -165,6 +168,17 @@ class Chunk:
         stretch._shards, stretch._part, stretch._master = None, None, None
         stretch.data, stretch.grad = self._home, grad
         return stretch
+
+    def another(self) -> Tensor:
+        """Storage as its data is."""
+        made = self._spare(self.size, self.data.dtype)
+        return made[0] if isinstance(made, tuple) else made
+
+    def lies_in(self, data: Tensor) -> None:
+        """Its data are in `data` from now on, which is as `another` gives it: updates are published there."""
+        self.data = data
+        if self._part is not None:
+            self._home = self._part.data = data[self._own]
 
     @property
     def passes(self) -> bool:

@@ -38,7 +38,7 @@ class ChunkMaker:
 
     `member[name]` is a parameter's optimizer group. A tied parameter is known by its first name and stands there, where its gradient is
     complete. `keeping` is that of all chunks, rows excepted, but for those `apart`, by what they are (see parallel.layout); `allocate` gives what is not gradient.
-    `groups[name]`: what is not ALIKE; that this rank has like those `beside` it: as which of how many.
+    `groups[name]`: what is not ALIKE; that this rank has like those `beside` it: as which of how many. `has_versions`: of weights there will be several (see versions).
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class ChunkMaker:
         apart: Mapping[str, Keeping] | None = None,
         groups: Mapping[str, str] | None = None,
         beside: tuple[int, int] = (0, 1),
+        has_versions: bool = False,
     ) -> None:
-        self._precision, self._allocate, self._beside = precision, allocate, beside
+        self._precision, self._allocate, self._beside, self._has_versions = precision, allocate, beside, has_versions
         self._keeping, self._apart = keeping, apart or {}
         self.described = described(module, member, precision, groups or {})
 
@@ -98,6 +99,7 @@ class ChunkMaker:
             size,
             self._beside if key.group in (ALIKE, TIED_ALIKE) else (0, 1),
             apart,
+            self._has_versions,
         )
 
     @staticmethod

@@ -47,6 +47,7 @@ class World:
         self.store = dist.PrefixStore(f"generation{generation}", store) if store is not None else None
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._serials: dict[str, int] = {}
         # At the latest when Python ends, before its modules go: NCCL's threads abort the process when they outlive that.
         weakref.finalize(self, _close, self._groups)
 
@@ -63,6 +64,11 @@ class World:
             transports = connect(store, ranks.index(self.rank), self._hosts(ranks), self.device, self.timeout)
             self._groups[key] = Group(name, ranks, self.ledger, transports, store)
         return self._groups[key]
+
+    def serial(self, name: str) -> int:
+        """How often this rank has asked so before: for names of groups that are not those of earlier ones. All ranks ask alike."""
+        self._serials[name] = self._serials.get(name, -1) + 1
+        return self._serials[name]
 
     def lane(self) -> Lane:
         """A new lane beside this rank's computation; whoever asks for it closes it."""

@@ -9,7 +9,7 @@ microbatch is a round of those chunks, whose sums are added up in the stretch; a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -111,6 +111,17 @@ class Reducer:
         if self._lender is not None:
             self._lender.settle()
         self._lane.wait()
+
+    @torch.no_grad()
+    def hand_over(self, aside: Sequence[Tensor], touched: Mapping[str, bool]) -> None:
+        """In place of backwards: the gradients of a whole step, laid out as the chunks, of which `touched` have any."""
+        self.touched = dict(touched)
+        for chunk, flat in zip(self._chunks, aside, strict=True):
+            chunk.gradient.copy_(flat)
+        for missing in self._missing.values():
+            missing.clear()
+        self._advance()
+        self._round = self._rounds  # nothing is left to hand over
 
     @torch.no_grad()
     def _end_round(self) -> None:

@@ -23,11 +23,13 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     name, parameters = option_name(plan.schedule, "schedule"), option_parameters(plan.schedule)
     if name == "file":
         return _from_file(plan, parameters, microbatches)
-    unknown = parameters.keys() - {"chunks", "every"}
+    takes = {"vertical_sync"} if name == "pipedream" else set() if name == "2bw" else {"chunks"}
+    unknown = parameters.keys() - takes
     if unknown:
-        raise UserError(
-            f'plan.schedule = "{name}" has no parameter {", ".join(sorted(unknown))}: chunks (a rank), or of 2bw every (microbatches an update)'
-        )
+        told = f"; it has {', '.join(takes)}" if takes else ""
+        raise UserError(f'plan.schedule = "{name}" has no parameter {", ".join(sorted(unknown))}{told}')
+    if not isinstance(parameters.pop("vertical_sync", False), bool):
+        raise UserError('plan.schedule = "pipedream": vertical_sync is true or false')
     return make_schedule(name, plan.pp, microbatches, **parameters)
 
 
@@ -44,10 +46,6 @@ def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> 
 def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner:
     """Leaves of `built.module` the stages that this rank has. UserError for a model that cannot be cut so, on every rank alike."""
     one = schedule_of(plan, 1)
-    if not one.flushes:
-        raise UserError(
-            f'plan.schedule = "{one.name}" has no flush, and is not run yet: take one of gpipe, 1f1b, interleaved, zb1p, zbv'
-        )
     if getattr(getattr(built.module, "config", None), "output_router_logits", False):
         raise UserError(
             "plan.pp > 1: this model's balance loss is of the routers of all blocks, which it collects beside its forward: build it with output_router_logits = False"

@@ -6,8 +6,10 @@ starts there. A node that cannot skip a half, an autograd.Function (compiled blo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +20,12 @@ from shoal.pipeline.arrived import Box
 
 @dataclass(frozen=True)
 class Start:
-    """Where a way to `weights` begins: edges into one node, and what comes there."""
+    """Where a way to `weights` begins: edges into one node, and what comes there; `beside`: which of the ways out of it lead to no input."""
 
     edges: list[GradientEdge]
     grads: list[Tensor]
     weights: list[Tensor]
+    beside: tuple[int, ...]
 
 
 def input_half(
@@ -30,63 +33,88 @@ def input_half(
 ) -> tuple[list[Tensor | None], list[Start]]:
     """The gradients of `inputs`, and where the second half starts. The graph stays for it."""
     partings = _partings(roots, [box.edge.node for box in inputs])
-    edges = [edge for each, _ in partings for edge in each]
+    edges = [edge for each, _, _ in partings for edge in each]
     found = torch.autograd.grad(
         list(roots), [*(box.edge for box in inputs), *edges], list(grads), retain_graph=True, allow_unused=True
     )
     of_inputs: list[Tensor | None] = list(found[: len(inputs)])
     rest = iter(found[len(inputs) :])
     starts = []
-    for each, weights in partings:
+    for each, weights, beside in partings:
         there = [(edge, grad) for edge, grad in zip(each, rest, strict=False) if grad is not None]
         if there:
-            starts.append(Start([edge for edge, _ in there], [grad for _, grad in there], weights))
+            starts.append(Start([edge for edge, _ in there], [grad for _, grad in there], weights, beside))
     return of_inputs, starts
 
 
 def weight_half(starts: Sequence[Start]) -> None:
     """Adds what comes from `starts` to the gradients of their weights, of each once."""
     sums: dict[Tensor, Tensor] = {}
+    uses = Counter(weight for start in starts for weight in start.weights)
     for start in starts:
-        if _variable(start.edges[0].node) is not None:
-            found: Sequence[Tensor | None] = start.grads
-        else:
-            # each alone: a backward from several would go from one through the inputs to the next
-            found = torch.autograd.grad(start.edges, start.weights, start.grads, retain_graph=True, allow_unused=True)
-        for weight, grad in zip(start.weights, found, strict=True):
-            if grad is not None:
-                sums[weight] = sums[weight] + grad if weight in sums else grad
+        # each alone: a backward from several would go from one through the inputs to the next
+        apart = any(uses[weight] > 1 for weight in start.weights)
+        for weight, grad in _step(start) if apart else _of_weights(start.edges, start.grads, start.weights):
+            sums[weight] = sums[weight] + grad if weight in sums else grad
     if sums:
         torch.autograd.backward(list(sums), list(sums.values()))
 
 
-def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[tuple[list[GradientEdge], list[Tensor]]]:
-    """Edges into nodes that lead to an input and to weights beside it, with these; of nodes that do both in one, the edges out of them to the latter."""
+def _of_weights(edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    if _variable(edges[0].node) is not None:
+        return [(weights[0], grads[0])]
+    found = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
+    return [(weight, grad) for weight, grad in zip(weights, found, strict=True) if grad is not None]
+
+
+def _step(start: Start) -> list[tuple[Tensor, Tensor]]:
+    """The same of a node from which a weight can be reached through the inputs too, where it is used once more: one step by hand, away from them."""
+    node = start.edges[0].node
+    if _variable(node) is not None or not start.beside:
+        return _of_weights(start.edges, start.grads, start.weights)
+    came = {edge.output_nr: grad for edge, grad in zip(start.edges, start.grads, strict=True)}
+    given: Any = node(*(came.get(number) for number in range(max(came) + 1)))  # type: ignore[operator]
+    given = given if isinstance(given, tuple) else (given,)
+    found = []
+    for place in start.beside:
+        child, number = node.next_functions[place]
+        if child is not None and given[place] is not None:
+            shape = child._input_metadata[number].shape  # which autograd brings it to: it may have been broadcast
+            found += _of_weights([GradientEdge(child, number)], [given[place].sum_to_size(shape)], list(_weights([child])))
+    return found
+
+
+def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[tuple[list[GradientEdge], list[Tensor], tuple[int, ...]]]:
+    """Edges into nodes that lead to an input and to weights beside it, with these and the ways to them; of nodes that do both in one, the edges out of them to the latter."""
     order, parents = _graph([(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None])
     leading = set(inputs)
     for node in order:  # children before parents
         if any(child in leading for child, _ in node.next_functions if child is not None):
             leading.add(node)
-    found: dict[Node, tuple[set[int], dict[Tensor, None]]] = {}
+    found: dict[Node, tuple[set[int], dict[Tensor, None], tuple[int, ...]]] = {}
 
-    def add(node: Node, numbers: set[int], ends: Sequence[Node]) -> None:
-        weights = _weights(ends)
-        if weights:
-            found.setdefault(node, (numbers, {}))[1].update(weights)
+    def add(node: Node, numbers: set[int], ends: Sequence[Node], beside: Sequence[int] = ()) -> None:
+        if weights := _weights(ends):
+            found.setdefault(node, (numbers, {}, tuple(beside)))[1].update(weights)
 
     for node in order:
         if node in leading and node not in inputs:
-            beside = [child for child, _ in node.next_functions if child is not None and child not in leading]
+            ways = [
+                (place, child)
+                for place, (child, _) in enumerate(node.next_functions)
+                if child is not None and child not in leading
+            ]
             if not _does_both(node):
-                add(node, parents[node], beside)
+                add(node, parents[node], [child for _, child in ways], [place for place, _ in ways])
             else:
-                for child in beside:
+                for _, child in ways:
                     add(child, parents[child], [child])
     for root in roots:
         if root.grad_fn is not None and root.grad_fn not in leading:
             add(root.grad_fn, {root.output_nr}, [root.grad_fn])
     return [
-        ([GradientEdge(node, number) for number in sorted(numbers)], list(weights)) for node, (numbers, weights) in found.items()
+        ([GradientEdge(node, number) for number in sorted(numbers)], list(weights), beside)
+        for node, (numbers, weights, beside) in found.items()
     ]
 
 

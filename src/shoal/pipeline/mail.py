@@ -45,6 +45,7 @@ class Mail:
 
     def __init__(self, world: World, ranks: Sequence[int], place: int) -> None:
         self._world, self._ranks, self._place = world, list(ranks), place
+        self._serial = world.serial("pipeline")  # what another one has left under way is not read here
         self._groups: dict[tuple[Way, int], Group] = {}
         self._lanes: dict[tuple[Way, int, bool], Lane] = {}
         self._expected: dict[tuple[Way, int], deque[Message]] = {}
@@ -59,24 +60,28 @@ class Mail:
             ranks = [self._ranks[lower], self._ranks[higher]]
             for way in ("forward", "backward"):
                 if (way, other) not in self._groups:
-                    self._groups[way, other] = self._world.group(f"pp-{way}", ranks)
+                    self._groups[way, other] = self._world.group(f"pp{self._serial}-{way}", ranks)
                     for sends in (True, False):
                         self._lanes[way, other, sends] = self._world.lane()
 
-    def expect(self, schedule: Schedule, number: int, between: Callable[[int, int, int], bool]) -> None:
-        """What comes while `schedule` runs; `between(source, target, microbatch)`: whether something does forward between these stages, and so back."""
+    def expect(self, schedule: Schedule, kinds: str, between: Callable[[int, int, int], bool]) -> None:
+        """What comes while the actions of `kinds` ("FBI", "F") of `schedule` run; `between(source, target, microbatch)`: whether something does forward between these stages, and so back."""
         self._expected = {key: deque() for key in self._groups}
         self._posted = {}
         for place, order in enumerate(schedule.orders):
             if place == self._place:
                 continue
-            for action in order:
+            for action in (action for action in order if action.kind in kinds):
                 stage, microbatch = action.stage, action.microbatch
                 for other in schedule.stages_of(self._place):
                     if action.kind == "F" and stage < other and between(stage, other, microbatch):
                         self._expected["forward", place].append(Message("forward", stage, other, microbatch))
-                    if action.kind in ("B", "I") and other < stage and between(other, stage, microbatch):
+                    if action.kind != "F" and other < stage and between(other, stage, microbatch):
                         self._expected["backward", place].append(Message("backward", stage, other, microbatch))
+
+    def expect_also(self, way: Way, place: int, message: Message) -> None:
+        """One more message that the rank at `place` will send, after all that it was said to send."""
+        self._expected.setdefault((way, place), deque()).append(message)
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Queues `tensors` for the rank at `to`; they are not to be written to."""
@@ -124,6 +129,9 @@ class Mail:
             lane.wait(cause="pipeline")
 
     def close(self) -> None:
+        """Messages under way are lost."""
+        for group in self._groups.values():
+            group.close()
         for lane in self._lanes.values():
             lane.close()
 

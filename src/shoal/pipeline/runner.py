@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group, World
@@ -58,6 +59,11 @@ class Runner:
         return {name: having for name, having in places.items() if len(having) > 1 and self.group.rank in having}
 
     @property
+    def flushes(self) -> bool:
+        """Whether a step ends with all its backwards."""
+        return self._schedule(1).flushes
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank has the last stage, and with it the loss."""
         return self._number - 1 in self.own
@@ -82,20 +88,21 @@ class Runner:
 
     def train(self, kinds: Sequence[Any], work: Work) -> None:
         """One step of microbatches of `kinds`."""
-        schedule = self._begin(kinds)
+        schedule = self._begin(kinds, "FBI")
         order = schedule.orders[self.group.rank]
         weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
         final = {order[place].stage: place for place in weights}
         for place, action in enumerate(order):
             later = {name for stage, at in final.items() if at > place for name in self._names[stage]}
             complete = self._names[action.stage] - later if place == final[action.stage] else set[str]()
-            with self._ledger.span("stage", str(action)):
+            # compiled blocks may not give buffers away before a second half has come by
+            with self._ledger.span("stage", str(action)), functorch_config.patch(donated_buffer=False):
                 self._run(action, work, complete, place == weights[-1])
         self._mail.settle()
 
     def evaluate(self, kinds: Sequence[Any], work: Work) -> None:
         """The forwards alone."""
-        schedule = self._begin(kinds)
+        schedule = self._begin(kinds, "F")
         for action in schedule.orders[self.group.rank]:
             if action.kind == "F":
                 self._forward(action, work)
@@ -109,11 +116,15 @@ class Runner:
         found = value if value is not None and self.group.rank == source else shape.empty(self._device)
         return self.group.broadcast(found, src=source, purpose="result")
 
-    def _begin(self, kinds: Sequence[Any]) -> Schedule:
+    def stream(self) -> Stream:
+        """What goes on from step to step, for a schedule without a flush."""
+        return Stream(self)
+
+    def _begin(self, kinds: Sequence[Any], actions: str) -> Schedule:
         schedule = self._schedule(len(kinds))
-        self._routes = [self._known[kind] for kind in kinds]
+        self._routes = {place: self._known[kind] for place, kind in enumerate(kinds)}
         self._passes, self._local = {}, dict[Message, list[Tensor]]()
-        self._mail.expect(schedule, len(kinds), lambda source, target, at: bool(self._routes[at].between(source, target)))
+        self._mail.expect(schedule, actions, lambda source, target, at: bool(self._routes[at].between(source, target)))
         return schedule
 
     def _run(self, action: Action, work: Work, complete: set[str], last: bool) -> None:
@@ -228,6 +239,65 @@ class Runner:
     def close(self) -> None:
         """Ends the lanes on which values travel."""
         self._mail.close()
+
+
+class Stream:
+    """Microbatches one after the other without an end, numbered from 0: of each a rank does the forward when it is fed, and the backward when it is asked for the oldest one's."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        (self._stage,) = runner.own
+        self._next = 0
+        self._works: dict[int, tuple[Work, int]] = {}  # whose microbatch it is, and which
+        runner._routes, runner._passes, runner._local = {}, {}, {}
+
+    @property
+    def behind(self) -> int:
+        """How many stages come after this rank's: as many microbatches it has on their way."""
+        return self._runner._number - 1 - self._stage
+
+    @property
+    def under_way(self) -> int:
+        """Microbatches whose backward is still to come."""
+        return len(self._works)
+
+    def feed(self, kind: Any, work: Work, place: int) -> None:
+        """The forward of the microbatch at `place` of `work`."""
+        runner, number, stage = self._runner, self._next, self._stage
+        routes = runner._routes[number] = runner._known[kind]
+        self._next, self._works[number] = number + 1, (work, place)
+        for other in range(len(routes.stages)):
+            if other < stage and routes.between(other, stage):
+                runner._mail.expect_also("forward", runner._rank_of(other), Message("forward", other, stage, number))
+            if other > stage and routes.between(stage, other):
+                runner._mail.expect_also("backward", runner._rank_of(other), Message("backward", other, stage, number))
+        self._run(Action("F", stage, number))
+
+    def back(self) -> None:
+        """The backward of the oldest one."""
+        number = next(iter(self._works))
+        self._run(Action("B", self._stage, number))
+        del self._works[number], self._runner._routes[number]
+
+    def _run(self, action: Action) -> None:
+        with self._runner._ledger.span("stage", str(action)):
+            self._runner._run(action, _Renamed(*self._works[action.microbatch]), set(), False)
+
+
+class _Renamed:
+    """One microbatch of a `work`, whatever number it is called by."""
+
+    def __init__(self, work: Work, place: int) -> None:
+        self._work, self._place = work, place
+
+    def around(self, microbatch: int) -> AbstractContextManager[None]:
+        return self._work.around(self._place)
+
+    def forward(self, microbatch: int) -> Tensor | None:
+        return self._work.forward(self._place)
+
+    def backward(self, microbatch: int, complete: set[str] | None, last: bool) -> AbstractContextManager[None]:
+        return self._work.backward(self._place, complete, last)
 
 
 class _Pass:

@@ -1,0 +1,354 @@
+"""Cutting a model into stages, what travels between them, and ranks that are late or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from shoal.build import Built
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.models import GPT, GPTConfig, ResNet, ResNetConfig, from_config
+from shoal.pipeline import Split, read_schedule, stages_of, units_of, write_schedule
+from shoal.pipeline.arrived import Box
+from shoal.pipeline.halves import input_half, weight_half
+from shoal.pipeline.routes import find_routes
+from shoal.pipeline.schedules import make_schedule
+from tests.pool import RankError, disposable_ranks, run_ranks
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+WIDTH = 8
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Skips(nn.Module):
+    """What the first layer gives is used once more by the last one; a mask is made of what goes in; the second layer's result is written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = layer(), layer(), layer(), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).to(x.dtype)
+        first = self.first(x)
+        second = F.relu_(self.second(first) + mask)
+        return self.last(self.third(second).tanh_() * mask + first)
+
+
+class Several(nn.Module):
+    """A block that gives a tuple with something that is no tensor, and whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layer()
+
+    def forward(self, x: Tensor, *, scale: float) -> tuple[Tensor, str, dict[str, Tensor]]:
+        y = self.inner(x) * scale
+        return y.tanh(), "kept", {"signs": (y > 0).long()}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Several() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = torch.zeros_like(x, dtype=torch.long)
+        for block in self.blocks:
+            x, word, more = block(x, scale=1.5)
+            assert word == "kept"
+            signs = signs + more["signs"]
+        return x * signs
+
+
+class Reads(Skips):
+    """Its way depends on what the first layer gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last(self.second(h) if h.sum() > 0 else self.third(h))
+
+
+class Backwards(nn.Module):
+    """Its parts are defined the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = layer(), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Loose(Backwards):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class Twice(nn.Module):
+    """Two layers share a weight, and the first of them is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.layers[3].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](self.layers[0](x))
+        for each in self.layers[1:]:
+            x = each(x).tanh()
+        return x
+
+
+def squares(model: nn.Module, mb: dict[str, Tensor]) -> Any:
+    return (model(mb["x"]) - mb["y"]).square().sum(), mb["x"].shape[0]
+
+
+def rows(number: int = 24) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(WIDTH, generator=draw), "y": torch.randn(WIDTH, generator=draw)} for _ in range(number)]
+
+
+def train(world: World, model: Any, plan: dict[str, Any], steps: int = 4, **more: Any) -> list[float]:
+    engine = Engine(
+        model,
+        squares,
+        SGD,
+        Plan(**plan),
+        world=world,
+        precision="fp64",
+        clip=1.0,
+        **{"global_batch": 12, "microbatch": 2, **more},
+    )
+    results = [engine.step(batch) for batch in engine.batches(rows(), steps=steps)]
+    found = [number for result in results for number in (result.loss, result.grad_norm)]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("model", [Skips, Chain, Twice])
+@pytest.mark.parametrize(
+    "plan", [{"pp": 2}, {"pp": 4}, {"pp": 2, "schedule": "zbv"}, {"pp": 4, "schedule": "zb1p"}, {"pp": 2, "dp": 2, "zero": 2}]
+)
+def test_any_model_is_cut_between_any_of_its_parts(model, plan):
+    one = run_ranks(train, 1, model, {})[0]
+    for found in run_ranks(train, Plan(**plan).size, model, plan):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+def test_stages_by_hand_and_from_a_file(tmp_path):
+    one = run_ranks(train, 1, Skips, {})[0]
+    write_schedule(make_schedule("1f1b", 2, 8), tmp_path / "mine.txt")  # longer than the step
+    for plan in (
+        {"pp": 2, "stages": [3, 1]},
+        {"pp": 2, "stages": [["first"], ["second", "third", "last"]]},
+        {"pp": 2, "schedule": {"name": "file", "path": str(tmp_path / "mine.txt")}},
+        {"pp": 2, "schedule": "gpipe"},
+    ):
+        assert run_ranks(train, 2, Skips, plan)[0] == pytest.approx(one, rel=1e-12)
+    naive = {"global_batch": 12, "microbatch": 12}  # one after the other
+    alone = run_ranks(partial(train, **naive), 1, Skips, {})[0]
+    assert run_ranks(partial(train, **naive), 2, Skips, {"pp": 2})[0] == pytest.approx(alone, rel=1e-12)
+
+
+def ragged(world: World, plan: dict[str, Any]) -> list[float]:
+    """Each sample of its own length: microbatches of one sample have shapes of their own."""
+    data = [{"input_ids": torch.arange(length) % 61, "labels": torch.arange(length) % 61} for length in (5, 9, 5, 12, 7, 9, 3, 5)]
+    model = partial(GPT, GPTConfig(61, 12, 2, 16, 2))
+
+    def loss(model: nn.Module, mb: dict[str, Tensor]) -> Any:
+        return F.cross_entropy(model(mb["input_ids"]).flatten(0, 1), mb["labels"].flatten(), reduction="sum"), mb[
+            "labels"
+        ].numel()
+
+    engine = Engine(model, loss, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=1)
+    found = [engine.step(batch).loss for batch in engine.batches(data, steps=4)]
+    engine.close()
+    return found
+
+
+def test_shapes_of_microbatches_may_differ():
+    one = run_ranks(ragged, 1, {})[0]
+    assert run_ranks(ragged, 2, {"pp": 2, "schedule": "zb1p"})[0] == pytest.approx(one, rel=1e-12)
+
+
+def test_blocks_are_shared_out_by_their_work():
+    units = units_of(GPT(GPTConfig(61, 12, 6, 16, 2)))
+    assert [unit.name for unit in units if not unit.is_block] == ["token_embedding", "position_embedding", "norm", "head"]
+    large = units_of(GPT(GPTConfig(2 * 12 * 16, 12, 6, 16, 2)))  # a head as heavy as two blocks
+    assert stages_of(units, 2) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+    assert stages_of(large, 2).count(0) - 2 == 4  # embeddings are looked up, and weigh nothing
+    images = units_of(ResNet(ResNetConfig(20, 5)))
+    assert [unit.name for unit in images[:3]] == ["stem.0", "stem.1", "blocks.0"]
+
+
+def test_models_of_transformers_come_in_the_order_of_their_plan():
+    config = {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
+    names = [unit.name for unit in units_of(from_config(config)())]
+    assert names == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "more", "message"),
+    [
+        (Skips, {"pp": 8}, {}, "a model of 4 blocks cannot be cut into 8 stages"),
+        (Reads, {"pp": 4}, {}, "reads, outside its parts, the value of something that another stage computes"),
+        (Backwards, {"pp": 2}, {}, "stage 1 calls|calls head|through: give both"),
+        (Loose, {"pp": 2}, {}, "scale is a parameter of Loose itself"),
+        (Skips, {"pp": 2, "stages": [2, 1]}, {}, "the model has 4 blocks"),
+        (Skips, {"pp": 2, "stages": [["first"], ["second", "third"]]}, {}, "gives last to no stage"),
+        (
+            Skips,
+            {"pp": 2, "stages": [["first", "lost"], ["second", "third", "last"]]},
+            {},
+            '"lost" is no part of the model. Did you mean "last"',
+        ),
+        (Skips, {"pp": 2, "stages": [["last"], ["first", "second", "third"]]}, {}, "in the order in which the model calls them"),
+        (Skips, {"pp": 2, "stages": [1, 1, 2]}, {}, "names 3 stages, the schedule has 2"),
+        (Skips, {"pp": 2, "schedule": "1f2b"}, {}, 'plan.schedule = "1f2b" is none of'),
+        (Skips, {"pp": 2, "schedule": {"name": "1f1b", "chunks": 2}}, {}, "takes 1 chunk a rank"),
+        (Skips, {"pp": 2, "schedule": {"name": "1f1b", "chunk": 2}}, {}, "no parameter chunk"),
+        (Skips, {"pp": 2, "schedule": {"name": "file"}}, {}, "takes path"),
+        (Skips, {"pp": 2, "zero": 3, "dp": 1}, {}, "plan.pp > 1 does not go with plan.zero = 3"),
+        (Skips, {"pp": 2, "memory": {}}, {}, "plan.pp > 1 does not go with plan.memory"),
+        (Skips, {"pp": 2, "dp": 2, "exchange": "diloco"}, {}, "diloco.* does not go with plan.pp"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(model, plan, more, message):
+    with pytest.raises(RankError, match=message):
+        run_ranks(train, Plan(**plan).size, model, plan)
+
+
+def outside(world: World) -> None:
+    engine = Engine(Skips, squares, SGD, Plan(pp=2), world=world, global_batch=4, microbatch=2)
+    try:
+        for call, message in (
+            (lambda: engine.module(torch.zeros(2, WIDTH)), "was called outside a step"),
+            (lambda: engine.objective(next(engine.batches(rows()))), "no rank has all parameters"),
+            (lambda: engine.loop(), "train with engine.step"),
+        ):
+            with pytest.raises(UserError, match=message):
+                call()
+    finally:
+        engine.close()
+
+
+def test_what_no_rank_can_do_alone_is_refused():
+    run_ranks(outside, 2)
+
+
+def halved(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    box = Box(x)
+    grads, starts = input_half([model(box.tensor).square().sum()], [None], [box])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    weight_half(starts)
+    assert grads[0] is not None
+    return grads[0], {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "model", [Skips, Chain, Twice, partial(nn.LSTMCell, WIDTH, WIDTH), partial(nn.Conv1d, 3, 3, 3, padding=1)]
+)
+def test_halves_of_a_backward_are_the_whole(model):
+    torch.manual_seed(0)
+    module = model().double()
+    forward = module if not isinstance(module, nn.LSTMCell) else Cell(module)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    own = x.clone().requires_grad_()
+    forward(own).square().sum().backward()
+    whole = {name: parameter.grad for name, parameter in forward.named_parameters() if parameter.grad is not None}
+    for parameter in forward.parameters():
+        parameter.grad = None
+    of_input, of_weights = halved(forward, x)
+    torch.testing.assert_close(of_input, own.grad)
+    assert of_weights.keys() == whole.keys()
+    for name, grad in whole.items():
+        torch.testing.assert_close(of_weights[name], grad)
+
+
+class Cell(nn.Module):
+    def __init__(self, cell: nn.LSTMCell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+def test_only_what_is_needed_travels():
+    """Skips in four stages: the first layer's result goes on to the second and to the last one, and the mask, made of the rows, to nobody."""
+    model = Skips()
+    units = units_of(model)
+    world, x, stages = World.single(), torch.randn(2, WIDTH), stages_of(units, 4)
+    split = Split(Built(model, lambda name, tensor: tensor, "given"), units, stages, range(4))
+    routes = find_routes(split, 4, lambda stage: 0, world.everyone, lambda: model(x), x.device)
+    travel = {pair: [units[value.unit].name for value in routes.between(*pair)] for pair in routes.pairs()}
+    assert travel == {(0, 1): ["first"], (0, 3): ["first"], (1, 2): ["second"], (2, 3): ["third"]}
+
+
+def test_a_schedule_from_a_file_is_cut_to_shorter_steps(tmp_path):
+    write_schedule(make_schedule("zbv", 2, 6), tmp_path / "zbv.txt")
+    schedule = read_schedule(tmp_path / "zbv.txt", 2, "v")
+    assert schedule.of_first(2).microbatches == 2
+    with pytest.raises(UserError, match="is of 6 microbatches, and this step has 7"):
+        schedule.of_first(7)
+
+
+def steps(world: World, note: str, die_at: int) -> None:
+    engine = Engine(Skips, squares, SGD, Plan(pp=2), world=world, global_batch=12, microbatch=2)
+    for batch in engine.batches(rows()):
+        if world.rank == 1 and batch.step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.step(batch)
+        Path(note).write_text(str(batch.step))
+
+
+def test_a_killed_stage_is_named_and_nobody_hangs(tmp_path):
+    started = time.monotonic()
+    with disposable_ranks(steps, 2, str(tmp_path / "note"), 3) as ranks, pytest.raises(RankError) as caught:
+        ranks[0].result()
+    assert time.monotonic() - started < 60
+    assert "stage 1" in str(caught.value) or "rank 1" in str(caught.value)
+
+
+def slow(world: World) -> None:
+    from datetime import timedelta
+
+    late = World(world.rank, world.size, store=world.store, timeout=timedelta(seconds=3))
+    engine = Engine(Late, squares, SGD, Plan(pp=2), world=late, global_batch=12, microbatch=2)
+    for batch in engine.batches(rows(), steps=2):
+        engine.step(batch)
+
+
+class Late(Skips):
+    """Its second half takes too long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third.register_forward_hook(lambda *_: time.sleep(8))
+
+
+def test_a_slow_stage_is_named(tmp_path):
+    with disposable_ranks(slow, 2) as ranks, pytest.raises(RankError, match=r"stage 1|timed out|group.s rank 1"):
+        ranks[0].result(60)
