@@ -74,7 +74,7 @@ def test_the_chrome_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
     trace = to_chrome_trace([span("compute", 5.0, 5.25, name="forward"), span("comm", 5.5, 6.0, rank=1, name="chunk", bytes=8)])
     events = json.loads(json.dumps(trace))["traceEvents"]
     names = {(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
-    lanes = ("compute", "comm", "wait", "queue")
+    lanes = ("compute", "comm", "wait", "queue", "stage")
     assert names == {(rank, thread, lane) for rank in (0, 1) for thread, lane in enumerate(lanes)}
     complete = [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
     assert complete == [

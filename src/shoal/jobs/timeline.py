@@ -61,7 +61,7 @@ class Recording:
             Span(
                 step=span.step + 1,
                 rank=rank,
-                lane=cast(Literal["compute", "comm", "wait", "queue"], span.lane),
+                lane=cast(Literal["compute", "comm", "wait", "queue", "stage"], span.lane),
                 name=span.name,
                 start=span.start,
                 seconds=span.seconds,

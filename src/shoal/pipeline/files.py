@@ -28,7 +28,7 @@ def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] =
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
-            orders.append([_action(word, f"{path}, line {number}") for word in words])
+            orders.append([action_of(word, f"{path}, line {number}") for word in words])
     microbatches = 1 + max((action.microbatch for order in orders for action in order), default=-1)
     updates = any(action.kind == "U" for order in orders for action in order)
     schedule = Schedule(path.stem, len(orders), chunks, microbatches, as_orders(orders), placement, not updates)
@@ -41,7 +41,8 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
     path.write_text("".join(" ".join(map(str, order)) + "\n" for order in schedule.orders))
 
 
-def _action(word: str, where: str) -> Action:
+def action_of(word: str, where: str = "a schedule") -> Action:
+    """The action that is written so; UserError for what is none."""
     found = _ACTION.fullmatch(word)
     if found is None:
         raise UserError(

@@ -96,7 +96,7 @@ class Runner:
             later = {name for stage, at in final.items() if at > place for name in self._names[stage]}
             complete = self._names[action.stage] - later if place == final[action.stage] else set[str]()
             # compiled blocks may not give buffers away before a second half has come by
-            with self._ledger.span("stage", str(action)), functorch_config.patch(donated_buffer=False):
+            with functorch_config.patch(donated_buffer=False):
                 self._run(action, work, complete, place == weights[-1])
         self._mail.settle()
 
@@ -154,7 +154,7 @@ class Runner:
         current = self._passes[stage, at] = _Pass(self.split, stage, routes, values, self._device)
         if stage:
             self.split.hear(routes.stages[stage - 1].said)
-        with work.around(at):
+        with self._span(action), work.around(at):
             current.objective = self.split.run(stage, current, partial(work.forward, at))
         current.recall = self.split.remembered()
         for target in range(stage + 1, self._number):
@@ -165,7 +165,7 @@ class Runner:
         current = self._passes.pop((action.stage, action.microbatch))
         roots, grads = self._roots(action, current)
         current.recall()
-        with work.backward(action.microbatch, complete, last):
+        with self._span(action), work.backward(action.microbatch, complete, last):
             if roots:
                 torch.autograd.backward(roots, grads)
         self._send_back(action, {value: box.grad for value, box in current.boxes.items()})
@@ -178,7 +178,7 @@ class Runner:
             self._send_back(action, {})
             return
         current.recall()
-        with work.backward(action.microbatch, None, False):
+        with self._span(action), work.backward(action.microbatch, None, False):
             found, current.starts = input_half(roots, grads, list(current.boxes.values()))
         self._send_back(action, dict(zip(current.boxes, found, strict=True)))
 
@@ -186,7 +186,7 @@ class Runner:
         current = self._passes.pop((action.stage, action.microbatch))
         roots, grads = current.later
         current.recall()
-        with work.backward(action.microbatch, complete, last):
+        with self._span(action), work.backward(action.microbatch, complete, last):
             weight_half(current.starts)
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -214,6 +214,10 @@ class Runner:
                     grad = grads.get(value)
                     back.append(routes.shape(value).zeros(self._device) if grad is None else grad)
                 self._send(Message("backward", stage, source, at), back)
+
+    def _span(self, action: Action) -> AbstractContextManager[None]:
+        """Around what is computed of it: waiting for messages is not."""
+        return self._ledger.span("stage", str(action))
 
     # messages
 
@@ -280,8 +284,7 @@ class Stream:
         del self._works[number], self._runner._routes[number]
 
     def _run(self, action: Action) -> None:
-        with self._runner._ledger.span("stage", str(action)):
-            self._runner._run(action, _Renamed(*self._works[action.microbatch]), set(), False)
+        self._runner._run(action, _Renamed(*self._works[action.microbatch]), set(), False)
 
 
 class _Renamed:

@@ -15,6 +15,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import figures, units
 from .figures import Chart
+from .gantt import COLOURS as STAGE_COLOURS
+from .gantt import LANE, gantt
 from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics, summarize
@@ -54,6 +56,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
     environment.filters |= filters
+    stages = _last_recorded([span for span in spans if span.lane == LANE])
     recorded = _last_recorded([span for span in spans if span.lane in (*LANES, "wait")])
     return environment.get_template("page.html").render(
         name=name,
@@ -66,6 +69,8 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         overlaps=[overlap(step) for step in recorded],
         waits=[stalls(step) for step in recorded],
         legend=_legend([span for step in recorded for span in step]),
+        gantts=[found for step in stages[-1:] if (found := gantt(step)) is not None],
+        stage_colours=STAGE_COLOURS,
         memory=_memory(traces, spans),
         moves=records.moves[-1] if records.moves else None,
         samples=records.samples[::-1][:SAMPLES],

@@ -13,8 +13,8 @@ from .levels import MemoryTrace, counter_events
 LANES = ("compute", "comm")
 """Lanes of work, which the page draws."""
 
-TRACE_LANES = (*LANES, "wait", "queue")
-"""Those of the trace: also the trainer waiting for communication, and work lying in the queue of a lane (one span each, overlapping)."""
+TRACE_LANES = (*LANES, "wait", "queue", "stage")
+"""Those of the trace: also the trainer waiting for communication, work lying in the queue of a lane (one span each, overlapping), and the actions of a pipeline's schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Span:
 
     step: int
     rank: int
-    lane: Literal["compute", "comm", "wait", "queue"]
+    lane: Literal["compute", "comm", "wait", "queue", "stage"]
     name: str
     start: float
     seconds: float
