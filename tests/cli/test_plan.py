@@ -38,6 +38,21 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     assert "1024 rank(s) by number: dp 128 x tp 8" in large.out and len(large.out.splitlines()) < 25 and "1023" in large.out
 
 
+def test_a_pipeline_says_how_its_schedule_runs(shoal, job_file):
+    stages = ("--nproc", "4", "--set", "plan.pp=4", "--set", "train.global_batch=8", "--set", "train.microbatch=1")
+    answer = shoal("plan", job_file, *stages)
+    line = "along pp: other stages of the model, 4 in all; 1f1b, 8 microbatch(es) a step: ranks wait 27.3% of the time for each other, and keep activations of up to 4 microbatches"
+    assert answer.code == 0 and line in " ".join(answer.out.split())
+    assert (
+        "2 a rank); zbv, 8 microbatch(es) a step: ranks wait 5.9%"
+        in shoal("plan", job_file, *stages, "--set", "plan.schedule=zbv").out
+    )
+    assert "weights of up to 2 versions" in shoal("plan", job_file, *stages, "--set", "plan.schedule=2bw").out
+    wrong = shoal("plan", job_file, *stages, "--set", "plan.schedule=1f2b")
+    assert wrong.code == 2 and "is none of gpipe" in wrong.err
+    assert "not predicted yet" in shoal("plan", job_file, *stages, "--memory").err
+
+
 def test_json_has_the_numbers_and_the_sizes_of_chunks(shoal, job_file):
     answer = shoal(
         "plan", job_file, "--memory", "--json", "--nproc", "1", "--host", "1GiB", "--set", 'plan.memory={device="2MiB"}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import Mesh
+from shoal.pipeline import Costs, check, live_activations, schedule_of, simulate
 from shoal.plan import Plan
 
 MOST = 16
@@ -26,7 +28,11 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
         mesh = Mesh(plan, 0, plan.size)
         print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
         return
-    Console(highlight=False, soft_wrap=True).print(mesh_table(plan), *who_holds_what(plan), sep="\n")
+    train = settled.train
+    microbatches = math.ceil(math.ceil(train.global_batch / (train.microbatch or train.global_batch)) / plan.dp)
+    Console(highlight=False, soft_wrap=True).print(
+        mesh_table(plan), *who_holds_what(plan), *how_stages_run(plan, microbatches), sep="\n"
+    )
 
 
 def mesh_table(plan: Plan) -> Table:
@@ -71,6 +77,22 @@ def who_holds_what(plan: Plan) -> Iterator[str]:
         again = f", {len(copies)} copies" if len(copies) > 1 else ""
         ranks = ", ".join("..." if place is None else str(within[place]) for place in _shown(len(within)))
         yield f"zero = {plan.zero}: {what} cut among {len(within)} ranks, such as {ranks}{again}"
+
+
+def how_stages_run(plan: Plan, microbatches: int) -> Iterator[str]:
+    """A line of a pipeline: its schedule for as many microbatches on a rank, in unit time (forward, and each half of backward, take as long)."""
+    if plan.pp == 1:
+        return
+    schedule = schedule_of(plan, microbatches)
+    check(schedule)
+    each = f" ({schedule.chunks} a rank)" if schedule.chunks > 1 else ""
+    held = max(live_activations(schedule)) / schedule.chunks
+    what = f"along pp: other stages of the model, {schedule.stages} in all{each}; {schedule.name}, {microbatches} microbatch(es) a step"
+    if not schedule.flushes:
+        yield f"{what}: the next step begins before the last one has ended, so nobody waits for that; weights of up to {plan.pp if schedule.name == 'pipedream' else 2} versions"
+        return
+    bubble = simulate(schedule, Costs.even(schedule.stages)).bubble
+    yield f"{what}: ranks wait {bubble:.1%} of the time for each other, and keep activations of up to {held:g} microbatches of their part"
 
 
 def _shown(number: int) -> Iterator[int | None]:

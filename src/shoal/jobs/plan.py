@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from shoal.errors import UserError
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, ranks_here, settle
 from shoal.jobs.read import load_job
@@ -81,6 +82,10 @@ def plan_memory(
     model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for a wrong job."""
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
+    if job.plan.pp > 1:
+        raise UserError(
+            f"plan.pp = {job.plan.pp}: the memory of stages is not predicted yet; without --memory the schedule is shown"
+        )
     settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
