@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 from shoal import Plan
 from shoal.engine import Engine
+from shoal.errors import UserError
+from shoal.exchange.named import ALGORITHMS
 from shoal.models import generate
 from tests.parity.cases import CASES, Trace, engine, train
 from tests.parity.covering import in_turn, thinned
@@ -224,3 +226,26 @@ def written(world, case: str, cut: str) -> torch.Tensor:
 def test_stages_write_what_one_process_writes(case, cut):
     one = run_ranks(written, 1, case, "one")[0]
     assert all(torch.equal(text, one) for text in run_ranks(written, Plan(**CUTS[cut]).size, case, cut))
+
+
+def exchanged(world, plan: dict[str, Any]) -> list[Any]:
+    try:
+        running = under(world, "moe-deep", "fp32", 1, plan)
+    except UserError as error:
+        return [str(error)]
+    losses = [running.step(batch).loss for batch in running.batches(CASES["moe-deep"].data(), steps=6)]
+    running.close()
+    return losses
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_replicas_of_stages_agree_by_any_exchange_that_takes_them(name):
+    plan = {"dp": 2, "pp": 2, "exchange": name}
+    found = run_ranks(exchanged, 4, plan)
+    assert all(each == found[0] for each in found)
+    if isinstance(found[0][0], str):
+        assert "does not go with plan.pp" in found[0][0]
+        return
+    alone = run_ranks(exchanged, 2, {"dp": 2, "exchange": name})[0]
+    exact = name in ("allreduce", "hierarchical", "scatter_gather", "none")
+    assert found[0] == pytest.approx(alone, rel=1e-5 if exact else 2e-2)
