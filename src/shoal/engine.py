@@ -157,7 +157,7 @@ class Engine:
         self.recompute = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._stage, self.ledger)
+        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
         exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among)
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
@@ -671,11 +671,6 @@ class Engine:
             raise UserError(
                 f"plan.{cut} > 1 leaves each rank a part of {'each matrix' if cut == 'tp' else 'what stacks experts'}, and this optimizer looks at whole "
                 "parameters: take an elementwise one (AdamW, SGD), or plan.dp"
-            )
-        if self.plan.pp > 1 and (self.plan.zero == 3 or self.plan.memory is not None):
-            what = "plan.zero = 3" if self.plan.zero == 3 else "plan.memory"
-            raise UserError(
-                f"plan.pp > 1 does not go with {what} yet: weights would be fetched anew for each microbatch; take plan.zero = 1 or 2"
             )
         if self.plan.cp > 1 and sync_bn:
             raise UserError("plan.cp > 1 does not go with sync_bn, which makes each rank's share of the samples one microbatch")

@@ -74,17 +74,17 @@ def evaluate(
     module.eval()
     try:
         with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for ids, counts in [] if pipeline is not None else mine:
+            for ids, does_count in [] if pipeline is not None else mine:
                 sums = forward(stack([dataset[i] for i in ids]))
-                totals += torch.stack([sums.total.double(), sums.count.double()]) * counts
+                totals += torch.stack([sums.total.double(), sums.count.double()]) * does_count
             if pipeline is not None:
                 at_once = 8 * pipeline.group.size  # loaded
                 for start in range(0, len(mine), at_once):
                     some = mine[start : start + at_once]
                     loaded = [stack([dataset[i] for i in ids]) for ids, _ in some]
-                    evaluate_in_stages(
-                        pipeline, loaded, [counts for _, counts in some], forward, totals, group if alike else None
-                    )
+                    counts = [each for _, each in some]
+                    aside, left = (nullcontext, _nothing) if passing is None else (passing.aside, passing.left)
+                    evaluate_in_stages(pipeline, loaded, counts, forward, totals, group if alike else None, aside, left)
     finally:
         if context is not None:
             context.close()
@@ -96,3 +96,7 @@ def evaluate(
     if count == 0:
         raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
     return Evaluation(total / count, round(count), time.perf_counter() - started)
+
+
+def _nothing() -> None:
+    pass

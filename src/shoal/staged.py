@@ -7,7 +7,7 @@ at its beginning: the ranks of a pipeline find out together what travels when sh
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,6 +29,8 @@ class Steps(Protocol):
     def running(self, batch: Batch, index: int, number: int, microbatch: Mapping[str, Tensor]) -> Any: ...
     def counted(self, counts: bool) -> Any: ...
     def forward(self, microbatch: Mapping[str, Tensor]) -> Sums: ...
+    def aside(self) -> Any: ...
+    def left(self) -> None: ...
     def ran(self, counts: bool) -> None: ...
     def objective(self, sums: Sums) -> Tensor: ...
     def reducing(self, last: bool, complete: Collection[str] | None = None) -> Any: ...
@@ -47,7 +49,7 @@ def train_in_stages(
     if runs:
         work = Training(steps, batch, runs, randomness)
         kinds = [kind_of(each, "train") for each in work.loaded]
-        with steps.counted(False):
+        with steps.counted(False), steps.aside():
             pipeline.learn(kinds, work.try_out, alike)
         for _, counts in runs:
             steps.ran(counts)
@@ -75,6 +77,7 @@ class Training:
             sums = self._forward(microbatch)
         finally:
             self._drawn[microbatch] = self._randomness.drawn()
+            self._steps.left()
         return self._steps.objective(sums if self._runs[microbatch][1] else sums.counting_nothing())
 
     def _forward(self, place: int) -> Sums:
@@ -101,12 +104,15 @@ def evaluate_in_stages(
     forward: Callable[[Mapping[str, Tensor]], Sums],
     totals: Tensor,
     alike: Group | None,
+    aside: Callable[[], AbstractContextManager[None]],
+    left: Callable[[], None],
 ) -> None:
-    """Adds to `totals`, on the last stage, what `forward` gives of those of the microbatches that count. `alike`: as above."""
+    """Adds to `totals`, on the last stage, what `forward` gives of those of the microbatches that count. `alike`: as above; `aside`, `left`: as of Steps."""
     if loaded:
-        work = _Evaluation(loaded, counts, forward, totals)
+        work = _Evaluation(loaded, counts, forward, totals, left)
         kinds = [kind_of(each, "evaluate") for each in loaded]
-        pipeline.learn(kinds, work.try_out, alike)
+        with aside():
+            pipeline.learn(kinds, work.try_out, alike)
         pipeline.evaluate(kinds, work)
 
 
@@ -117,8 +123,9 @@ class _Evaluation:
         counts: Sequence[bool],
         forward: Callable[[Mapping[str, Tensor]], Sums],
         totals: Tensor,
+        left: Callable[[], None],
     ) -> None:
-        self._loaded, self._counts, self._run, self._totals = loaded, counts, forward, totals
+        self._loaded, self._counts, self._run, self._totals, self._left = loaded, counts, forward, totals, left
 
     def try_out(self, place: int) -> Any:
         sums = self._run(self._loaded[place])
@@ -128,7 +135,10 @@ class _Evaluation:
         return nullcontext()
 
     def forward(self, microbatch: int) -> None:
-        sums = self._run(self._loaded[microbatch])
+        try:
+            sums = self._run(self._loaded[microbatch])
+        finally:
+            self._left()
         self._totals[0] += sums.total.double() * self._counts[microbatch]
         self._totals[1] += sums.count.double() * self._counts[microbatch]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -305,6 +305,15 @@ class StepRunner:
                     "each rank has a part"
                 )
         return sums
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around forwards that are for shapes alone."""
+        return nullcontext() if self._passing is None else self._passing.aside()
+
+    def left(self) -> None:
+        """A stage's forward is over, where the model's would go on."""
+        if self._passing is not None:
+            self._passing.left()
 
     @contextmanager
     def counted(self, counts: bool) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp2-pp2-zero1": {"dp": 2, "pp": 2, "zero": 1},
     "dp2-pp2-zero2": {"dp": 2, "pp": 2, "zero": 2, "schedule": "zbv"},
     "dp4-pp2-shard2": {"dp": 4, "pp": 2, "zero": 2, "shard": 2},
+    "zero3": {"dp": 2, "pp": 2, "zero": 3},
+    "zero3-hosts": {"dp": 2, "pp": 2, "zero": 3, "schedule": "zbv"},
+    "offload": {"pp": 2, "memory": {}},
+    "activations": {"dp": 2, "pp": 2, "zero": 1, "memory": {"activations": 0.5, "update": "deferred"}, "schedule": "interleaved"},
+    "disk": {"dp": 2, "pp": 2, "zero": 3, "memory": {"disk": "a directory"}},
     "hosts": {"dp": 2, "pp": 2, "zero": 1},
     "tp2-pp2": {"tp": 2, "pp": 2},
     "dp2-tp2-pp2": {"dp": 2, "tp": 2, "pp": 2},
@@ -53,6 +59,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 MODELS = ["gpt-deep", "llama-deep", "resnet-batchnorm", "lstm-deep", "moe-deep", "gpt"]
 COLUMNS = (MODELS, list(PLANS), ["fp64", "fp32", "bf16", "fp16"], [1, 3])
+
+
+def size_of(options: dict[str, Any]) -> int:
+    return Plan(**{**options, "memory": None}).size
 
 
 def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bool:
@@ -80,7 +90,7 @@ def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bo
         return False  # slow on a CPU, and nothing else of them is special to stages
     if precision == "fp16" and (plan, accumulation) != ("dp2-pp2", 3):
         return False  # slow on a CPU, and alike
-    return not (Plan(**options).size == 8 and accumulation == 3)
+    return not (size_of(options) == 8 and accumulation == 3)
 
 
 ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
@@ -109,15 +119,21 @@ COVERING = (
 
 
 def under(world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str = "", **more: Any) -> Engine:
-    return engine(case, precision, accumulation, world=apart(world) if name == "hosts" else world, plan=Plan(**plan), **more)
+    return engine(
+        case, precision, accumulation, world=apart(world) if name.endswith("hosts") else world, plan=Plan(**plan), **more
+    )
 
 
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:
-    running = under(world, case, precision, accumulation, PLANS[plan], plan)
-    try:
-        return train(running, CASES[case].data(), STEPS)
-    finally:
-        running.close()
+    with TemporaryDirectory() as directory:
+        shared = world.everyone.broadcast_object(directory)
+        options = PLANS[plan] | ({"memory": {"disk": shared}} if plan == "disk" else {})
+        running = under(world, case, precision, accumulation, options, plan)
+        try:
+            return train(running, CASES[case].data(), STEPS)
+        finally:
+            running.close()
+            world.everyone.barrier()
 
 
 def alone(world, case: str, precision: str, accumulation: int) -> Trace:
@@ -131,7 +147,7 @@ def one_process(case: str, precision: str, accumulation: int) -> Trace:
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
 def test_stages_equal_one_process(case, plan, precision, accumulation):
-    traces = run_ranks(run, Plan(**PLANS[plan]).size, case, precision, accumulation, plan)
+    traces = run_ranks(run, size_of(PLANS[plan]), case, precision, accumulation, plan)
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "a result is the same on every rank"
         assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items())

@@ -75,7 +75,7 @@ class Passing:
         self._until_gradients: dict[int, set[str]] = {}
         self._node: Any = None
         self._of_node: frozenset[int] = frozenset()
-        self._all_there = 0
+        self._all_there, self._is_aside = 0, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._place}
@@ -113,6 +113,21 @@ class Passing:
             self.abandon()
             raise
         self.end()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, forwards are no part of a pass: they see no weights, and are for shapes alone."""
+        self._show(False)
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            self._show(self.executor.active or bool(self._all_there))
+
+    def left(self) -> None:
+        """The forward that ran is over, in the middle of modules: an exception that no hook sees has ended it."""
+        del self._running[1:]
 
     def begin(self, kind: Hashable) -> None:
         """A pass begins, for those whose passes are no block of code: forwards `watching` and backwards, until `end` or `abandon`."""
@@ -212,18 +227,18 @@ class Passing:
         self.backward_is_over()
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        if self.executor.active:
+        if self.executor.active and not self._is_aside:
             self._running.append(set())
             self._ask(self._needs.get(module, set()))
 
     def _leave(self, *_: Any) -> None:
-        if self.executor.active and len(self._running) > 1:
+        if self.executor.active and len(self._running) > 1 and not self._is_aside:
             self._running.pop()
 
     def _asked(self, parameter: Tensor) -> None:
         """A module's parameter was read, by whomever."""
         name = self._names.get(id(parameter))
-        if self.executor.active and name in self._place:
+        if self.executor.active and name in self._place and not self._is_aside:
             self._ask({name})
 
     def _ask(self, names: set[str]) -> None:
