@@ -101,29 +101,24 @@ def trained(
     return losses, norms, seen
 
 
-PLANS: list[tuple[dict[str, Any], int, int]] = [
-    ({"pp": 2, "schedule": "2bw"}, 8, 2),
-    ({"pp": 4, "schedule": "2bw"}, 8, 2),
-    ({"pp": 4, "schedule": "2bw"}, 4, 2),  # fewer microbatches than stages
-    ({"pp": 2, "dp": 2, "schedule": "2bw"}, 8, 2),
-    ({"pp": 2, "dp": 2, "zero": 1, "schedule": "2bw"}, 8, 2),
-    ({"pp": 2, "schedule": "2bw", "recompute": "full"}, 8, 2),
-    ({"pp": 2, "schedule": "2bw", "compile": "aot_eager"}, 8, 2),
-    ({"pp": 2, "schedule": "pipedream"}, 2, 2),
-    ({"pp": 4, "schedule": "pipedream"}, 2, 2),
-    ({"pp": 4, "schedule": {"name": "pipedream", "vertical_sync": True}}, 2, 2),
-    ({"pp": 2, "dp": 2, "schedule": "pipedream"}, 4, 2),
+ROWS: list[tuple[str, dict[str, Any], int, int]] = [
+    ("gpt", {"pp": 2, "schedule": "2bw"}, 8, 2),
+    ("gpt", {"pp": 4, "schedule": "2bw"}, 4, 2),  # fewer microbatches than stages
+    ("gpt", {"pp": 2, "dp": 2, "schedule": "2bw"}, 8, 2),
+    ("gpt", {"pp": 2, "dp": 2, "zero": 1, "schedule": "2bw"}, 8, 2),
+    ("gpt", {"pp": 2, "schedule": "2bw", "recompute": "full"}, 8, 2),
+    ("gpt", {"pp": 2, "schedule": "2bw", "compile": "aot_eager"}, 8, 2),
+    ("lstm", {"pp": 4, "schedule": "2bw"}, 8, 2),
+    ("lstm", {"pp": 2, "schedule": "pipedream"}, 2, 2),
+    ("lstm", {"pp": 4, "schedule": "pipedream"}, 2, 2),
+    ("lstm", {"pp": 4, "schedule": {"name": "pipedream", "vertical_sync": True}}, 2, 2),
+    ("lstm", {"pp": 2, "dp": 2, "schedule": "pipedream"}, 4, 2),
 ]
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize(("plan", "batch", "microbatch"), PLANS)
-def test_delayed_updates_are_those_made_by_hand(plan, batch, microbatch, model):
+@pytest.mark.parametrize(("model", "plan", "batch", "microbatch"), ROWS)
+def test_delayed_updates_are_those_made_by_hand(model, plan, batch, microbatch):
     together, pp = plan["schedule"] == "2bw", plan["pp"]
-    if model == "gpt" and not together:
-        pytest.skip("tied weights are updated by stages at different times: refused by name")
-    if model == "lstm" and "compile" in plan:
-        pytest.skip("torch.compile does not take nn.LSTM")
     vertical = not together and isinstance(plan["schedule"], dict)
     delays = [1] * pp if together else [pp - 1 - (0 if vertical else stage) for stage in range(pp)]
     losses, norms, weights = run_ranks(by_hand, 1, model, pp, delays, together, batch, microbatch)[0]
@@ -166,7 +161,6 @@ def interrupted(
     ("model", "plan", "batch", "going_on"),
     [
         ("gpt", {"pp": 2, "schedule": "2bw"}, 8, None),
-        ("gpt", {"pp": 4, "schedule": "2bw"}, 8, {"pp": 2, "dp": 2, "schedule": "2bw"}),
         ("gpt", {"pp": 4, "schedule": "2bw"}, 8, {"pp": 2, "dp": 2, "schedule": "2bw", "zero": 1}),
         ("gpt", {"pp": 2, "dp": 2, "zero": 1, "schedule": "2bw"}, 8, None),
         ("lstm", {"pp": 4, "schedule": "pipedream"}, 2, None),
