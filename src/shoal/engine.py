@@ -429,8 +429,8 @@ class Engine:
         silent = frozenset[str]()
         if self._pipeline is not None and self._pipeline.group.rank > 0:
             silent = frozenset(f"buffer.{name}" for name in self._pipeline.split.common_buffers)
-        group, beside_ = self._group, self._beside
-        return state.Standing(self.layouts, group.rank, group.size, beside_.rank, beside_.size, apart, silent)
+        mine, parts = self._group, self._beside
+        return state.Standing(self.layouts, mine.rank, mine.size, parts.rank, parts.size, apart, silent)
 
     def _extra(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,8 @@ from shoal import Engine, Plan
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from tests.parity.cases import ADAMW, CASES, Trace, train
 from tests.parity.covering import in_turn, thinned
-from tests.parity.test_mesh import TOLERANCE, under
+from tests.parity.runs import under
+from tests.parity.test_mesh import TOLERANCE
 from tests.parity.test_parity import compare
 from tests.pool import apart, run_ranks
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from shoal.models import causal_lm, from_config
 from shoal.models.attention import Attention
 from tests.parity.cases import CASES, LLAMA, Trace, derivatives_of, engine, gathered, train
 from tests.parity.covering import in_turn, thinned
+from tests.parity.runs import check_alike, one_process, size_of, trained, under
 from tests.parity.test_parity import compare
-from tests.pool import apart, run_ranks
+from tests.pool import run_ranks
 
 STEPS = 12
 PLANS: dict[str, dict[str, Any]] = {
@@ -94,46 +94,19 @@ WIDER = {
 }  # a token near the border of two experts goes to the other one
 
 
-def under(world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str = "", **more: Any) -> Engine:
-    return engine(
-        case, precision, accumulation, world=apart(world) if name.endswith("hosts") else world, plan=Plan(**plan), **more
-    )
-
-
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:
-    with TemporaryDirectory() as directory:
-        shared = world.everyone.broadcast_object(directory)
-        options = PLANS[plan] | ({"memory": {"disk": shared}} if plan == "disk" else {})
-        more = {"tensor_rules": {"": "whole"}} if plan == "all-tokens" else {}
-        if plan.startswith("overlap"):
-            more = {"tensor_rules": {"": "overlap"}}
-        running = under(world, case, precision, accumulation, options, plan, **more)
-        try:
-            return train(running, CASES[case].data(), STEPS)
-        finally:
-            running.close()
-            world.everyone.barrier()
-
-
-def alone(world, case: str, precision: str, accumulation: int) -> Trace:
-    return train(engine(case, precision, accumulation, world=world), CASES[case].data(), STEPS)
-
-
-@cache
-def one_process(case: str, precision: str, accumulation: int) -> Trace:
-    return run_ranks(alone, 1, case, precision, accumulation)[0]
+    more = {"tensor_rules": {"": "whole"}} if plan == "all-tokens" else {}
+    if plan.startswith("overlap"):
+        more = {"tensor_rules": {"": "overlap"}}
+    return trained(world, case, precision, accumulation, PLANS[plan], plan, STEPS, **more)
 
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
 def test_a_cut_model_equals_one_process(case, plan, precision, accumulation):
-    traces = run_ranks(run, Plan(**{**PLANS[plan], "memory": None}).size, case, precision, accumulation, plan)
-    for trace in traces[1:]:
-        assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "a result is the same on every rank"
-        assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items())
-    for name, value in traces[0].weights.items():
-        assert torch.equal(traces[0].seen[name], value.to(traces[0].seen[name].dtype)), "the module sees the masters"
+    traces = run_ranks(run, size_of(PLANS[plan]), case, precision, accumulation, plan)
+    check_alike(traces)
     bounds = WIDER.get((case, precision), TOLERANCE[precision])
-    compare(traces[0], one_process(case, precision, accumulation), *bounds)
+    compare(traces[0], one_process(case, precision, accumulation, STEPS), *bounds)
 
 
 CUTS: dict[str, dict[str, Any]] = {

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,15 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 from shoal import Plan
-from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.exchange.named import ALGORITHMS
 from shoal.models import generate
-from tests.parity.cases import CASES, Trace, engine, train
+from tests.parity.cases import CASES, Trace
 from tests.parity.covering import in_turn, thinned
+from tests.parity.runs import check_alike, one_process, size_of, trained, under
 from tests.parity.test_mesh import TOLERANCE, state_of
 from tests.parity.test_parity import compare
-from tests.pool import apart, run_ranks
+from tests.pool import run_ranks
 
 STEPS = 6  # the fourth is short
 PLANS: dict[str, dict[str, Any]] = {
@@ -59,10 +57,6 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 MODELS = ["gpt-deep", "llama-deep", "resnet-batchnorm", "lstm-deep", "moe-deep", "gpt"]
 COLUMNS = (MODELS, list(PLANS), ["fp64", "fp32", "bf16", "fp16"], [1, 3])
-
-
-def size_of(options: dict[str, Any]) -> int:
-    return Plan(**{**options, "memory": None}).size
 
 
 def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bool:
@@ -118,42 +112,15 @@ COVERING = (
 )
 
 
-def under(world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str = "", **more: Any) -> Engine:
-    return engine(
-        case, precision, accumulation, world=apart(world) if name.endswith("hosts") else world, plan=Plan(**plan), **more
-    )
-
-
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:
-    with TemporaryDirectory() as directory:
-        shared = world.everyone.broadcast_object(directory)
-        options = PLANS[plan] | ({"memory": {"disk": shared}} if plan == "disk" else {})
-        running = under(world, case, precision, accumulation, options, plan)
-        try:
-            return train(running, CASES[case].data(), STEPS)
-        finally:
-            running.close()
-            world.everyone.barrier()
-
-
-def alone(world, case: str, precision: str, accumulation: int) -> Trace:
-    return train(engine(case, precision, accumulation, world=world), CASES[case].data(), STEPS)
-
-
-@cache
-def one_process(case: str, precision: str, accumulation: int) -> Trace:
-    return run_ranks(alone, 1, case, precision, accumulation)[0]
+    return trained(world, case, precision, accumulation, PLANS[plan], plan, STEPS)
 
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
 def test_stages_equal_one_process(case, plan, precision, accumulation):
     traces = run_ranks(run, size_of(PLANS[plan]), case, precision, accumulation, plan)
-    for trace in traces[1:]:
-        assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "a result is the same on every rank"
-        assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items())
-    for name, value in traces[0].weights.items():
-        assert torch.equal(traces[0].seen[name], value.to(traces[0].seen[name].dtype)), "the module sees the masters"
-    reference = one_process(case, precision, accumulation)
+    check_alike(traces)
+    reference = one_process(case, precision, accumulation, STEPS)
     assert traces[0].weights.keys() == reference.weights.keys()
     compare(traces[0], reference, *TOLERANCE[precision])
 

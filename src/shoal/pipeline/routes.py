@@ -84,6 +84,7 @@ class Routes:
     """Of one kind of microbatch: all stages, in order."""
 
     stages: list[Stage] = field(default_factory=list)
+    _between: dict[tuple[int, int], list[Value]] = field(default_factory=dict)
 
     def given(self, unit: int, call: int) -> Given | None:
         return next((stage.given[unit, call] for stage in self.stages if (unit, call) in stage.given), None)
@@ -94,9 +95,12 @@ class Routes:
         return given.leaves[value.leaf]
 
     def between(self, source: int, target: int) -> list[Value]:
-        """The values that `target` needs of `source`, in the order in which they travel."""
-        own = self.stages[source].given
-        return sorted(value for value in self.stages[target].needs if (value.unit, value.call) in own)
+        """The values that `target` needs of `source`, in the order in which they travel; once all stages are known."""
+        if (source, target) not in self._between:
+            own = self.stages[source].given
+            found = sorted(value for value in self.stages[target].needs if (value.unit, value.call) in own)
+            self._between[source, target] = found
+        return self._between[source, target]
 
     def back(self, source: int, target: int) -> list[Value]:
         """Those of them whose gradients come back."""
@@ -131,7 +135,7 @@ def _look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devi
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), look.marking():
+        with torch.no_grad(), look.marks:
             result = split.run(stage, look, run)
             look.use(result)
     except _Unfit as error:
@@ -143,10 +147,23 @@ class _Unfit(Exception):
     """The model cannot be cut here; said to all ranks."""
 
 
-class _Look:
+class Calls:
+    """Numbers the calls of each part in one forward, from 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+
+    def count(self, unit: int) -> int:
+        """The number of the call that begins."""
+        self._numbers[unit] = self._numbers.get(unit, -1) + 1
+        return self._numbers[unit]
+
+
+class _Look(Calls):
     """A forward of `stage` that notes what it needs (split.Forward)."""
 
     def __init__(self, split: Split, stage: int, routes: Routes, device: torch.device) -> None:
+        super().__init__()
         self._split, self._stage, self._routes, self._device = split, stage, routes, device
         self.marks = _Marks(
             lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)")
@@ -154,12 +171,6 @@ class _Look:
         self.given: dict[tuple[int, int], Given] = {}
         self.needs: set[Value] = set()
         self._own: list[tuple[Value, Tensor, int]] = []
-        self._calls: dict[int, int] = {}
-
-    @contextmanager
-    def marking(self) -> Iterator[None]:
-        with self.marks:
-            yield
 
     def use(self, values: Any) -> None:
         """Notes that `values` are used here."""
@@ -171,7 +182,7 @@ class _Look:
         self.use((args, kwargs))
         with self.marks.paused():
             result = part(*args, **kwargs)
-        call = self._count(unit)
+        call = self.count(unit)
         self.given[unit, call] = Given.of(result)
         for place, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor):
@@ -180,7 +191,7 @@ class _Look:
         return result
 
     def elsewhere(self, unit: int) -> Any:
-        call = self._count(unit)
+        call = self.count(unit)
         given = self._routes.given(unit, call)
         if given is None:
             name, its = self._split.units[unit].name, self._split.stages[unit]
@@ -196,10 +207,6 @@ class _Look:
 
     def changed(self) -> frozenset[Value]:
         return frozenset(value for value, tensor, version in self._own if tensor._version != version)
-
-    def _count(self, unit: int) -> int:
-        self._calls[unit] = self._calls.get(unit, -1) + 1
-        return self._calls[unit]
 
 
 class _Marks(TorchDispatchMode):

@@ -18,7 +18,7 @@ from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.arrived import Box
 from shoal.pipeline.halves import Start, input_half, weight_half
 from shoal.pipeline.mail import Mail, Message
-from shoal.pipeline.routes import Given, Routes, Shape, Value, find_routes
+from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value, find_routes
 from shoal.pipeline.split import Split
 
 Microbatch = Mapping[str, Tensor]
@@ -92,11 +92,12 @@ class Runner:
         order = schedule.orders[self.group.rank]
         weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
         final = {order[place].stage: place for place in weights}
-        for place, action in enumerate(order):
-            later = {name for stage, at in final.items() if at > place for name in self._names[stage]}
-            complete = self._names[action.stage] - later if place == final[action.stage] else set[str]()
-            # compiled blocks may not give buffers away before a second half has come by
-            with functorch_config.patch(donated_buffer=False):
+        with functorch_config.patch(donated_buffer=False):  # compiled blocks keep theirs until a second half has come by
+            for place, action in enumerate(order):
+                complete = set[str]()
+                if place == final[action.stage]:
+                    later = {name for stage, at in final.items() if at > place for name in self._names[stage]}
+                    complete = self._names[action.stage] - later
                 self._run(action, work, complete, place == weights[-1])
         self._mail.settle()
 
@@ -303,15 +304,15 @@ class _Renamed:
         return self._work.backward(self._place, complete, last)
 
 
-class _Pass:
+class _Pass(Calls):
     """One forward of a stage on a microbatch (split.Forward), and what its backward needs of it."""
 
     def __init__(self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device) -> None:
+        super().__init__()
         self._split, self._routes, self._own = split, routes, routes.stages[stage]
         later = range(stage + 1, len(routes.stages))
         self._wanted = {value for target in later for value in routes.between(stage, target)}
         self._values, self._device = values, device
-        self._calls: dict[int, int] = {}
         self.boxes: dict[Value, Box] = {}
         if torch.is_grad_enabled():
             self.boxes = {value: Box(tensor) for value, tensor in values.items() if tensor.dtype.is_floating_point}
@@ -323,7 +324,7 @@ class _Pass:
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         result = part(*args, **kwargs)
-        call = self._count(unit)
+        call = self.count(unit)
         for place, leaf in enumerate(tree_leaves(result)):
             value = Value(unit, call, place)
             if value in self._wanted:
@@ -331,7 +332,7 @@ class _Pass:
         return result
 
     def elsewhere(self, unit: int) -> Any:
-        call = self._count(unit)
+        call = self.count(unit)
         given: Given | None = self._routes.given(unit, call)
         if given is None:
             raise UserError(
@@ -357,7 +358,3 @@ class _Pass:
                 f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not depend on the data, but within one stage"
             )
         return self.given[value]
-
-    def _count(self, unit: int) -> int:
-        self._calls[unit] = self._calls.get(unit, -1) + 1
-        return self._calls[unit]

@@ -148,7 +148,7 @@ class Split:
     def _called(self, unit: int, *args: Any, **kwargs: Any) -> Any:
         if self._forward is None:
             raise UserError(
-                f"{self.units[unit].name} was called outside a step: with plan.pp > 1 no rank has the whole model; use engine.step, engine.evaluate or engine.forward"
+                f"{self.units[unit].name} was called outside a step: with plan.pp > 1 no rank has the whole model; use engine.step, engine.evaluate or engine.model"
             )
         if self.stages[unit] == self._stage:
             return self._forward.own(unit, self.units[unit].module, args, kwargs)
