@@ -180,7 +180,7 @@ def test_a_checkpoint_goes_on_under_another_cut_with_the_same_bits(before, after
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], value) for name, value in saved.items())
         bounds = WIDER.get((case, precision), TOLERANCE[precision])
-        assert losses == pytest.approx(one_process(case, precision, 1).losses[3:6], rel=bounds[0])
+        assert losses == pytest.approx(one_process(case, precision, 1, STEPS).losses[3:6], rel=bounds[0])
 
 
 def exports(world, case: str, cut: str, directory: Path) -> None:
