@@ -7,7 +7,8 @@
 blocks. The limit of a schedule is its simulation with what each action takes when nobody waits: Shoal's engine, all ranks at once, whose messages are not sent, gives these times in the same
 round. So the limit has the schedule's own bubble and nothing else; that of 2bw, which has no flush, has none: it is the work of the slower rank.
 
-`--sleeping`: stages that sleep in place of computing, as many as there are, so that 4 and 8 of them stand on any machine: the measured bubble against the simulated one.
+`--sleeping`: stages that sleep in place of computing, as many as there are, so that 4 and 8 of them stand on any machine: the bubble, the share of the ranks' time in which none of their
+actions runs, against the simulated one; and the share in which they do not sleep, which has in it all that Shoal does around and inside an action.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from benchmarks.contenders import Entry
 from benchmarks.processes import ProcessGroup, Step
 from benchmarks.targets import Target, judge, print_targets
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, mean_loss, sum_loss
+from shoal.comm.ledger import Span
 from shoal.pipeline import Costs, Schedule, make_schedule, simulate
 
 RANKS, MICROBATCHES = 2, 8
@@ -158,8 +160,8 @@ def limit_of(name: str, by_rank: Sequence[Mapping[str, float]]) -> float:
     if not schedule.flushes:  # the slower rank is never idle
         return MICROBATCHES * max(known[f"F{stage}"] + known[f"B{stage}"] for stage in range(schedule.stages)) + rest
     stages = range(schedule.stages)
-    whole = f"B{0}" in known
-    inputs = [known[f"{'B' if whole else 'I'}{stage}"] for stage in stages]
+    whole = "B0" in known  # else in halves, of which the first has nothing to do where no stage waits for it
+    inputs = [known[f"B{stage}"] if whole else known.get(f"I{stage}", 0.0) for stage in stages]
     weights = [0.0 if whole else known[f"W{stage}"] for stage in stages]
     simulated = simulate(schedule, Costs([known[f"F{stage}"] for stage in stages], inputs, weights))
     return simulated.seconds + rest
@@ -283,22 +285,22 @@ class _Sleeps(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A block that sleeps as long as one of `chunks` parts of a rank's model would compute."""
+    """A block that sleeps as long as one of `chunks` parts of a rank's model would compute. The `first` has no gradient of its input to compute: it sleeps as long for that of its weights."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, first: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4))
-        self._chunks = chunks
+        self._chunks, self._weights = chunks, WEIGHTS + first * INPUTS
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = _Sleeps.apply(self.weight, 0.0, WEIGHTS / self._chunks)  # off the way to the input
+        weight = _Sleeps.apply(self.weight, 0.0, self._weights / self._chunks)  # off the way to the input
         return _Sleeps.apply(x, FORWARD / self._chunks, INPUTS / self._chunks) + weight
 
 
 class Sleepers(nn.Module):
     def __init__(self, stages: int, chunks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Sleeping(chunks) for _ in range(stages))
+        self.blocks = nn.ModuleList(Sleeping(chunks, not place) for place in range(stages))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -328,7 +330,36 @@ def sleeping(schedule: str, microbatches: int) -> Step:
         world=join(),
     )
     batches = engine.batches(data)
-    return lambda: engine.step(next(batches))
+    engine.ledger.recording = True
+
+    def step() -> None:
+        started = time.perf_counter()
+        engine.step(next(batches))
+        _slept.append((busy_of(engine.ledger.take()), time.perf_counter() - started))
+
+    return step
+
+
+_slept: list[tuple[float, float]] = []
+
+
+def busy_of(spans: Any) -> float:
+    """Seconds in which a rank ran actions."""
+    return sum(span.seconds for span in spans if isinstance(span, Span) and span.lane == "stage")
+
+
+def slept() -> list[tuple[float, float]]:
+    """Of this rank's steps: seconds in which it ran actions, and all seconds; forgets them."""
+    found = list(_slept)
+    _slept.clear()
+    return found
+
+
+def sleep_of(schedule: Schedule) -> Costs:
+    """What its actions sleep."""
+    others = schedule.stages - 1
+    forward, inputs, weights = (each / schedule.chunks for each in (FORWARD, INPUTS, WEIGHTS))
+    return Costs([forward] * (others + 1), [0.0] + [inputs] * others, [inputs + weights] + [weights] * others)
 
 
 def run_sleeping(names: Sequence[str], stages: Sequence[int], rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -337,13 +368,17 @@ def run_sleeping(names: Sequence[str], stages: Sequence[int], rounds: int, steps
     for ranks, name in itertools.product(stages, (name for name in names if schedule_of(name).flushes)):
         microbatches = 2 * ranks
         schedule = schedule_of(name, ranks, microbatches)
-        simulated = simulate(
-            schedule, Costs.even(schedule.stages, *(each / schedule.chunks for each in (FORWARD, INPUTS, WEIGHTS)))
-        ).bubble
+        simulated = simulate(schedule, sleep_of(schedule)).bubble
         with ProcessGroup(sleeping, {"schedule": name, "microbatches": microbatches}, size=ranks, warm_up=1) as group:
-            times = [statistics.median(group.turn(steps)) / 1e3 for _ in range(rounds)]
-        busy = microbatches * (FORWARD + INPUTS + WEIGHTS)
-        bubbles = [1 - busy / seconds for seconds in times]
+            group.call(slept)
+            for _ in range(rounds):
+                group.turn(steps)
+            by_rank = group.call(slept)
+        bubbles, awake = [], []
+        for step in zip(*by_rank, strict=True):
+            seconds = sum(whole for _, whole in step)
+            bubbles.append(1 - sum(busy for busy, _ in step) / seconds)
+            awake.append(1 - ranks * microbatches * (FORWARD + INPUTS + WEIGHTS) / seconds)
         found.append(
             {
                 "stages": ranks,
@@ -351,20 +386,27 @@ def run_sleeping(names: Sequence[str], stages: Sequence[int], rounds: int, steps
                 "microbatches": microbatches,
                 "simulated": simulated,
                 "measured": statistics.median(bubbles),
+                "awake": statistics.median(awake),
                 "all": bubbles,
             }
         )
-        print(f"{ranks} stages, {name}: simulated {simulated:.1%}, measured {found[-1]['measured']:.1%}", flush=True)
+        print(
+            f"{ranks} stages, {name}: simulated {simulated:.1%}, measured {found[-1]['measured']:.1%}, awake {found[-1]['awake']:.1%}",
+            flush=True,
+        )
     return found
 
 
 def print_sleeping(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="share of the ranks' time spent waiting, stages that sleep", title_justify="left")
-    for column in ("ranks", "microbatches", "schedule", "simulated", "measured"):
+    for column in ("ranks", "microbatches", "schedule", "simulated", "measured", "not asleep"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
-            str(row["stages"]), str(row["microbatches"]), row["schedule"], f"{row['simulated']:.1%}", f"{row['measured']:.1%}"
+            str(row["stages"]),
+            str(row["microbatches"]),
+            row["schedule"],
+            *(f"{row[key]:.1%}" for key in ("simulated", "measured", "awake")),
         )
     Console(width=120).print(table)
 

@@ -35,6 +35,7 @@ from shoal.exchange import Replica
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
+from shoal.exchange.rows import row_by_row
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.heap import keep_freed_memory
 from shoal.launch import join
@@ -238,6 +239,7 @@ class Engine:
             shares_routing=tally is not None and parted.losses_of_all_tokens,
             stages=pipeline,
             across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self.mesh.ranks("pp")),
+            by_rows=row_by_row(self.module, blocks(self.module) if self.plan.compile else ()),
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0

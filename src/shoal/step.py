@@ -25,6 +25,7 @@ from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.reducer import Reducer
+from shoal.exchange.rows import as_rows
 from shoal.loss import Loss, Sums, call_loss
 from shoal.models.moe import Router
 from shoal.optimizer import ChunkOptimizer
@@ -96,7 +97,8 @@ class StepRunner:
     """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
-    of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline."""
+    of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
+    whose gradients are added up by rows."""
 
     def __init__(
         self,
@@ -123,8 +125,9 @@ class StepRunner:
         shares_routing: bool = False,
         stages: Pipeline | None = None,
         across: Group | None = None,
+        by_rows: Sequence[nn.Embedding] = (),
     ) -> None:
-        self._stages, self._across = stages, across
+        self._stages, self._across, self._by_rows = stages, across, by_rows
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale
         self._context, self._streams = context, 1 if context is None else context.size
         self._tally, self._alike, self._shares_routing = tally, alike, shares_routing
@@ -295,7 +298,7 @@ class StepRunner:
 
     def forward(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """The loss of a microbatch."""
-        with self._ledger.span("compute", "forward"):
+        with self._ledger.span("compute", "forward"), as_rows(self._by_rows):
             sums = call_loss(self._loss, self._module, microbatch)
         if self._context is not None:
             self._context.attended()

@@ -13,7 +13,7 @@ from shoal import Engine, Plan
 from shoal.comm import Group
 from shoal.comm.emulate import simulate
 from shoal.comm.simulation import simulate_world
-from shoal.exchange.rows import sum_rows
+from shoal.exchange.rows import as_rows, row_by_row, sum_rows
 
 WORDS, WIDTH = 200, 8
 
@@ -136,3 +136,70 @@ def test_many_rows_are_reduced_as_a_whole(rows, gathers):
         assert (found is not None, reductions) == ((True, 0) if gathers else (False, 1))
         if found is not None:
             assert found.tolist() == total.abs().sum(1).nonzero().flatten().tolist()
+
+
+class Mixed(nn.Module):
+    """Embeddings of which two can be had by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.padded = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.limited, self.rows = nn.Embedding(WORDS, WIDTH, max_norm=1.0), nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.tied, self.out = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.out.weight = self.tied.weight
+        self.block = nn.Sequential(nn.Embedding(WORDS, WIDTH))
+
+
+def test_embeddings_whose_gradients_are_had_by_rows():
+    model = Mixed()
+    found = row_by_row(model, [])
+    assert found == [model.plain, model.padded, model.block[0]]
+    assert row_by_row(model, [model.block]) == found[:2]
+    assert row_by_row(model.to("meta"), []) == []
+    with pytest.raises(KeyError), as_rows(found):
+        assert all(each.sparse for each in found)
+        raise KeyError
+    assert not any(each.sparse for each in found) and model.rows.sparse
+
+
+def seen_by_autograd(world, microbatch: int) -> tuple[list[bool], dict[str, Tensor], bool]:
+    """Whether gradients were rows when they came, and what became of the weights of words."""
+    torch.set_num_threads(1)
+    running = Engine(
+        partial(Bag, sparse=False), loss, partial(torch.optim.SGD, lr=0.1), global_batch=6, microbatch=microbatch, world=world
+    )
+    rows: list[bool] = []
+    weight = running.parameters["words.weight"]
+    weight.register_hook(lambda gradient: rows.append(gradient.is_sparse))
+    for batch in running.batches(rows_of_words(), steps=4):
+        running.step(batch)
+    weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
+    dense = running.module.words.sparse is False
+    running.close()
+    return rows, weights, dense
+
+
+def test_gradients_by_rows_are_those_of_plain_torch():
+    ((rows, weights, dense),) = simulate_world(1, seen_by_autograd, 2)
+    assert rows == [True] * 12 and dense
+    ((_, whole, _),) = simulate_world(1, seen_by_autograd, 6)
+    for name, value in whole.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
+
+    def plain(world) -> dict[str, Tensor]:
+        running = Engine(
+            partial(Bag, sparse=False), loss, partial(torch.optim.SGD, lr=0.1), global_batch=6, microbatch=2, world=world
+        )
+        module = Bag(sparse=False)
+        module.load_state_dict({name: value.detach().clone() for name, value in running.parameters.items()})
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for batch in running.batches(rows_of_words(), steps=4):
+            optimizer.zero_grad()
+            total, count = loss(module, batch.load(batch.ids))
+            (total / count).backward()
+            optimizer.step()
+        running.close()
+        return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    for name, value in simulate_world(1, plain)[0].items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)

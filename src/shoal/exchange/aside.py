@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.chunks import Chunk, Slot, weakly
 from shoal.errors import UserError
+from shoal.exchange.rows import put
 
 
 class Aside:
@@ -40,9 +41,5 @@ class Aside:
     @torch.no_grad()
     def _arrived(self, slot: Slot, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        view = self._views[slot.name]
-        if self.touched[slot.name]:
-            view.add_(parameter.grad)
-        else:
-            view.copy_(parameter.grad)
+        put(self._views[slot.name], parameter.grad, self.touched[slot.name])
         parameter.grad, self.touched[slot.name] = None, True

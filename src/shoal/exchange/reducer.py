@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.chunks import Chunk, Slot, sum_of_squares, weakly
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
-from shoal.exchange.rows import add_rows, clear, sum_rows
+from shoal.exchange.rows import add_rows, clear, put, sum_rows
 
 
 class Reducer:
@@ -143,7 +143,7 @@ class Reducer:
         gradient, name = parameter.grad, slot.name
         assert gradient is not None
         if self._chunks[place].borrows:
-            slot.view(self._flat(place)).copy_(gradient)
+            put(slot.view(self._flat(place)), gradient, False)
         else:
             self._keep(name, self._views[name], gradient)
         parameter.grad, self.touched[name] = None, True
@@ -162,15 +162,13 @@ class Reducer:
 
     def _keep(self, name: str, view: Tensor, gradient: Tensor) -> None:
         """Takes a gradient into the chunk's own: what comes in a step adds up there."""
-        if gradient.is_sparse:
+        if name not in self.rows:
+            put(view, gradient, self.touched[name])
+        elif gradient.is_sparse:
             self.rows[name] = add_rows(view, gradient, self.rows[name])
-        elif name in self.rows:  # tied to something dense: rows are no shorter way to say it
+        else:  # tied to something dense: rows are no shorter way to say it
             self.rows[name] = None
             view.add_(gradient)
-        elif self.touched[name]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
 
     def _flat(self, place: int) -> Tensor:
         """The whole gradient that the chunk at `place` has been lent for this round."""

@@ -1,11 +1,55 @@
-"""Gradients that are rows, as `nn.Embedding(sparse=True)` gives them: only rows travel, or the whole where that is less."""
+"""Gradients that are rows. Those of `nn.Embedding(sparse=True)` travel as rows, or as the whole where that is less; those of any other embedding are added to what a step has so far as rows."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Group
+
+
+def row_by_row(module: nn.Module, compiled: Collection[nn.Module]) -> list[nn.Embedding]:
+    """The embeddings whose gradients can be had as rows where they are given whole: on CPU, since filling a vocabulary's gradient with zeros for each microbatch takes longer there than all
+    that is computed of its tokens. Not those inside `compiled` blocks, where they would be traced, and not tied ones, whose other gradient is whole."""
+    inside = {id(part) for block in compiled for part in block.modules()}
+    owners = Counter(id(parameter) for part in module.modules() for parameter in part._parameters.values())
+    return [
+        part
+        for part in module.modules()
+        if type(part).forward is nn.Embedding.forward
+        and isinstance(part, nn.Embedding)
+        and not (part.sparse or part.scale_grad_by_freq or part.max_norm is not None or id(part) in inside)
+        and part.weight.device.type == "cpu"
+        and owners[id(part.weight)] == 1
+    ]
+
+
+@contextmanager
+def as_rows(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
+    """What is computed of `embeddings` inside gives them gradients as rows."""
+    for embedding in embeddings:
+        embedding.sparse = True
+    try:
+        yield
+    finally:
+        for embedding in embeddings:
+            embedding.sparse = False
+
+
+def put(dense: Tensor, gradient: Tensor, adds: bool) -> None:
+    """Writes `gradient`, whole or as rows, to `dense`, or adds it to what is there; rows of one gradient are summed first, as a whole one would be."""
+    if gradient.is_sparse:
+        if not adds:
+            dense.zero_()
+        add_rows(dense, gradient.coalesce(), None)
+    elif adds:
+        dense.add_(gradient)
+    else:
+        dense.copy_(gradient)
 
 
 def clear(dense: Tensor, rows: Tensor | None) -> None:
