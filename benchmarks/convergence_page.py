@@ -81,7 +81,12 @@ def _cells(row: Row, rows: Sequence[Row]) -> str:
     apart = differences(row, rows)
     if row["name"] == REFERENCE or not apart:
         return f"{loss} | -"
-    return f"{loss} | {statistics.fmean(apart):+.4f} ({min(apart):+.4f}..{max(apart):+.4f})"
+    return f"{loss} | {mean_and_spread(apart)}"
+
+
+def mean_and_spread(apart: Sequence[float]) -> str:
+    """Of differences, one a seed."""
+    return f"{statistics.fmean(apart):+.4f} ({min(apart):+.4f}..{max(apart):+.4f})"
 
 
 def plot(record: Mapping[str, Any], path: Path) -> None:

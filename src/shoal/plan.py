@@ -21,7 +21,8 @@ class Plan:
     """Degrees and strategies; world = pp x dp x cp x tp.
 
     `dp` counts all data-parallel ranks, `shard` those that share one copy of the state (default `dp`); `ep` divides dp x cp.
-    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `stages`: of `pp`, how many blocks each stage has, or the names of its parts; by default as even as can be. `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
+    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `stages`: of `pp`, how many blocks each stage has, or the names of its parts; by default as even as the elements of
+    their matrices make it; in a job "counted" (operations) or "measured" (times), or a table with that name and the `memory` of a rank. `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
     backend) or a backend's name, and applies to the forward of each block.
 
     Raises UserError for a degree below 1 and, by name, for a field whose strategy does not exist yet.
@@ -37,7 +38,7 @@ class Plan:
     zero: int = 0
     exchange: Option = "allreduce"
     schedule: Option = "1f1b"
-    stages: Sequence[int] | Sequence[Sequence[str]] | None = None
+    stages: Sequence[int] | Sequence[Sequence[str]] | Option | None = None
     recompute: Option = "none"
     memory: Option | None = None
     compile: bool | str = False

@@ -15,6 +15,7 @@ from shoal.errors import UserError
 from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.config import Job, Train
 from shoal.jobs.export import export_checkpoint
+from shoal.jobs.read import load_job
 from shoal.jobs.stop import Stop
 from shoal.jobs.train import train
 from shoal.plan import Plan
@@ -44,6 +45,21 @@ def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):
     train(rest, {}, World.single("cpu"))
     assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
     assert parameters == records_of(whole).run.parameters and records_of(rest).samples
+
+
+@pytest.mark.parametrize("stages", ["measured", {"name": "counted", "memory": "1GiB"}])
+def test_stages_are_cut_by_what_they_take_and_written_down(stages, quick, make_job, tmp_path):
+    three = {"layers": 3}
+    whole = make_job(run={"dir": str(tmp_path / "whole")}, model=three)
+    train(whole, {}, World.single("cpu"))
+    halves = replace(make_job(model=three), plan=Plan(pp=2, stages=stages))
+    assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], halves) == [6, 6]
+    assert losses_of(halves) == pytest.approx(losses_of(whole), rel=1e-6)
+    written = load_job(tmp_path / "run" / "resolved.toml")[0].plan.stages
+    assert len(written) == 2 and sum(written) == 3
+    lacking = replace(make_job(model=three), plan=Plan(pp=2, stages={"name": "counted", "memory": 10}))
+    with pytest.raises(Exception, match="no cut into 2 stages leaves each within"):
+        run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], lacking)
 
 
 def test_spread_experts_train_write_and_go_on_together(quick, make_job, tmp_path):

@@ -23,7 +23,9 @@ def all_cuts(blocks: int, stages: int) -> list[list[range]]:
 def test_no_cut_is_better(data, costs, first, last, limited):
     stages = data.draw(st.integers(1, len(costs)))
     sizes = [data.draw(st.integers(1, 5)) for _ in costs] if limited else None
-    limit = data.draw(st.integers(3, 20)) if limited else float("inf")
+    kept = [data.draw(st.integers(0, 3)) for _ in costs] if limited else None
+    under_way = [data.draw(st.integers(1, 4)) for _ in range(stages)]
+    limit = data.draw(st.integers(3, 30)) if limited else float("inf")
 
     def seconds(cut: list[range]) -> list[float]:
         found = [float(sum(costs[block] for block in part)) for part in cut]
@@ -34,13 +36,17 @@ def test_no_cut_is_better(data, costs, first, last, limited):
     fitting = [
         cut
         for cut in all_cuts(len(costs), stages)
-        if sizes is None or all(sum(sizes[block] for block in part) <= limit for part in cut)
+        if sizes is None
+        or kept is None
+        or all(
+            sum(sizes[block] + each * kept[block] for block in part) <= limit for part, each in zip(cut, under_way, strict=True)
+        )
     ]
     if not fitting:
         with pytest.raises(UserError, match="no cut into"):
-            balance(costs, stages, first, last, sizes, limit)
+            balance(costs, stages, first, last, sizes, kept, under_way, limit)
         return
-    found = balance(costs, stages, first, last, sizes, limit)
+    found = balance(costs, stages, first, last, sizes, kept, under_way, limit)
     assert found in fitting
     assert max(seconds(found)) == min(max(seconds(cut)) for cut in fitting)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,9 +13,13 @@ import torch
 from shoal.comm import World
 from shoal.data import Cursor, TextData, open_text
 from shoal.errors import UserError
+from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.config import Job, Origins
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
+from shoal.optimizer import decay_matrices_only
+from shoal.planner import Subject, with_stages
+from shoal.precision import precision
 
 SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
@@ -76,6 +81,7 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     _check_model(model, job, data)
     total = _total(job, data)
     job, origins = _put_schedule(job, origins, total)
+    job, origins = _put_stages(job, origins, model, data, world)
     return Settled(job, origins, model, data, total)
 
 
@@ -142,6 +148,30 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
     if job.train.warmup is None:
         job, origins = _put(job, origins, "train", warmup=0 if total is None else min(WARMUP_MOST, int(WARMUP_SHARE * total)))
     return job, origins
+
+
+def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData, world: World | Sizes) -> tuple[Job, Origins]:
+    """Rank 0 finds out, and tells the others."""
+    if not isinstance(job.plan.stages, str | Mapping):
+        return job, origins
+    train, ranks = job.train, job.plan.dp
+    found: Any = None
+    if not isinstance(world, World) or world.rank == 0:
+        microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+        sample = model.prepare_data(data.train)[0]
+        groups = decay_matrices_only(train.weight_decay)
+        subject = Subject(model.factory, model.loss, sample, microbatch, precision(train.precision), job.plan, groups)
+        microbatches = math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            found = with_stages(job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device).stages
+        except UserError as error:
+            found = error
+    if isinstance(world, World):
+        found = world.everyone.broadcast_object(found)
+    if isinstance(found, UserError):
+        raise found
+    return _put(job, origins, "plan", stages=found)
 
 
 def _put(job: Job, origins: Origins, section: str, **values: Any) -> tuple[Job, Origins]:

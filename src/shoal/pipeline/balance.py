@@ -15,21 +15,26 @@ def balance(
     first: float = 0.0,
     last: float = 0.0,
     sizes: Sequence[float] | None = None,
+    kept: Sequence[float] | None = None,
+    under_way: Sequence[int] | None = None,
     limit: float = math.inf,
 ) -> list[range]:
     """The blocks of each of `stages`, at least one each. `costs`: seconds of each block, forward and backward; `first` and `last`: what the first stage has before its blocks
-    (embeddings) and the last one behind them (the head and the loss). `sizes`: bytes that each block takes, of which a stage may have `limit`.
+    (embeddings) and the last one behind them (the head and the loss). `sizes`: bytes that each block takes, `kept`: those that it keeps for each microbatch between forward and backward, of which a stage has as many as
+    `under_way` says; a stage may have `limit` of both together.
 
     The largest stage is as small as possible; ties go to more even stages. UserError where there are too few blocks, or none fit.
     """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
         raise UserError(f"a model of {blocks} blocks cannot be cut into {stages} stages: take at most {blocks}")
-    before, bytes_before = [0.0, *accumulate(costs)], [0.0, *accumulate(sizes or (0.0,) * blocks)]
+    none = (0.0,) * blocks
+    before, bytes_before, kept_before = ([0.0, *accumulate(each)] for each in (costs, sizes or none, kept or none))
+    under_way = under_way or (1,) * stages
 
     def cost(stage: int, start: int, stop: int) -> tuple[float, float]:
         """The most and the squares of one stage."""
-        if bytes_before[stop] - bytes_before[start] > limit:
+        if bytes_before[stop] - bytes_before[start] + under_way[stage] * (kept_before[stop] - kept_before[start]) > limit:
             return math.inf, math.inf
         seconds = before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
         return seconds, seconds**2
@@ -47,5 +52,7 @@ def balance(
         best = following
     most, _, cuts = best[blocks]
     if math.isinf(most):
-        raise UserError(f"no cut into {stages} stages leaves each within {limit:g} bytes: take more stages, or recompute")
+        raise UserError(
+            f"no cut into {stages} stages leaves each within {limit / 2**20:,.0f} MiB: take more stages, or recompute"
+        )
     return [range(start, stop) for start, stop in zip([0, *cuts], cuts, strict=False)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runne
     if getattr(getattr(built.module, "config", None), "output_router_logits", False):
         raise UserError(
             "plan.pp > 1: this model's balance loss is of the routers of all blocks, which it collects beside its forward: build it with output_router_logits = False"
+        )
+    if isinstance(plan.stages, str | Mapping):
+        raise UserError(
+            f'plan.stages = "{option_name(plan.stages, "stages")}" needs the data of a job: an Engine takes numbers of blocks or names of parts; shoal.planner.with_stages gives a plan that has them'
         )
     units = units_of(built.module)
     stages = stages_of(units, one.stages, plan.stages)

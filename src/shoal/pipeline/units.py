@@ -54,7 +54,7 @@ def units_of(module: nn.Module) -> list[Unit]:
 def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) -> list[int]:
     """The stage of each unit: as `wanted`, else so that the one with most work has as little as can be. UserError for what does not come out."""
     if wanted is None:
-        pieces = _pieces(units)
+        pieces = pieces_of(units)
         cuts = balance(
             [sum(unit.work for unit in piece.own) for piece in pieces],
             stages,
@@ -70,7 +70,7 @@ def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) 
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A block with what is called around it: nothing is cut there."""
 
     before: list[Unit]
@@ -82,14 +82,15 @@ class _Piece:
         return [*self.before, *self.own, *self.behind]
 
 
-def _pieces(units: Sequence[Unit]) -> list[_Piece]:
+def pieces_of(units: Sequence[Unit]) -> list[Piece]:
+    """What stages are made of, in order."""
     if not any(unit.is_block for unit in units):
-        return [_Piece([], [unit], []) for unit in units]
-    found: list[_Piece] = []
+        return [Piece([], [unit], []) for unit in units]
+    found: list[Piece] = []
     before: list[Unit] = []
     for unit in units:
         if unit.is_block:
-            found.append(_Piece(before, [unit], []))
+            found.append(Piece(before, [unit], []))
             before = []
         elif found:
             found[-1].behind.append(unit)
@@ -99,7 +100,7 @@ def _pieces(units: Sequence[Unit]) -> list[_Piece]:
 
 
 def _by_number(units: Sequence[Unit], numbers: Sequence[int]) -> list[int]:
-    pieces = _pieces(units)
+    pieces = pieces_of(units)
     if sum(numbers) != len(pieces) or min(numbers) < 1:
         raise UserError(f"plan.stages = {list(numbers)}: the model has {len(pieces)} blocks; give each stage at least 1 of them")
     return [stage for stage, piece in zip(_repeat(numbers), pieces, strict=True) for _ in piece.units]

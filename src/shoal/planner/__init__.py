@@ -4,6 +4,7 @@ from shoal.planner.dry_run import Recording, Subject, dry_run
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
+from shoal.planner.parts import Part, parts_of, with_stages
 from shoal.planner.predict import Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.state import State, optimizer_state
 
@@ -13,6 +14,7 @@ __all__ = [
     "Fit",
     "Machine",
     "MemoryNeed",
+    "Part",
     "Place",
     "Prediction",
     "Recording",
@@ -27,6 +29,8 @@ __all__ = [
     "memory_need",
     "optimizer_state",
     "others",
+    "parts_of",
     "predict",
     "that_fit",
+    "with_stages",
 ]

@@ -8,8 +8,8 @@ hooks, and saved tensors are counted by the engine's own counter. The recording 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -31,7 +31,6 @@ from shoal.errors import ShoalError, UserError
 from shoal.loss import Loss, call_loss
 from shoal.mesh import Mesh
 from shoal.optimizer import GroupRule, group_options
-from shoal.parallel.context import Context
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import Rules, check_rules
 from shoal.plan import Plan, option_name
@@ -42,6 +41,8 @@ from shoal.recompute import Recompute
 
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
 """Bytes more or less (saved for backward; of all tensors but parameters), parameters that are used together from now on, one whose gradient has come."""
+
+Through = Callable[[list[Event], Callable[[], Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,15 @@ class Recording:
 
 def dry_run(subject: Subject) -> Recording:
     """Raises UserError, in one line, for a model that cannot be built or a loss that fails on its data."""
-    try:
+    with in_one_line():
         return _record(build(subject.factory, 0), subject)
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Errors of somebody else's code, which has been run on fake tensors, are UserErrors."""
+    try:
+        yield
     except ShoalError:
         raise
     except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
@@ -102,6 +110,32 @@ def dry_run(subject: Subject) -> Recording:
 
 
 def _record(built: Built, subject: Subject) -> Recording:
+    with prepared(built, subject) as ready:
+        events = run(ready, subject)
+    sent: dict[str, int] = {}
+    for flow, traffic in ready.world.ledger.traffic.items():
+        sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
+    return Recording(ready.whole, tuple(ready.parameters), tuple(ready.options), ready.buffers, events, sent)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A module as the engine would have it on a rank, of fake tensors. `whole`: its parameters before it was cut; `buffers`: bytes."""
+
+    module: nn.Module
+    randomness: Randomness
+    world: SilentWorld
+    parted: Parted
+    recompute: Recompute | None
+    parameters: list[Described]
+    options: list[dict[str, Any]]
+    whole: int
+    buffers: int
+
+
+@contextmanager
+def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
+    """Inside, all tensors are fake."""
     module = built.module
     whole = sum(parameter.numel() for parameter in module.parameters())
     member_options, member = group_options(module.named_parameters(), subject.param_groups)
@@ -128,11 +162,7 @@ def _record(built: Built, subject: Subject) -> Recording:
             recompute = Recompute(recomputable(module), subject.plan.recompute, [randomness.again])
         cast_at_the_border(module, subject.precision)
         module.train()
-        events = _run(module, subject, randomness, recompute, parted.context)
-    sent: dict[str, int] = {}
-    for flow, traffic in world.ledger.traffic.items():
-        sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(whole, tuple(parameters), tuple(member_options), buffers, events, sent)
+        yield Prepared(module, randomness, world, parted, recompute, parameters, member_options, whole, buffers)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:
@@ -151,11 +181,11 @@ def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Pr
                 owner_module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)
 
 
-def _run(
-    module: nn.Module, subject: Subject, randomness: Randomness, recompute: Recompute | None, context: Context | None
-) -> tuple[Event, ...]:
-    """The events of a microbatch as it is once `recompute` has decided what it computes again."""
+def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tuple[Event, ...]:
+    """The events of a microbatch as it is once `recompute` has decided what it computes again. `through(log, forward)`: forward and backward, where that is not the loss's; `forward()` gives the
+    loss and what is added to it."""
     log: list[Event] = []
+    module, recompute = ready.module, ready.recompute
     named = dict(module.named_parameters())
     watched = [SimpleNamespace(slots=[Slot(name, p.shape, 0)], data=p.detach()) for name, p in named.items()]
     passing = Passing(module, watched, _Watcher(list(named), log), [], _Log(log))  # type: ignore[arg-type]
@@ -164,17 +194,26 @@ def _run(
     for name, parameter in named.items():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_came, log, name))
+
+    def forward() -> Tensor:
+        batch = {key: torch.empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
+        ready.randomness.begin(0, range(subject.microbatch))
+        context = ready.parted.context
+        sums = call_loss(subject.loss, module, batch if context is None else context.cut(batch))
+        return sum(sums.aux.values(), sums.total)
+
     again = recompute is not None and option_name(subject.plan.recompute, "recompute") == "budget"
     for _ in range(1 + again):
         log.clear()
         with _Living(log), passing.step("dry run"):
-            batch = {key: torch.empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
-            randomness.begin(0, range(subject.microbatch))
-            sums = call_loss(subject.loss, module, batch if context is None else context.cut(batch))
-            randomness.replay()
-            sum(sums.aux.values(), sums.total).backward()
+            if through is not None:
+                through(log, forward)
+            else:
+                objective = forward()
+                ready.randomness.replay()
+                objective.backward()
+                del objective
             passing.backward_is_over()
-            del sums, batch
         if recompute is not None:
             recompute.decide(lambda chosen: chosen)
     return tuple(log)
