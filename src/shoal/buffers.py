@@ -19,17 +19,16 @@ from shoal.comm import Group
 
 @contextmanager
 def buffers_untouched(root: nn.Module) -> Iterator[None]:
-    """Whatever a forward inside does to the buffers of `root` is undone."""
+    """Whatever a forward inside does to the buffers of `root` is done to copies: a backward to come may need them as they are."""
     places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
-    kept = [buffer.clone() for _, _, buffer in places]
+    copies: dict[int, Tensor] = {}
+    for owner, name, buffer in places:
+        owner._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
     try:
         yield
     finally:
-        with torch.no_grad():
-            for (owner, name, buffer), before in zip(places, kept, strict=True):
-                owner._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        for owner, name, buffer in places:
+            owner._buffers[name] = buffer
 
 
 class OtherBuffers:
