@@ -125,7 +125,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(4.5 * len(numbers), 3.6), layout="constrained")
     panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
     for axes, number in zip(panels, numbers, strict=True):
-        for row, style in zip((row for row in rows if row["stages"] == number), itertools.cycle(["-", "--", "-.", ":"]), strict=False):
+        for row, style in zip(
+            (row for row in rows if row["stages"] == number), itertools.cycle(["-", "--", "-.", ":"]), strict=False
+        ):
             steps = [step for step, _ in row["curves"][0]]
             means = [statistics.fmean(loss for _, loss in points) for points in zip(*row["curves"], strict=True)]
             axes.plot(steps, means, style, label=row["name"])
@@ -149,7 +151,9 @@ def main() -> None:
         harness.RESULTS = docs = Path(tempfile.mkdtemp(prefix="convergence-"))
     path = harness.RESULTS / "convergence-stages.json"
     if not arguments.picture:
-        setting = replace(QUICK, model=replace(QUICK.model, layers=MODEL.layers)) if arguments.quick else Setting(steps=arguments.steps)
+        setting = (
+            replace(QUICK, model=replace(QUICK.model, layers=MODEL.layers)) if arguments.quick else Setting(steps=arguments.steps)
+        )
         rows = [row for stages in arguments.stages for row in run(int(stages), arguments.seeds, setting)]
         path = harness.write_record("convergence-stages", vars(arguments), {"setting": asdict(setting), "rows": rows})
     rows = json.loads(path.read_text())["results"]["rows"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, offload, peers, rates, records, train
+from benchmarks.gpu import exchange, offload, peers, pipeline, rates, records, train
 from shoal.exchange.named import ALGORITHMS
 from shoal.models import GPTConfig
 from shoal.planner import Machine
@@ -38,6 +38,22 @@ def test_every_algorithm_repeats_itself(name):
     """What the GPU is compared with is the same whenever it is run."""
     torch.set_num_threads(1)
     assert exchange.check_algorithm(name, "cpu")["seen"] == 0
+
+
+@pytest.mark.parametrize("name", ["zbv", "recompute", "2bw"])
+def test_stages_follow_what_they_are_held_against(name):
+    torch.set_num_threads(1)
+    assert pipeline.check_plan(name, "cpu")["seen"] <= 1e-9
+
+
+def test_the_delay_of_2bw_is_seen():
+    assert pipeline.worst(pipeline.reference("2bw"), pipeline.reference("1f1b")) > 1e-6
+
+
+@pytest.mark.parametrize("schedule", pipeline.TIMED)
+def test_both_sides_have_stages_of_as_many_blocks(schedule):
+    cut = pipeline.numbers(schedule, 9)
+    assert sum(cut) == 9 and max(cut) - min(cut) <= 1 and len(cut) in (2, 4)
 
 
 PLAIN = """
