@@ -55,8 +55,8 @@ from shoal.optimizer import (
 )
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import Rules, check_rules
-from shoal.pipeline import Whole, cut_into_stages
-from shoal.plan import Plan, option_name, option_parameters
+from shoal.pipeline import Whole, cut_into_stages, delay
+from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness, attention
@@ -616,15 +616,13 @@ class Engine:
     def _without_flush(self, trainable: Sequence[Chunk], serial: int) -> dict[str, Any]:
         """What a runner of steps needs beside, where the schedule has no flush."""
         assert self._pipeline is not None
-        schedule, place = self.plan.schedule, self._pipeline.group.rank
-        together = option_name(schedule, "schedule") == "2bw"
-        delay = 1 if together else self.plan.pp - 1 - (0 if option_parameters(schedule).get("vertical_sync") else place)
-        self._versions = Versions(trainable, self.parameters, delay + 1)
+        late, together = delay(self.plan, self._pipeline.group.rank), option_name(self.plan.schedule, "schedule") == "2bw"
+        self._versions = Versions(trainable, self.parameters, late + 1)
         telling = [
             self.world.group(f"dp-results{serial}", self._group.ranks),
             self.world.group(f"pp-results{serial}", self.mesh.ranks("pp")),
         ]
-        return {"versions": self._versions, "delay": delay, "together": together, "telling": telling}
+        return {"versions": self._versions, "delay": late, "together": together, "telling": telling}
 
     def _check_unflushed(self, sync_bn: bool) -> None:
         """UserError for what does not go with a schedule without a flush."""

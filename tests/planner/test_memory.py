@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -35,6 +36,10 @@ OPTIMIZERS = {
 
 def gpt(dropout: float = 0.0) -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=True, dropout=dropout))
+
+
+def untied() -> GPT:
+    return GPT(GPTConfig(vocab_size=61, sequence=12, layers=4, d_model=32, heads=4, tied=False))
 
 
 def moe() -> GPT:
@@ -168,7 +173,7 @@ def case(options: dict) -> tuple[Plan, object, str]:
 
 def held_by_rank(world: World, options: dict) -> dict:
     plan, precision, optimizer = case(options)
-    return held(world, plan, precision, optimizer, moe if plan.ep > 1 else gpt)
+    return held(world, plan, precision, optimizer, moe if plan.ep > 1 else untied if plan.pp > 1 else gpt)
 
 
 @pytest.mark.parametrize("options", TWO_RANKS, ids=str)
@@ -199,6 +204,30 @@ def test_the_first_rank_of_a_model_that_is_cut(options):
     place = Place(0, together, plan.size, True, with_experts=max(1, together // plan.ep))
     check(predicted(plan, precision, optimizer, place, model=moe if plan.ep > 1 else gpt), real)
     assert run_dry(precision, tp=2).num_parameters == run_dry(precision).num_parameters
+
+
+STAGES = [
+    {"pp": 2, "dp": 1},
+    {"pp": 2, "dp": 1, "schedule": "gpipe", "memory": {}, "precision": "bf16"},
+    {"pp": 2, "dp": 1, "schedule": "zbv"},
+    {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
+    {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
+    {"pp": 2, "tp": 2, "dp": 1, "memory": {}},
+]
+
+
+@pytest.mark.parametrize("options", STAGES, ids=str)
+def test_every_rank_of_a_pipeline(options):
+    plan, precision, optimizer = case(options)
+    together = plan.dp if plan.zero else 1
+    for place, real in enumerate(run_ranks(held_by_rank, plan.size, options)[:: plan.size // 2]):
+        subject = Subject(untied, causal_lm, text()[0], MICROBATCH, precision_named(precision), plan, decay_matrices_only(0.1))
+        recording = dry_run(replace(subject, rank=place * plan.size // 2))
+        kind = precision_named(precision)
+        state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, together > 1 or plan.memory is not None)
+        where = Place(0, together, plan.size, True)
+        chunks = lay_out_all(recording.parameters, plan, where, kind, state.whole_parameters, CHUNK)
+        check(memory_need(recording, chunks, plan, where, kind, state, -(-3 // plan.dp)), real)
 
 
 @pytest.mark.parametrize("place", [0, 7])

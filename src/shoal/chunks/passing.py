@@ -116,8 +116,13 @@ class Passing:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, forwards are no part of a pass: they see no weights, and are for shapes alone."""
-        self._show(False)
+        """Inside, forwards are no part of a pass and are for shapes alone: their weights are zeros, all in the same memory. (Blank ones, of one element, not every kernel takes.)"""
+        largest: dict[torch.dtype, int] = {}
+        for _, view, _ in self._views.values():
+            largest[view.dtype] = max(view.numel(), largest.get(view.dtype, 0))
+        zeros = {dtype: torch.zeros(numel, dtype=dtype, device=self._chunks[0].data.device) for dtype, numel in largest.items()}
+        for parameter, view, _ in self._views.values():
+            parameter.data = zeros[view.dtype][: view.numel()].view(view.shape)
         self._is_aside = True
         try:
             yield

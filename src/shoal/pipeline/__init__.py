@@ -3,9 +3,10 @@
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, live_activations
-from shoal.pipeline.cut import cut_into_stages, schedule_of
+from shoal.pipeline.cut import cut_into_stages, delay, given_stages, schedule_of
 from shoal.pipeline.files import read_schedule, write_schedule
-from shoal.pipeline.runner import Runner, Work
+from shoal.pipeline.routes import Routes, look
+from shoal.pipeline.runner import Pass, Runner, Work
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Costs, Simulated, simulate
 from shoal.pipeline.split import Left, Split, Tied
@@ -18,6 +19,8 @@ __all__ = [
     "Action",
     "Costs",
     "Left",
+    "Pass",
+    "Routes",
     "Runner",
     "Schedule",
     "Simulated",
@@ -30,8 +33,11 @@ __all__ = [
     "balance",
     "check",
     "cut_into_stages",
+    "delay",
+    "given_stages",
     "kept_versions",
     "live_activations",
+    "look",
     "make_schedule",
     "read_schedule",
     "schedule_of",

@@ -15,7 +15,7 @@ from shoal.pipeline.files import read_schedule
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.split import Split
-from shoal.pipeline.units import stages_of, units_of
+from shoal.pipeline.units import Stages, stages_of, units_of
 from shoal.plan import Plan, option_name, option_parameters
 
 
@@ -32,6 +32,22 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     if not isinstance(parameters.pop("vertical_sync", False), bool):
         raise UserError('plan.schedule = "pipedream": vertical_sync is true or false')
     return make_schedule(name, plan.pp, microbatches, **parameters)
+
+
+def given_stages(plan: Plan) -> Stages | None:
+    """Numbers or names of the plan. UserError for what is still to be found out."""
+    if isinstance(plan.stages, str | Mapping):
+        raise UserError(
+            f'plan.stages = "{option_name(plan.stages, "stages")}" needs the data of a job: an Engine takes numbers of blocks or names of parts; shoal.planner.with_stages gives a plan that has them'
+        )
+    return plan.stages
+
+
+def delay(plan: Plan, place: int) -> int:
+    """By how many versions the weights are older than the newest where an update of them is made, at the `place` of a pipeline whose schedule has no flush (see unflushed)."""
+    if option_name(plan.schedule, "schedule") == "2bw":
+        return 1
+    return plan.pp - 1 - (0 if option_parameters(plan.schedule).get("vertical_sync") else place)
 
 
 def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> Schedule:
@@ -51,11 +67,7 @@ def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runne
         raise UserError(
             "plan.pp > 1: this model's balance loss is of the routers of all blocks, which it collects beside its forward: build it with output_router_logits = False"
         )
-    if isinstance(plan.stages, str | Mapping):
-        raise UserError(
-            f'plan.stages = "{option_name(plan.stages, "stages")}" needs the data of a job: an Engine takes numbers of blocks or names of parts; shoal.planner.with_stages gives a plan that has them'
-        )
     units = units_of(built.module)
-    stages = stages_of(units, one.stages, plan.stages)
+    stages = stages_of(units, one.stages, given_stages(plan))
     split = Split(built, units, stages, one.stages_of(mesh.rank("pp")))
     return Runner(split, partial(schedule_of, plan), world.group("pp", mesh.ranks("pp")), world)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -121,26 +121,27 @@ def find_routes(
     routes = Routes()
     for stage in range(number):
         mine = rank_of(stage) == group.rank
-        found = _look(split, stage, routes, run, device) if mine else None
-        if isinstance(found, Stage) and stage == number - 1:  # what the last one gives is nobody else's
-            found = replace(found, given={}, changed=frozenset())
+        found = look(split, stage, routes, run, device) if mine else None
         routes.stages.append(group.broadcast_object(found, src=rank_of(stage)))
         if isinstance(routes.stages[-1], str):
             raise UserError(routes.stages[-1])
     return routes
 
 
-def _look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:
-    look = _Look(split, stage, routes, device)
+def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:
+    """What `stage`, whose earlier ones are in `routes`, does; why it cannot be one, if it cannot."""
+    seen = _Look(split, stage, routes, device)
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), look.marks:
-            result = split.run(stage, look, run)
-            look.use(result)
+        with torch.no_grad(), seen.marks:
+            result = split.run(stage, seen, run)
+            seen.use(result)
     except _Unfit as error:
         return str(error)
-    return Stage(look.given, frozenset(look.needs), frozenset(look.marks.written), look.changed(), split.said())
+    is_last = stage == max(split.stages)  # what the last one gives is nobody else's
+    given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
+    return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said())
 
 
 class _Unfit(Exception):

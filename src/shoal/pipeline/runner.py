@@ -46,7 +46,7 @@ class Runner:
         self._schedule = lru_cache(maxsize=16)(schedule)
         self._mail = Mail(world, group.ranks, group.rank)
         self._known: dict[Any, Routes] = {}
-        self._passes: dict[tuple[int, int], _Pass] = {}
+        self._passes: dict[tuple[int, int], Pass] = {}
         one = self._schedule(1)
         self._rank_of, self._number = one.rank_of, one.stages
         self.own = one.stages_of(group.rank)
@@ -152,7 +152,7 @@ class Runner:
         for source in range(stage):
             if wanted := routes.between(source, stage):
                 values |= zip(wanted, self._receive(Message("forward", source, stage, at)), strict=True)
-        current = self._passes[stage, at] = _Pass(self.split, stage, routes, values, self._device)
+        current = self._passes[stage, at] = Pass(self.split, stage, routes, values, self._device)
         if stage:
             self.split.hear(routes.stages[stage - 1].said)
         with self._span(action), work.around(at):
@@ -192,7 +192,7 @@ class Runner:
             if roots:
                 torch.autograd.backward(roots, grads)
 
-    def _roots(self, action: Action, current: _Pass) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(self, action: Action, current: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where backward starts: the loss, or what other stages have taken, with the sums of their gradients."""
         stage, at, routes = action.stage, action.microbatch, self._routes[action.microbatch]
         if stage == self._number - 1:
@@ -304,7 +304,7 @@ class _Renamed:
         return self._work.backward(self._place, complete, last)
 
 
-class _Pass(Calls):
+class Pass(Calls):
     """One forward of a stage on a microbatch (split.Forward), and what its backward needs of it."""
 
     def __init__(self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device) -> None:

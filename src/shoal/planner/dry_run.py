@@ -34,6 +34,7 @@ from shoal.optimizer import GroupRule, group_options
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import Rules, check_rules
 from shoal.plan import Plan, option_name
+from shoal.planner.stages import OwnStages
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
 from shoal.random import Randomness, attention, keyed_functional
@@ -42,7 +43,7 @@ from shoal.recompute import Recompute
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
 """Bytes more or less (saved for backward; of all tensors but parameters), parameters that are used together from now on, one whose gradient has come."""
 
-Through = Callable[[list[Event], Callable[[], Tensor]], None]
+Through = Callable[[list[Event], Callable[[], Tensor], Passing], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Subject:
 @dataclass(frozen=True)
 class Recording:
     """Of a dry run: of the model `num_parameters` in all; the parameters, as the rank has them, in the order in which chunks are cut, each
-    optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from other ranks in forward and backward, by purpose."""
+    optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from other ranks in forward and backward, by purpose. `stages`: those
+    that the rank has, each with the bytes that backward keeps of one microbatch."""
 
     num_parameters: int
     parameters: tuple[Described, ...]
@@ -71,10 +73,11 @@ class Recording:
     buffers: int
     events: tuple[Event, ...]
     sent: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[tuple[int, int], ...] = ()
 
     @property
     def activations(self) -> int:
-        """The most bytes that autograd keeps at a time."""
+        """The most bytes that autograd keeps of one microbatch at a time."""
         return self._most("saved")
 
     @property
@@ -110,12 +113,19 @@ def in_one_line() -> Iterator[None]:
 
 
 def _record(built: Built, subject: Subject) -> Recording:
+    place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
     with prepared(built, subject) as ready:
-        events = run(ready, subject)
+        parameters, stages = ready.parameters, None
+        if subject.plan.pp > 1:
+            stages = OwnStages(ready, built, subject.plan, place)
+            stages.learn(partial(_loss, ready, subject))
+            parameters = [each for each in parameters if each[0] in stages.names]
+        events = run(ready, subject, None if stages is None else stages.through)
+        kept = () if stages is None else tuple(stages.kept.items())
     sent: dict[str, int] = {}
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(ready.whole, tuple(ready.parameters), tuple(ready.options), ready.buffers, events, sent)
+    return Recording(ready.whole, tuple(parameters), tuple(ready.options), ready.buffers, events, sent, kept)
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,8 @@ def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Pr
 
 
 def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tuple[Event, ...]:
-    """The events of a microbatch as it is once `recompute` has decided what it computes again. `through(log, forward)`: forward and backward, where that is not the loss's; `forward()` gives the
-    loss and what is added to it."""
+    """The events of a microbatch as it is once `recompute` has decided what it computes again. `through(log, forward, passing)`: forward and backward, where that is not the
+    loss's; `forward()` gives the loss and what is added to it."""
     log: list[Event] = []
     module, recompute = ready.module, ready.recompute
     named = dict(module.named_parameters())
@@ -195,21 +205,14 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_came, log, name))
 
-    def forward() -> Tensor:
-        batch = {key: torch.empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
-        ready.randomness.begin(0, range(subject.microbatch))
-        context = ready.parted.context
-        sums = call_loss(subject.loss, module, batch if context is None else context.cut(batch))
-        return sum(sums.aux.values(), sums.total)
-
     again = recompute is not None and option_name(subject.plan.recompute, "recompute") == "budget"
     for _ in range(1 + again):
         log.clear()
         with _Living(log), passing.step("dry run"):
             if through is not None:
-                through(log, forward)
+                through(log, partial(_loss, ready, subject), passing)
             else:
-                objective = forward()
+                objective = _loss(ready, subject)
                 ready.randomness.replay()
                 objective.backward()
                 del objective
@@ -217,6 +220,15 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
         if recompute is not None:
             recompute.decide(lambda chosen: chosen)
     return tuple(log)
+
+
+def _loss(ready: Prepared, subject: Subject) -> Tensor:
+    """Of a microbatch, with what is added to it."""
+    batch = {key: torch.empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
+    ready.randomness.begin(0, range(subject.microbatch))
+    context = ready.parted.context
+    sums = call_loss(subject.loss, ready.module, batch if context is None else context.cut(batch))
+    return sum(sums.aux.values(), sums.total)
 
 
 def _came(log: list[Event], name: str, parameter: Tensor) -> None:

@@ -13,6 +13,7 @@ from shoal.chunks.disk import sectors
 from shoal.chunks.lender import BUFFERS
 from shoal.chunks.pager import BUFFERS as PAGES
 from shoal.chunks.places import IN_TURN, number_away
+from shoal.pipeline import delay, schedule_of
 from shoal.plan import Plan
 from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid, Place
@@ -82,14 +83,17 @@ def memory_need(
     home = "device" if plan.memory is None else "host"
     allowed = budget(plan.memory, torch.device("cpu")) or Budget()
     away = _away(chunks, precision, state, allowed) if allowed.disk is not None else []
+    kept = _for_backward(recording, plan, microbatches)
+    on_host = round(allowed.activations * kept)
     rows = [
         *_kept(chunks, precision, state, home, place, away),
+        *_unflushed(recording, chunks, plan, precision),
         *_in_turn(chunks, precision, state, away),
         Row("buffers", "device", recording.buffers),
         *_on_loan(chunks, plan, place, precision, moved),
         *_in_use(plan, place, moved),
-        Row("activations", "device", recording.activations - round(allowed.activations * recording.activations), "backward"),
-        Row("activations", "host", round(allowed.activations * recording.activations), "backward"),
+        Row("activations", "device", kept - on_host, "backward"),
+        Row("activations", "host", on_host, "backward"),
     ]
     if plan.memory is None or place.on_gpu:
         rows.append(Row("temporaries", "device", recording.temporaries, "backward"))
@@ -97,6 +101,28 @@ def memory_need(
         rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
     rows.append(Row("process", "host", process))
     return MemoryNeed(tuple(row for row in rows if row.nbytes), moved.least if plan.memory is not None else None)
+
+
+def _for_backward(recording: Recording, plan: Plan, microbatches: int) -> int:
+    """The most bytes that wait for a backward at a time: in a pipeline those of all microbatches under way."""
+    if not recording.stages:
+        return recording.activations
+    schedule, of_stage = schedule_of(plan, microbatches), dict(recording.stages)
+    now, most = 0, recording.activations
+    for action in schedule.orders[schedule.rank_of(recording.stages[0][0])]:
+        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * of_stage[action.stage]
+        most = max(most, now)
+    return most
+
+
+def _unflushed(recording: Recording, chunks: Sequence[Laid], plan: Plan, precision: Precision) -> list[Row]:
+    """What a schedule without a flush keeps beside: older versions of the weights, and the gradients of the step under way."""
+    if not recording.stages or schedule_of(plan, 1).flushes:
+        return []
+    trained = [chunk for chunk in chunks if chunk.key.trainable]
+    older = delay(plan, recording.stages[0][0]) * sum(chunk.nbytes for chunk in trained)
+    gradients = sum(chunk.size for chunk in trained) * precision.grad.itemsize
+    return [Row("older weights", "device", older), Row("gradients under way", "device", gradients)]
 
 
 def _page(chunk: Laid, precision: Precision, state: State) -> dict[str, int]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from shoal.build import build
+from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
 from shoal.errors import UserError, did_you_mean
 from shoal.optimizer import OptimizerFactory
@@ -134,7 +135,7 @@ class _Seen:
         for place, unit in enumerate(units):
             unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
 
-    def through(self, log: list[Any], forward: Callable[[], Tensor]) -> None:
+    def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Passing) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._counted, self._at, self._open = log, 0, 0, 0, True
         self.flops, self.saved, self.calls = [0.0] * len(self.flops), [0] * len(self.saved), [[] for _ in self.calls]
