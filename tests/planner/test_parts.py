@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -37,7 +38,9 @@ def test_operations_bytes_kept_and_bytes_that_rest(recompute):
     assert found["blocks.0"].forward == products and found["head"].forward == 2 * BATCH * T * D * VOCABULARY
     assert found["blocks.0"].backward == (3 if recompute == "full" else 2) * products
     assert found["head"].backward == 2 * found["head"].forward and found["token_embedding"].forward == 0
-    assert sum(part.saved for part in found.values()) == dry_run(asked).activations
+    assert sum(part.saved for part in found.values()) == dry_run(subject(Plan(recompute=recompute))).activations
+    ((stage, kept),) = dry_run(replace(asked, plan=replace(asked.plan, stages=[4, 2]))).stages
+    assert stage == 0 and kept == sum(part.saved for part in [*found.values()][: 2 + 4])
     weights = sum(p.numel() for p in GPT(CFG).blocks[0].parameters())
     assert found["blocks.0"].resting == pytest.approx(16 * weights, rel=0.02)  # chunks round up
 
