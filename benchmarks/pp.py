@@ -170,8 +170,9 @@ def limit_of(name: str, by_rank: Sequence[Mapping[str, float]]) -> float:
 class TorchStage(nn.Module):
     """Some blocks of a GPT, the first with the embeddings before them, the last with norm and head behind."""
 
-    def __init__(self, model: Any, blocks: range, first: bool, last: bool) -> None:
+    def __init__(self, model: Any, blocks: range, first: bool, last: bool, clones: bool) -> None:
         super().__init__()
+        self.clones = clones  # torch's halves of a backward detach results in place, which views refuse
         self.blocks = nn.ModuleList(model.blocks[place] for place in blocks)
         self.token, self.position = (model.token_embedding, model.position_embedding) if first else (None, None)
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
@@ -181,7 +182,8 @@ class TorchStage(nn.Module):
             x = self.token(x) + self.position(torch.arange(x.shape[1])[None])
         for block in self.blocks:
             x = block(x)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+        x = x if self.head is None or self.norm is None else self.head(self.norm(x))
+        return x.clone() if self.clones else x
 
 
 def torch_pipelining(case: Case, precision: str, schedule: str) -> Step:
@@ -193,7 +195,7 @@ def torch_pipelining(case: Case, precision: str, schedule: str) -> Step:
     model, starts = build_model(), [0, *itertools.accumulate(STAGES[schedule])]
     stages = []
     for stage in ours.stages_of(rank):
-        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1)
+        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1, schedule == "zbv")
         stages.append(pipelining.PipelineStage(part, stage, ours.stages, torch.device("cpu")))
     kind = getattr(pipelining, THEIRS[schedule])
     single = schedule in ("gpipe", "1f1b")

@@ -108,8 +108,9 @@ def check_processes() -> list[dict[str, Any]]:
 class TorchStage(nn.Module):
     """Some blocks of a GPT, the first with the embeddings before them, the last with norm and head behind."""
 
-    def __init__(self, model: GPT, blocks: range, first: bool, last: bool) -> None:
+    def __init__(self, model: GPT, blocks: range, first: bool, last: bool, clones: bool) -> None:
         super().__init__()
+        self.clones = clones  # torch's halves of a backward detach results in place, which views refuse
         self.blocks = nn.ModuleList(model.blocks[place] for place in blocks)
         self.token, self.position = (model.token_embedding, model.position_embedding) if first else (None, None)
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
@@ -121,7 +122,8 @@ class TorchStage(nn.Module):
                 x = x + self.position(torch.arange(x.shape[1], device=x.device)[None])
         for block in self.blocks:
             x = block(x)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+        x = x if self.head is None or self.norm is None else self.head(self.norm(x))
+        return x.clone() if self.clones else x
 
 
 def numbers(schedule: str, layers: int) -> list[int]:
@@ -151,7 +153,7 @@ def torch_step(schedule: str, config: GPTConfig, microbatches: int, each: int, d
     rank, ours = dist.get_rank(), schedule_of(Plan(pp=RANKS, schedule=schedule), microbatches)
     model, starts, stages = GPT(config), [0, *itertools.accumulate(numbers(schedule, config.layers))], []
     for stage in ours.stages_of(rank):
-        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1)
+        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1, schedule == "zbv")
         stages.append(pipelining.PipelineStage(part.to(device, torch.bfloat16), stage, ours.stages, torch.device(device)))
     kind: Any = getattr(pipelining, TIMED[schedule])
 

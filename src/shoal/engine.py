@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal import checkpoint
-from shoal.batchnorm import has_batch_statistics, synchronise
+from shoal.batchnorm import synchronise
 from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
@@ -64,7 +64,7 @@ from shoal.recompute import Recompute
 from shoal.result import StepResult
 from shoal.step import StepRunner, choose_microbatch
 from shoal.storage import Storage
-from shoal.unflushed import Unflushed
+from shoal.unflushed import Unflushed, check_unflushed
 
 
 class Engine:
@@ -135,7 +135,7 @@ class Engine:
             pipeline.split.within = [] if parted.context is None else [parted.context]
         tied = self._tied()
         if unflushed:
-            self._check_unflushed(sync_bn)
+            check_unflushed(self.plan, self.precision, parted, group.size, sync_bn, bool(tied))
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
@@ -239,7 +239,7 @@ class Engine:
             shares_routing=tally is not None and parted.losses_of_all_tokens,
             stages=pipeline,
             across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self.mesh.ranks("pp")),
-            by_rows=row_by_row(self.module, blocks(self.module) if self.plan.compile else ()),
+            by_rows=row_by_row(self.module, blocks(self.module) if self.plan.compile else (), self.device),
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
@@ -584,6 +584,11 @@ class Engine:
                 stack.callback(writer.close)
 
     @property
+    def lag(self) -> int:
+        """How many steps go by until the numbers of one can be read without waiting: for the device, or for the stages behind where the schedule has no flush."""
+        return self.plan.pp - 1 if self._versions is not None else int(self.device.type == "cuda")
+
+    @property
     def tier(self) -> Tier | None:
         """What is on the device of `plan.memory`."""
         return None if self.offload is None else self.offload.tier
@@ -623,25 +628,6 @@ class Engine:
             self.world.group(f"pp-results{serial}", self.mesh.ranks("pp")),
         ]
         return {"versions": self._versions, "delay": late, "together": together, "telling": telling}
-
-    def _check_unflushed(self, sync_bn: bool) -> None:
-        """UserError for what does not go with a schedule without a flush."""
-        name = option_name(self.plan.schedule, "schedule")
-        reasons = {
-            "plan.zero = 2 keeps no whole gradient": self.plan.zero >= 2,
-            "plan.ep counts tokens of all stages": self.plan.ep > 1 or self._parted.tally() is not None,
-            "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
-            or (self._group.size > 1 and has_batch_statistics(self._parted.built.module)),
-            f"masters that rest ({self.precision.keep}) lie in the weights": self.precision.keep != "whole",
-            "its stages update at different times, and the loss scale is of all": name == "pipedream"
-            and self.precision.scaling is not None,
-            "its stages update at different times, and some of them share weights": name == "pipedream" and "tied" in self._apart,
-        }
-        why = next((reason for reason, so in reasons.items() if so), None)
-        if why is not None:
-            raise UserError(
-                f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
-            )
 
     @property
     def _alike(self) -> bool:

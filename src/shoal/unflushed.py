@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.batchnorm import has_batch_statistics
 from shoal.chunks import value_of
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane
@@ -30,6 +31,9 @@ from shoal.comm.lane import Ticket
 from shoal.data import Batch
 from shoal.errors import UserError
 from shoal.exchange.aside import Aside
+from shoal.parallel.parted import Parted
+from shoal.plan import Plan, option_name
+from shoal.precision import Precision
 from shoal.result import StepResult
 from shoal.staged import Training, kind_of
 from shoal.step import StepRunner
@@ -49,6 +53,24 @@ class Step:
     told: Ticket | None = None  # when the sums are those of all ranks
     asked: Ticket | None = None  # when `answer` is there
     answer: tuple[Tensor, Tensor, list[str]] | None = None
+
+
+def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: int, sync_bn: bool, tied: bool) -> None:
+    """UserError for what does not go with a schedule without a flush. `tied`: stages share weights."""
+    name = option_name(plan.schedule, "schedule")
+    each = name == "pipedream"
+    reasons = {
+        "plan.zero = 2 keeps no whole gradient": plan.zero >= 2,
+        "plan.ep counts tokens of all stages": plan.ep > 1 or parted.tally() is not None,
+        "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
+        or (replicas > 1 and has_batch_statistics(parted.built.module)),
+        f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
+        "its stages update at different times, and the loss scale is of all": each and precision.scaling is not None,
+        "its stages update at different times, and some of them share weights": each and tied,
+    }
+    why = next((reason for reason, so in reasons.items() if so), None)
+    if why is not None:
+        raise UserError(f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out')
 
 
 class Unflushed(StepRunner):

@@ -50,7 +50,21 @@ def test_a_pipeline_says_how_its_schedule_runs(shoal, job_file):
     assert "weights of up to 2 versions" in shoal("plan", job_file, *stages, "--set", "plan.schedule=2bw").out
     wrong = shoal("plan", job_file, *stages, "--set", "plan.schedule=1f2b")
     assert wrong.code == 2 and "is none of gpipe" in wrong.err
-    assert "not predicted yet" in shoal("plan", job_file, *stages, "--memory").err
+
+
+def test_the_memory_of_each_stage(shoal, job_file):
+    stages = ("--memory", "--nproc", "2", "--set", "plan.pp=2", "--set", "model.layers=4", "--host", "3GiB")
+    answer = shoal("plan", job_file, *stages)
+    assert answer.code == 0, answer.err
+    assert "memory of the rank that needs most" in answer.out and "by place along pp a rank needs" in answer.out
+    found = json.loads(shoal("plan", job_file, *stages, "--json").out)
+    first, last = ({row["role"]: row["nbytes"] for row in stage["rows"]} for stage in found["stages"])
+    assert first["weights"] + last["weights"] >= 4 * found["parameters"] and first["weights"] != last["weights"]
+    unflushed = json.loads(shoal("plan", job_file, *stages, "--set", "plan.schedule=2bw", "--json").out)
+    roles = {row["role"]: row["nbytes"] for row in unflushed["rows"]}
+    assert roles["older weights"] == roles["weights"] and roles["gradients under way"] == roles["gradients"]
+    wrong = shoal("plan", job_file, *stages, "--set", "plan.stages=[3,3]")
+    assert wrong.code == 2 and "the model has 4 blocks" in wrong.err
 
 
 def test_json_has_the_numbers_and_the_sizes_of_chunks(shoal, job_file):

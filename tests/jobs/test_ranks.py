@@ -47,6 +47,20 @@ def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):
     assert parameters == records_of(whole).run.parameters and records_of(rest).samples
 
 
+@pytest.mark.parametrize("schedule", ["2bw", "pipedream"])
+def test_a_run_without_a_flush_records_every_step_and_goes_on(schedule, quick, make_job, tmp_path):
+    """No rank waits for the numbers of a step: they are written later, and all of them."""
+    of = {"model": {"layers": 3, "tied": False}, "microbatch": 8 if schedule == "pipedream" else 2, "precision": "fp64"}
+    plan = Plan(pp=3, schedule=schedule)
+    whole = replace(make_job(run={"dir": str(tmp_path / "whole")}, **of), plan=plan)
+    assert run_ranks(in_cache, 3, os.environ["XDG_CACHE_HOME"], whole) == [6] * 3
+    assert run_ranks(in_cache, 3, os.environ["XDG_CACHE_HOME"], replace(make_job(steps=3, **of), plan=plan)) == [3] * 3
+    rest = replace(make_job(**of), plan=plan)
+    assert run_ranks(in_cache, 3, os.environ["XDG_CACHE_HOME"], rest) == [6] * 3
+    assert [record.step for record in records_of(rest).steps] == [1, 2, 3, 4, 5, 6]
+    assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-12)
+
+
 @pytest.mark.parametrize("stages", ["measured", {"name": "counted", "memory": "1GiB"}])
 def test_stages_are_cut_by_what_they_take_and_written_down(stages, quick, make_job, tmp_path):
     three = {"layers": 3}
@@ -84,8 +98,9 @@ def test_the_timeline_has_every_rank(make_job, tmp_path):
     assert {span["lane"] for span in spans} <= {"compute", "comm", "wait", "queue"}
 
 
-def stop_of(world: World, who: int, seconds: float | None) -> tuple[int, str | None, int | None]:
-    with Stop(world.everyone, seconds) as stop:
+def stop_of(world: World, who: int, seconds: float | None, aside: bool) -> tuple[int, str | None, int | None]:
+    group = world.group("stop", world.everyone.ranks) if aside else world.everyone
+    with Stop(group, seconds, aside) as stop:
         for step in range(1, 10_000):
             time.sleep(0.001 * (1 + world.rank))  # ranks of different pace
             if step == 5 and world.rank == who:
@@ -95,15 +110,17 @@ def stop_of(world: World, who: int, seconds: float | None) -> tuple[int, str | N
     return step, None, None
 
 
+@pytest.mark.parametrize("aside", [False, True])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(who):
-    first, second = run_ranks(stop_of, 2, who, None)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(who, aside):
+    first, second = run_ranks(stop_of, 2, who, None, aside)
     assert first == second
     assert first[1:] == ("stopped by SIGTERM", signal.SIGTERM)
 
 
-def test_the_time_limit_stops_all_at_the_same_step():
-    first, second = run_ranks(stop_of, 2, -1, 0.3)
+@pytest.mark.parametrize("aside", [False, True])
+def test_the_time_limit_stops_all_at_the_same_step(aside):
+    first, second = run_ranks(stop_of, 2, -1, 0.3, aside)
     assert first == second
     assert first[1:] == ("the time limit was reached", None)
 

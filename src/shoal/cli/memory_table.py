@@ -13,7 +13,7 @@ from rich.table import Table
 from shoal.chunks.search import Candidate
 from shoal.chunks.tier import nbytes
 from shoal.cli.mesh_table import mesh_table, who_holds_what
-from shoal.jobs.plan import Answer, plan_memory
+from shoal.jobs.plan import Answer, needed, plan_memory
 from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units
 
@@ -56,7 +56,12 @@ def role_table(prediction: Prediction) -> Table:
     """A row a role, a column a tier that something is in."""
     rows = prediction.need.rows
     tiers = [tier for tier in TIERS if any(row.tier == tier for row in rows)]
-    table = Table(title="memory of a rank", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="memory of a rank" if prediction.plan.pp == 1 else "memory of the rank that needs most",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     table.add_column("role", no_wrap=True)
     for tier in tiers:
         table.add_column(tier, justify="right", no_wrap=True)
@@ -91,6 +96,8 @@ def verdict(answer: Answer) -> Iterator[str]:
         colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
         rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
         yield f"[{colour}]{word}[/]  {fit.memory}: {units.size(fit.needed)} of {units.size(fit.available)}, {rest}"
+    if answer.stages:
+        yield f"by place along pp a rank needs {', '.join(units.size(needed(each)) for each in answer.stages)}"
     smallest = answer.prediction.smallest
     if smallest is not None:
         yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from shoal.comm import Group
 
 
-def row_by_row(module: nn.Module, compiled: Collection[nn.Module]) -> list[nn.Embedding]:
+def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch.device) -> list[nn.Embedding]:
     """The embeddings whose gradients can be had as rows where they are given whole: on CPU, since filling a vocabulary's gradient with zeros for each microbatch takes longer there than all
     that is computed of its tokens. Not those inside `compiled` blocks, where they would be traced, and not tied ones, whose other gradient is whole."""
+    if device.type != "cpu":
+        return []
     inside = {id(part) for block in compiled for part in block.modules()}
     owners = Counter(id(parameter) for part in module.modules() for parameter in part._parameters.values())
     return [
@@ -23,7 +25,6 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module]) -> list[nn.Em
         if type(part).forward is nn.Embedding.forward
         and isinstance(part, nn.Embedding)
         and not (part.sparse or part.scale_grad_by_freq or part.max_norm is not None or id(part) in inside)
-        and part.weight.device.type == "cpu"
         and owners[id(part.weight)] == 1
     ]
 

@@ -11,14 +11,27 @@ from typing import Any
 import psutil
 import torch
 
-from shoal.errors import UserError
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, ranks_here, settle
 from shoal.jobs.read import load_job
 from shoal.models import build
 from shoal.optimizer import decay_matrices_only
 from shoal.plan import Plan
-from shoal.planner import Machine, Prediction, Recording, Subject, dry_run, family, largest, others, predict, that_fit
+from shoal.planner import (
+    HOST,
+    TIERS,
+    Fit,
+    Machine,
+    Prediction,
+    Recording,
+    Subject,
+    dry_run,
+    family,
+    largest,
+    others,
+    predict,
+    that_fit,
+)
 from shoal.precision import precision
 from shoal.report.memory import read_memory
 
@@ -34,7 +47,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least."""
+    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `stages`: of a pipeline, that of each place in it; the first is of the one that needs most."""
 
     settled: Settled
     machine: Machine
@@ -43,6 +56,7 @@ class Answer:
     prediction: Prediction
     instead: tuple[Prediction, ...]
     largest: Largest | None
+    stages: tuple[Prediction, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: bytes as numbers."""
@@ -52,6 +66,7 @@ class Answer:
             "machine": asdict(self.machine),
             **_prediction(self.prediction),
             "instead": [_prediction(each) for each in self.instead],
+            "stages": [_prediction(each) for each in self.stages],
             "largest": None if self.largest is None else asdict(self.largest),
         }
 
@@ -82,10 +97,6 @@ def plan_memory(
     model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for a wrong job."""
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
-    if job.plan.pp > 1:
-        raise UserError(
-            f"plan.pp = {job.plan.pp}: the memory of stages is not predicted yet; without --memory the schedule is shown"
-        )
     settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
@@ -95,11 +106,17 @@ def plan_memory(
     prediction = asked.predict(plan)
     instead = that_fit(others(plan), asked.predict) if prediction.free < 0 else []
     parameters = asked.recording(settled.job.model, plan).num_parameters
-    return Answer(settled, machine, parameters, asked.microbatch, prediction, tuple(instead), asked.largest())
+    stages = tuple(asked.predict_each(plan)) if plan.pp > 1 else ()
+    return Answer(settled, machine, parameters, asked.microbatch, prediction, tuple(instead), asked.largest(), stages)
+
+
+def needed(prediction: Prediction) -> int:
+    """Bytes of a rank, of all tiers."""
+    return sum(prediction.need.total(tier) for tier in TIERS)
 
 
 class _Asked:
-    """Predictions for one job; a model is run dry once for each policy of recompute."""
+    """Predictions for one job; a model is run dry once for each policy of recompute, and each place of a pipeline."""
 
     def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
         self._settled, self._machine, self._process = settled, machine, process
@@ -111,22 +128,55 @@ class _Asked:
         self._sample = settled.model.prepare_data(settled.data.train)[0]
         self._recordings: dict[str, Recording] = {}
 
-    def recording(self, table: Mapping[str, Any], plan: Plan) -> Recording:
-        key = repr((dict(table), plan.recompute, plan.tp, plan.cp, plan.ep, plan.context))
+    def recording(self, table: Mapping[str, Any], plan: Plan, place: int = 0) -> Recording:
+        key = repr(
+            (dict(table), plan.recompute, plan.tp, plan.cp, plan.ep, plan.context, plan.pp, plan.schedule, plan.stages, place)
+        )
         if key not in self._recordings:
             model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
-            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups)
+            rank = place * (plan.size // plan.pp)
+            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups, rank=rank)
             self._recordings[key] = dry_run(subject)
         return self._recordings[key]
 
     def predict(self, plan: Plan, table: Mapping[str, Any] | None = None) -> Prediction:
-        recording = self.recording(table or self._settled.job.model, plan)
-        return predict(recording, self._optimizer, plan, self._precision, self._machine, self._microbatches, self._process)
+        """Of the rank that needs most; a host has its share of all."""
+        each = self.predict_each(plan, table)
+        most = max(each, key=needed)
+        all_here = self._machine.ranks >= plan.pp > 1
+        columns = list(zip(*(prediction.fits for prediction in each), strict=True))
+        fits = [
+            Fit(
+                column[0].memory,
+                (sum if all_here and column[0].memory == HOST else max)(fit.needed for fit in column),
+                column[0].available,
+            )
+            for column in columns
+        ]
+        return replace(most, fits=tuple(fits))
+
+    def predict_each(self, plan: Plan, table: Mapping[str, Any] | None = None) -> list[Prediction]:
+        """By place in the pipeline."""
+        machine = replace(self._machine, ranks=max(1, self._machine.ranks // plan.pp))
+        return [
+            predict(
+                self.recording(table or self._settled.job.model, plan, place),
+                self._optimizer,
+                plan,
+                self._precision,
+                machine,
+                self._microbatches,
+                self._process,
+            )
+            for place in range(plan.pp)
+        ]
 
     def largest(self) -> Largest | None:
-        """Under the job's own plan."""
+        """Under the job's own plan; of a pipeline it is not looked for, whose stages would all have to be run dry for each size."""
         job, plan = self._settled.job, self._settled.job.plan
+        if plan.pp > 1:
+            return None
         found = family(job.model, self._settled.model.values)
         if found is None:
             return None

@@ -37,7 +37,7 @@ class Recorder:
     """Writes the records of one attempt to metrics.jsonl in `run_dir`, to the trackers and to the progress line.
 
     `total`: steps of the whole run. `flops_per_sample`: forward and backward, None where not known. Where not `active`, all of it
-    does nothing. A step's numbers are read one step late on CUDA, so that the device never waits for the host.
+    does nothing. A step's numbers are read `late` steps later, so that nobody waits for them.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Recorder:
         device: torch.device,
         total: int | None,
         flops_per_sample: float | None,
+        late: int = 0,
         stream: TextIO | None = None,
     ) -> None:
         self._active = active
@@ -56,7 +57,7 @@ class Recorder:
         self._unread: deque[tuple[StepResult, int, float]] = deque()
         if not active:
             return
-        self._late = 1 if device.type == "cuda" else 0
+        self._late = late
         self._flops_per_sample, self._peak = flops_per_sample, 0.0
         self._memory = MemoryMeter(device)
         self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")

@@ -8,8 +8,10 @@ import time
 from types import FrameType, TracebackType
 
 import torch
+from torch import Tensor
 
-from shoal.comm import Group
+from shoal.comm import Group, Lane
+from shoal.comm.lane import Ticket
 
 CHECK_SECONDS = 0.25  # between two questions to the other ranks; one costs about 0.1 ms
 MOST_STEPS = 64
@@ -21,10 +23,13 @@ class Stop:
 
     Each rank brings its signal; rank 0 brings the time limit (`seconds` from now, None for none) and says after how many steps
     to ask again, so that all ask at the same step. As a context it takes over the first SIGINT and SIGTERM: the step in progress ends.
+    `aside`: ranks are not to wait for each other after a step, so each question is answered when the next one is asked; `group` is then used by nobody else.
     """
 
-    def __init__(self, group: Group, seconds: float | None) -> None:
+    def __init__(self, group: Group, seconds: float | None, aside: bool = False) -> None:
         self._group = group
+        self._lane = Lane(torch.device("cpu")) if aside else None
+        self._under_way: tuple[Ticket, Tensor] | None = None
         self._started = self._asked = time.monotonic()
         self._seconds = seconds
         self._received = 0
@@ -40,6 +45,8 @@ class Stop:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if self._lane is not None and kind is None:  # else others may never answer
+            self._lane.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
@@ -58,12 +65,28 @@ class Stop:
         wish = self._received
         if self._group.rank == 0 and not wish and self._seconds is not None and self.elapsed >= self._seconds:
             wish = _TIME_IS_OVER
-        wish, self._left = self._group.all_reduce(torch.tensor([wish, self._next_interval()]), op="max", purpose="stop?").tolist()
-        self._interval = self._left
+        wish, self._left = self._ask(torch.tensor([wish, self._next_interval()])).tolist()
+        self._interval = self._left = max(1, self._left)
         if wish > _TIME_IS_OVER:
             self.signal = wish
             return f"stopped by {signal.Signals(wish).name}"
         return "the time limit was reached" if wish else None
+
+    def _ask(self, wish: Tensor) -> Tensor:
+        """The most of all ranks; zeros where that is not known yet."""
+
+        def ask() -> None:
+            self._group.all_reduce(wish, op="max", purpose="stop?")
+
+        if self._lane is None:
+            ask()
+            return wish
+        before, self._under_way = self._under_way, (self._lane.submit(ask, "stop?"), wish)
+        if before is None:
+            return torch.zeros_like(wish)
+        ticket, answer = before
+        ticket.wait("stop?")
+        return answer
 
     def _next_interval(self) -> int:
         """On rank 0, the number of steps that take CHECK_SECONDS at the last pace; 0 elsewhere."""

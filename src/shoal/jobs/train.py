@@ -91,13 +91,20 @@ class _Run:
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        self.stop = Stop(world.everyone, limit)
+        aside = engine.lag > 0 and world.device.type == "cpu"
+        self.stop = Stop(world.group("stop", world.everyone.ranks) if aside else world.everyone, limit, aside)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
         self.held_out = Spread(settled.model.prepare_data(held_out), job.run.eval_samples) if held_out is not None else None
         cost = flops_per_sample(settled.model, self.data, job.data.sequence) if self.first else None
         self.recorder = Recorder(
-            self.run_dir, job.run.trackers, active=self.first, device=engine.device, total=settled.total, flops_per_sample=cost
+            self.run_dir,
+            job.run.trackers,
+            active=self.first,
+            device=engine.device,
+            total=settled.total,
+            flops_per_sample=cost,
+            late=engine.lag,
         )
         self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed, saved)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)

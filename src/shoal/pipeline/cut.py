@@ -63,10 +63,6 @@ def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> 
 def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner:
     """Leaves of `built.module` the stages that this rank has. UserError for a model that cannot be cut so, on every rank alike."""
     one = schedule_of(plan, 1)
-    if getattr(getattr(built.module, "config", None), "output_router_logits", False):
-        raise UserError(
-            "plan.pp > 1: this model's balance loss is of the routers of all blocks, which it collects beside its forward: build it with output_router_logits = False"
-        )
     units = units_of(built.module)
     stages = stages_of(units, one.stages, given_stages(plan))
     split = Split(built, units, stages, one.stages_of(mesh.rank("pp")))

@@ -47,7 +47,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Given:
-    """What one call of a part gives, with the shapes of tensors in their places."""
+    """What one call of a part gives, and what is collected of it (see taps), with the shapes of tensors in their places."""
 
     result: Any
 
@@ -182,10 +182,10 @@ class _Look(Calls):
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self.use((args, kwargs))
         with self.marks.paused():
-            result = part(*args, **kwargs)
+            result, beside = self._split.taps.run(unit, part, args, kwargs)
         call = self.count(unit)
-        self.given[unit, call] = Given.of(result)
-        for place, leaf in enumerate(tree_leaves(result)):
+        self.given[unit, call] = Given.of((result, beside))
+        for place, leaf in enumerate(tree_leaves((result, beside))):
             if isinstance(leaf, Tensor):
                 self.marks.clear(leaf)
                 self._own.append((Value(unit, call, place), leaf, leaf._version))
@@ -204,7 +204,9 @@ class _Look(Calls):
         def placeholder(leaf: int, shape: Shape) -> Tensor:
             return self.marks.mark(shape.zeros(self._device).clone(), Value(unit, call, leaf))
 
-        return given.made(placeholder)
+        result, beside = given.made(placeholder)
+        self._split.taps.replay(unit, beside)
+        return result
 
     def changed(self) -> frozenset[Value]:
         return frozenset(value for value, tensor, version in self._own if tensor._version != version)

@@ -323,9 +323,9 @@ class Pass(Calls):
         self.later: tuple[list[Tensor], list[Tensor | None]] = ([], [])  # where all of it starts
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        result = part(*args, **kwargs)
+        result, beside = self._split.taps.run(unit, part, args, kwargs)
         call = self.count(unit)
-        for place, leaf in enumerate(tree_leaves(result)):
+        for place, leaf in enumerate(tree_leaves((result, beside))):
             value = Value(unit, call, place)
             if value in self._wanted:
                 self.given[value] = leaf.clone() if value in self._own.changed else leaf
@@ -349,7 +349,9 @@ class Pass(Calls):
             zeros = shape.zeros(self._device)
             return zeros.clone() if value in self._own.filled else zeros
 
-        return given.made(tensor)
+        result, beside = given.made(tensor)
+        self._split.taps.replay(unit, beside)
+        return result
 
     def sent(self, value: Value) -> Tensor:
         if value not in self.given:

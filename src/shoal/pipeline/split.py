@@ -18,6 +18,7 @@ from torch import nn
 from shoal.build import Built
 from shoal.elsewhere import StandIn
 from shoal.errors import UserError
+from shoal.pipeline.taps import Taps, install
 from shoal.pipeline.units import Unit
 
 
@@ -55,7 +56,8 @@ class Split:
 
     def __init__(self, built: Built, units: Sequence[Unit], stages: Sequence[int], own: Collection[int]) -> None:
         self.module, self.units, self.stages = built.module, list(units), list(stages)
-        self.tied = _tied(built.module, units, stages)
+        install(built.module)
+        self.tied, self.taps = _tied(built.module, units, stages), Taps(units)
         self.between: list[Remembers] = []  # what earlier parts say to later ones
         self.within: list[Remembers] = []  # what is said of a microbatch before its forward
         self._forward: Forward | None = None

@@ -26,6 +26,8 @@ from shoal.planner.memory import MemoryNeed, memory_need
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
+HOST = "host memory"
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -82,7 +84,9 @@ def predict(
     limit, chunk = _limits(plan, machine)
     together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
     with_experts = max(1, together // plan.ep)
-    place = Place(0, together, machine.ranks, machine.ranks == plan.size, machine.device is not None, limit, with_experts)
+    place = Place(
+        0, together, machine.ranks, machine.ranks * plan.pp == plan.size, machine.device is not None, limit, with_experts
+    )
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
     alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
     if alone and state.in_one_pass and precision.model == torch.bfloat16:  # gradients go home as they are
@@ -125,9 +129,9 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         yield Fit("plan.memory.disk", need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
     if machine.device is not None:
         yield Fit("GPU memory", need.total("device"), machine.device)
-        yield Fit("host memory", need.total("host", machine.ranks), machine.host)
+        yield Fit(HOST, need.total("host", machine.ranks), machine.host)
     else:
-        yield Fit("host memory", need.total("device", machine.ranks) + need.total("host", machine.ranks), machine.host)
+        yield Fit(HOST, need.total("device", machine.ranks) + need.total("host", machine.ranks), machine.host)
 
 
 def others(plan: Plan) -> list[Plan]:
