@@ -57,8 +57,8 @@ ROWS = {
 }
 
 
-def train(setting: Setting, row: Row, seed: int) -> list[tuple[int, float]]:
-    """One training, this rank one stage: (step, validation loss in nats a byte) twelve times, at the end over all `evaluated` batches, before over a fourth of them."""
+def train(setting: Setting, row: Row, seed: int) -> tuple[list[tuple[int, float]], float]:
+    """One training, this rank one stage: (step, validation loss in nats a byte over a fourth of the `evaluated` batches) eleven times on the way, and the loss over all of them at the end."""
     world = join()
     text = open_text("stdlib", tokenizer="bytes", sequence=setting.model.sequence)
     assert text.validation is not None
@@ -78,11 +78,11 @@ def train(setting: Setting, row: Row, seed: int) -> list[tuple[int, float]]:
     for batch in engine.batches(text.train, steps=setting.steps):
         engine.step(batch)
         done = batch.step + 1
-        if done % every == 0:
-            batches = setting.evaluated if done == setting.steps else max(1, setting.evaluated // 4)
-            curve.append((done, engine.evaluate(text.validation, max_batches=batches).loss))
+        if done % every == 0 and done < setting.steps:
+            curve.append((done, engine.evaluate(text.validation, max_batches=max(1, setting.evaluated // 4)).loss))
+    final = engine.evaluate(text.validation, max_batches=setting.evaluated).loss
     engine.close()
-    return curve
+    return curve, final
 
 
 def run(stages: int, seeds: int, setting: Setting) -> list[dict[str, Any]]:
@@ -91,10 +91,10 @@ def run(stages: int, seeds: int, setting: Setting) -> list[dict[str, Any]]:
     for name, row in ROWS.items():
         started = time.perf_counter()
         with ProcessGroup(idle, {}, size=stages, warm_up=0) as group:
-            curves = [group.call(partial(train, setting, row, seed))[0] for seed in range(seeds)]
+            curves, finals = zip(*(group.call(partial(train, setting, row, seed))[0] for seed in range(seeds)), strict=True)
         seconds = time.perf_counter() - started
-        results.append({"stages": stages, "name": name, **asdict(row), "curves": curves, "seconds": seconds})
-        shown = " ".join(f"{curve[-1][1]:.4f}" for curve in curves)
+        results.append({"stages": stages, "name": name, **asdict(row), "curves": curves, "finals": finals, "seconds": seconds})
+        shown = " ".join(f"{loss:.4f}" for loss in finals)
         print(f"{stages} stages, {name}: {shown}  ({seconds:.0f} s)", flush=True)
     return results
 
@@ -102,7 +102,7 @@ def run(stages: int, seeds: int, setting: Setting) -> list[dict[str, Any]]:
 def differences(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """The last losses of `row` less those of 1f1b in as many stages, seed by seed."""
     exact = next(each for each in rows if each["name"] == REFERENCE and each["stages"] == row["stages"])
-    return [own[-1][1] - other[-1][1] for own, other in zip(row["curves"], exact["curves"], strict=True)]
+    return [own - other for own, other in zip(row["finals"], exact["finals"], strict=True)]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -111,7 +111,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("stages", "schedule", "loss", "against 1f1b (min..max)"):
         found.add_column(column)
     for row in rows:
-        loss = f"{statistics.fmean(curve[-1][1] for curve in row['curves']):.4f}"
+        loss = f"{statistics.fmean(row['finals']):.4f}"
         apart = "-" if row["name"] == REFERENCE else mean_and_spread(differences(row, rows))
         found.add_row(str(row["stages"]), row["name"], loss, apart)
     return found

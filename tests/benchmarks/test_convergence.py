@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import convergence_stages
 from benchmarks.convergence import Setting, exchanges
 from benchmarks.convergence_page import differences, markdown, plot
 from shoal.exchange import algorithm
@@ -90,3 +91,26 @@ def test_the_page() -> None:
 def test_the_picture_is_drawn_without_what_failed(tmp_path: Path) -> None:
     plot(RECORD, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_delayed_updates_are_held_against_the_flush_of_as_many_stages(tmp_path: Path) -> None:
+    rows = [
+        {"stages": stages, "name": name, "finals": finals, "curves": [[(1, 3.0), (2, 2.5)]] * 2}
+        for stages, name, finals in [
+            (2, "1f1b", [2.0, 3.0]),
+            (2, "2bw", [2.5, 3.25]),
+            (4, "1f1b", [1.0, 1.0]),
+            (4, "2bw", [2.0, 2.5]),
+        ]
+    ]
+    assert convergence_stages.differences(rows[1], rows) == [0.5, 0.25]
+    assert convergence_stages.differences(rows[3], rows) == [1.0, 1.5]
+    cells = [list(column.cells) for column in convergence_stages.table(rows).columns]
+    assert cells[3] == ["-", "+0.3750 (+0.2500..+0.5000)", "-", "+1.2500 (+1.0000..+1.5000)"]
+    convergence_stages.plot(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_every_schedule_without_a_flush_is_there() -> None:
+    assert {option_name(row.schedule, "schedule") for row in convergence_stages.ROWS.values()} == {"1f1b", "2bw", "pipedream"}
+    assert all(row.microbatches == 1 for name, row in convergence_stages.ROWS.items() if name.startswith("pipedream"))
