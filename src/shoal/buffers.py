@@ -23,7 +23,9 @@ def buffers_untouched(root: nn.Module) -> Iterator[None]:
     places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
     copies: dict[int, Tensor] = {}
     for owner, name, buffer in places:
-        owner._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.clone()
+        owner._buffers[name] = copies[id(buffer)]
     try:
         yield
     finally:

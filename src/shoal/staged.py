@@ -49,8 +49,7 @@ def train_in_stages(
     if runs:
         work = Training(steps, batch, runs, randomness)
         kinds = [kind_of(each, "train") for each in work.loaded]
-        with steps.counted(False), steps.aside():
-            pipeline.learn(kinds, work.try_out, alike)
+        pipeline.learn(kinds, work.try_out, alike, work.trying)
         for _, counts in runs:
             steps.ran(counts)
         pipeline.train(kinds, work)
@@ -64,8 +63,14 @@ class Training:
         self.loaded = [batch.load(ids) for ids, _ in runs]
         self._drawn: dict[int, Drawn] = {}
 
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Around forwards of which nothing is left."""
+        with self._steps.counted(False), self._steps.aside():
+            yield
+
     def try_out(self, place: int) -> Any:
-        """The forward of a microbatch of which nothing is left."""
+        """Such a forward."""
         sums = self._forward(place)
         return sums.total, sums.count, sums.aux
 
@@ -111,8 +116,7 @@ def evaluate_in_stages(
     if loaded:
         work = _Evaluation(loaded, counts, forward, totals, left)
         kinds = [kind_of(each, "evaluate") for each in loaded]
-        with aside():
-            pipeline.learn(kinds, work.try_out, alike)
+        pipeline.learn(kinds, work.try_out, alike, aside)
         pipeline.evaluate(kinds, work)
 
 

@@ -121,8 +121,7 @@ class Unflushed(StepRunner):
         self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
         work = Training(self, batch, [(ids, True) for ids in mine], self._randomness)
         kinds = [kind_of(each, "train") for each in work.loaded]
-        with self.counted(False):
-            self._stages.learn(kinds, work.try_out, None)
+        self._stages.learn(kinds, work.try_out, None, work.trying)
         scale = None if self._scale is None else self._scale.scale.clone()
         step = Step(batch, batch.step - self._delay, len(mine), len(mine), after, scale, self._totals)
         pending = [*self._steps, step]

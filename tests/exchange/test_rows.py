@@ -157,6 +157,8 @@ def test_embeddings_whose_gradients_are_had_by_rows():
     assert found == [model.plain, model.padded, model.block[0]]
     assert row_by_row(model, [model.block], cpu) == found[:2]
     assert row_by_row(model, [], torch.device("cuda", 0)) == []
+    model.padded.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), 0))
+    assert row_by_row(model, [], cpu) == [model.plain, model.block[0]]
     with pytest.raises(KeyError), as_rows(found):
         assert all(each.sparse for each in found)
         raise KeyError
@@ -170,7 +172,7 @@ def seen_by_autograd(world, microbatch: int) -> tuple[list[bool], dict[str, Tens
         partial(Bag, sparse=False), loss, partial(torch.optim.SGD, lr=0.1), global_batch=6, microbatch=microbatch, world=world
     )
     rows: list[bool] = []
-    weight = running.parameters["words.weight"]
+    weight = running.parameters["words.weight"]  # by now the engine has looked for hooks
     weight.register_hook(lambda gradient: rows.append(gradient.is_sparse))
     for batch in running.batches(rows_of_words(), steps=4):
         running.step(batch)

@@ -212,6 +212,8 @@ STAGES = [
     {"pp": 2, "dp": 1, "schedule": "zbv"},
     {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
     {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
+    {"pp": 2, "dp": 1, "schedule": "2bw"},
+    {"pp": 2, "dp": 1, "schedule": "2bw", "precision": "bf16"},
     {"pp": 2, "tp": 2, "dp": 1, "memory": {}},
 ]
 

@@ -62,6 +62,37 @@ def test_times_are_taken_once_of_parts_that_are_alike(monkeypatch):
     assert found[2].forward == found[3].forward
 
 
+class Writing(nn.Module):
+    """Layers that are no blocks of a GPT: recurrent, dropping, and writing to what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Adding(), Adding()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out, self.drop = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x *= 2
+        return self.out(x) + self.drop(self.inner(x)[0])
+
+
+def test_layers_that_drop_recur_and_write_are_timed():
+    def loss(model, mb):
+        return model(mb["x"]).square().sum(), len(mb["x"])
+
+    asked = Subject(Writing, loss, {"x": torch.zeros(16, 8)}, BATCH, precision("fp32"), Plan(pp=2, stages="measured"))
+    assert with_stages(asked.plan, asked, ADAMW, 4, CPU).stages == [1, 1]
+
+
 class Uneven(nn.Module):
     """Layers of which the first ones work on every place of a large picture."""
 

@@ -157,16 +157,16 @@ def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData, wo
     train, ranks = job.train, job.plan.dp
     found: Any = None
     if not isinstance(world, World) or world.rank == 0:
-        microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
-        sample = model.prepare_data(data.train)[0]
-        groups = decay_matrices_only(train.weight_decay)
-        subject = Subject(model.factory, model.loss, sample, microbatch, precision(train.precision), job.plan, groups)
-        microbatches = math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
+            microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+            sample = model.prepare_data(data.train)[0]
+            groups = decay_matrices_only(train.weight_decay)
+            subject = Subject(model.factory, model.loss, sample, microbatch, precision(train.precision), job.plan, groups)
+            microbatches = math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             found = with_stages(job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device).stages
-        except UserError as error:
-            found = error
+        except Exception as error:  # all ranks are to raise it
+            found = error if isinstance(error, UserError) else UserError(f"plan.stages: {type(error).__name__}: {error}")
     if isinstance(world, World):
         found = world.everyone.broadcast_object(found)
     if isinstance(found, UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from shoal.models import build
 from shoal.optimizer import decay_matrices_only
 from shoal.plan import Plan
 from shoal.planner import (
+    DISK,
     HOST,
     TIERS,
     Fit,
@@ -47,7 +49,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `stages`: of a pipeline, that of each place in it; the first is of the one that needs most."""
+    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `prediction`: of a pipeline that of the place that needs most; `stages`: of each place."""
 
     settled: Settled
     machine: Machine
@@ -141,36 +143,36 @@ class _Asked:
         return self._recordings[key]
 
     def predict(self, plan: Plan, table: Mapping[str, Any] | None = None) -> Prediction:
-        """Of the rank that needs most; a host has its share of all."""
-        each = self.predict_each(plan, table)
-        most = max(each, key=needed)
-        all_here = self._machine.ranks >= plan.pp > 1
-        columns = list(zip(*(prediction.fits for prediction in each), strict=True))
-        fits = [
-            Fit(
-                column[0].memory,
-                (sum if all_here and column[0].memory == HOST else max)(fit.needed for fit in column),
-                column[0].available,
-            )
-            for column in columns
-        ]
-        return replace(most, fits=tuple(fits))
+        """Of the rank that needs most; a host has what all its ranks need."""
+        most = max(self.predict_each(plan, table), key=needed)
+        if plan.pp == 1:
+            return most
+        here, each = self._machine.ranks, plan.size // plan.pp
+        hosts = {
+            tuple(rank // each for rank in range(first, min(first + here, plan.size))) for first in range(0, plan.size, here)
+        }
+        fits = [self._fits(plan, table, Counter(places)) for places in hosts]
+        return replace(most, fits=tuple(min(column, key=lambda fit: fit.free) for column in zip(*fits, strict=True)))
+
+    def _fits(self, plan: Plan, table: Mapping[str, Any] | None, places: Counter[int]) -> list[Fit]:
+        """Of a host with so many ranks of each place of a pipeline."""
+        found = [(self._one(plan, table, place, ranks).fits, ranks) for place, ranks in places.items()]
+        fits = []
+        for column in zip(*(fits for fits, _ in found), strict=True):
+            memory, available = column[0].memory, column[0].available
+            if memory == DISK:  # each rank has its share of what is free for all of the host
+                available = min(fit.available * ranks // places.total() for fit, (_, ranks) in zip(column, found, strict=True))
+            fits.append(Fit(memory, (sum if memory == HOST else max)(fit.needed for fit in column), available))
+        return fits
 
     def predict_each(self, plan: Plan, table: Mapping[str, Any] | None = None) -> list[Prediction]:
         """By place in the pipeline."""
-        machine = replace(self._machine, ranks=max(1, self._machine.ranks // plan.pp))
-        return [
-            predict(
-                self.recording(table or self._settled.job.model, plan, place),
-                self._optimizer,
-                plan,
-                self._precision,
-                machine,
-                self._microbatches,
-                self._process,
-            )
-            for place in range(plan.pp)
-        ]
+        ranks = self._machine.ranks if plan.pp == 1 else min(self._machine.ranks, plan.size // plan.pp)
+        return [self._one(plan, table, place, ranks) for place in range(plan.pp)]
+
+    def _one(self, plan: Plan, table: Mapping[str, Any] | None, place: int, ranks: int) -> Prediction:
+        recording, machine = self.recording(table or self._settled.job.model, plan, place), replace(self._machine, ranks=ranks)
+        return predict(recording, self._optimizer, plan, self._precision, machine, self._microbatches, self._process)
 
     def largest(self) -> Largest | None:
         """Under the job's own plan; of a pipeline it is not looked for, whose stages would all have to be run dry for each size."""

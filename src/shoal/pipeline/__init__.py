@@ -3,7 +3,7 @@
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, live_activations
-from shoal.pipeline.cut import cut_into_stages, delay, given_stages, schedule_of
+from shoal.pipeline.cut import cut_into_stages, delay, given_stages, schedule_of, steady
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.routes import Routes, look
 from shoal.pipeline.runner import Pass, Runner, Work
@@ -43,6 +43,7 @@ __all__ = [
     "schedule_of",
     "simulate",
     "stages_of",
+    "steady",
     "units_of",
     "versions",
     "write_schedule",

@@ -34,6 +34,12 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     return make_schedule(name, plan.pp, microbatches, **parameters)
 
 
+def steady(plan: Plan, microbatches: int) -> Schedule:
+    """The same, where there is no flush with enough microbatches to fill the pipe: those of following steps are under way too."""
+    flushes = schedule_of(plan, 1).flushes
+    return schedule_of(plan, microbatches if flushes else max(microbatches, plan.pp))
+
+
 def given_stages(plan: Plan) -> Stages | None:
     """Numbers or names of the plan. UserError for what is still to be found out."""
     if isinstance(plan.stages, str | Mapping):

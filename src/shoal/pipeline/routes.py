@@ -121,10 +121,16 @@ def find_routes(
     routes = Routes()
     for stage in range(number):
         mine = rank_of(stage) == group.rank
-        found = look(split, stage, routes, run, device) if mine else None
+        failed: Exception | None = None
+        found: Stage | str | None = None
+        if mine:
+            try:
+                found = look(split, stage, routes, run, device)
+            except Exception as error:  # the others are to hear of it
+                failed, found = error, f"stage {stage} cannot be run: {type(error).__name__}: {error}"
         routes.stages.append(group.broadcast_object(found, src=rank_of(stage)))
         if isinstance(routes.stages[-1], str):
-            raise UserError(routes.stages[-1])
+            raise failed or UserError(routes.stages[-1])
     return routes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
@@ -73,18 +73,26 @@ class Runner:
         """Backwards of each microbatch on this rank."""
         return len(self.own)
 
-    def learn(self, kinds: Sequence[Any], run: Callable[[int], Any], alike: Group | None) -> None:
+    def learn(
+        self,
+        kinds: Sequence[Any],
+        run: Callable[[int], Any],
+        alike: Group | None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         """Finds out what travels where of microbatches of `kinds` that have not been seen yet; all ranks of the pipeline call it alike. `run(place)` gives the loss of one. `alike`: pipelines
-        whose ranks meet in their forwards, and so find out together."""
+        whose ranks meet in their forwards, and so find out together. `around`: the forwards, if there are any."""
         new = torch.tensor([kind not in self._known for kind in kinds])
         if alike is not None:
             new = alike.all_reduce(new.to(torch.int32), "max", purpose="kinds").bool()
-        for place, kind in enumerate(kinds):
-            if new[place]:
+        if not new.any():
+            return
+        for place in new.nonzero().flatten().tolist():
+            with around():
                 found = find_routes(self.split, self._number, self._rank_of, self.group, partial(run, place), self._device)
-                self._known[kind] = found
-                pairs = [(self._rank_of(source), self._rank_of(target)) for source, target in found.pairs()]
-                self._mail.open([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
+            self._known[kinds[place]] = found
+            pairs = [(self._rank_of(source), self._rank_of(target)) for source, target in found.pairs()]
+            self._mail.open([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
 
     def train(self, kinds: Sequence[Any], work: Work) -> None:
         """One step of microbatches of `kinds`."""

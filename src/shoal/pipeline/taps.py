@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -60,4 +61,11 @@ class Taps:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    return [hook for hook in module._forward_hooks.values() if getattr(hook, "__name__", "") == COLLECTS]
+    return [hook for hook in module._forward_hooks.values() if _collected(hook) == "router_logits"]
+
+
+def _collected(hook: Any) -> Any:
+    """The key under which a hook of transformers collects; None of other hooks."""
+    if getattr(hook, "__name__", "") != COLLECTS:
+        return None
+    return inspect.getclosurevars(hook).nonlocals.get("key")

@@ -5,10 +5,11 @@ from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
 from shoal.planner.parts import Part, parts_of, with_stages
-from shoal.planner.predict import HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
+from shoal.planner.predict import DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.state import State, optimizer_state
 
 __all__ = [
+    "DISK",
     "HOST",
     "TIERS",
     "Family",

@@ -119,13 +119,15 @@ def _record(built: Built, subject: Subject) -> Recording:
         if subject.plan.pp > 1:
             stages = OwnStages(ready, built, subject.plan, place)
             stages.learn(partial(_loss, ready, subject))
-            parameters = [each for each in parameters if each[0] in stages.names]
+            names = stages.names
+            parameters = [each for each in parameters if each[0] in names]
         events = run(ready, subject, None if stages is None else stages.through)
         kept = () if stages is None else tuple(stages.kept.items())
+        buffers = ready.buffers if stages is None else stages.buffers
     sent: dict[str, int] = {}
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(ready.whole, tuple(parameters), tuple(ready.options), ready.buffers, events, sent, kept)
+    return Recording(ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept)
 
 
 @dataclass(frozen=True)

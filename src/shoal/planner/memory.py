@@ -13,7 +13,7 @@ from shoal.chunks.disk import sectors
 from shoal.chunks.lender import BUFFERS
 from shoal.chunks.pager import BUFFERS as PAGES
 from shoal.chunks.places import IN_TURN, number_away
-from shoal.pipeline import delay, schedule_of
+from shoal.pipeline import delay, schedule_of, steady
 from shoal.plan import Plan
 from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid, Place
@@ -100,17 +100,21 @@ def memory_need(
     else:  # such a tier counts what a plan moves or keeps, and the rest is host memory like any other
         rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
     rows.append(Row("process", "host", process))
-    return MemoryNeed(tuple(row for row in rows if row.nbytes), moved.least if plan.memory is not None else None)
+    beside = round(
+        (1 - allowed.activations) * (kept - recording.activations)
+    )  # of other microbatches, which a replay does not see
+    least = None if plan.memory is None else moved.least + beside
+    return MemoryNeed(tuple(row for row in rows if row.nbytes), least)
 
 
 def _for_backward(recording: Recording, plan: Plan, microbatches: int) -> int:
     """The most bytes that wait for a backward at a time: in a pipeline those of all microbatches under way."""
     if not recording.stages:
         return recording.activations
-    schedule, of_stage = schedule_of(plan, microbatches), dict(recording.stages)
+    schedule, of_stage = steady(plan, microbatches), dict(recording.stages)
     now, most = 0, recording.activations
     for action in schedule.orders[schedule.rank_of(recording.stages[0][0])]:
-        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * of_stage[action.stage]
+        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * of_stage.get(action.stage, 0)
         most = max(most, now)
     return most
 
@@ -122,7 +126,10 @@ def _unflushed(recording: Recording, chunks: Sequence[Laid], plan: Plan, precisi
     trained = [chunk for chunk in chunks if chunk.key.trainable]
     older = delay(plan, recording.stages[0][0]) * sum(chunk.nbytes for chunk in trained)
     gradients = sum(chunk.size for chunk in trained) * precision.grad.itemsize
-    return [Row("older weights", "device", older), Row("gradients under way", "device", gradients)]
+    same = [chunk for chunk in trained if chunk.key.dtype == precision.master]  # masters are apart from the weights all the same
+    masters = sum(chunk.owned for chunk in same) * precision.master.itemsize
+    found = [("older weights", older), ("gradients under way", gradients), ("masters", masters)]
+    return [Row(role, "device", nbytes) for role, nbytes in found]
 
 
 def _page(chunk: Laid, precision: Precision, state: State) -> dict[str, int]:

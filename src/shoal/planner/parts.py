@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -26,7 +26,7 @@ from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
 from shoal.errors import UserError, did_you_mean
 from shoal.optimizer import OptimizerFactory
-from shoal.pipeline import Schedule, balance, schedule_of
+from shoal.pipeline import Schedule, balance, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
 from shoal.plan import Plan, option_name, option_parameters
 from shoal.planner.dry_run import Prepared, Recording, Subject, in_one_line, prepared, run
@@ -38,7 +38,8 @@ WAYS = ("counted", "measured")
 
 @dataclass(frozen=True)
 class Part:
-    """What one microbatch takes of a part: forward and backward, in seconds where they are `measured`, else in operations; bytes that backward keeps; and bytes that a rank which has the part
+    """What one microbatch takes of a part: forward and backward, in seconds where they are `measured`, else in operations (backward twice
+    those of forward, three times of blocks under recompute = "full"); bytes that backward keeps; and bytes that a rank which has the part
     keeps all the time (weights, gradients, masters, optimizer state)."""
 
     name: str
@@ -56,18 +57,21 @@ class _Call:
 
 def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, device: torch.device) -> list[Part]:
     """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises UserError for a model that cannot be cut or run."""
-    built = build(subject.factory, 0)
-    units = units_of(built.module)
-    with in_one_line(), prepared(built, subject) as ready:
-        seen = _Seen(ready, units)
-        run(ready, subject, seen.through)
-        resting = [_resting(ready, unit, subject, optimizer) for unit in units]
-        times = [
-            (flops, (2.0 + (subject.plan.recompute == "full" and unit.is_block)) * flops)
-            for flops, unit in zip(seen.flops, units, strict=True)
-        ]
+    if measured and device.type == "cuda" and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
+        raise UserError(
+            'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take "counted"'
+        )
+    with in_one_line():
+        built = build(subject.factory, 0)
+        units = units_of(built.module)
+        with prepared(built, subject) as ready:
+            seen = _Seen(ready, units)
+            run(ready, subject, seen.through)
+            resting = [_resting(ready, unit, subject, optimizer) for unit in units]
+        again = option_name(subject.plan.recompute, "recompute") == "full"
+        times = [(flops, (2.0 + (again and unit.is_block)) * flops) for flops, unit in zip(seen.flops, units, strict=True)]
         if measured:
-            times = _times(units, seen.calls, ready, device)
+            times = _times(units, seen.calls, device)
     return [
         Part(unit.name, *each, saved, rest) for unit, each, saved, rest in zip(units, times, seen.saved, resting, strict=True)
     ]
@@ -87,7 +91,7 @@ def with_stages(plan: Plan, subject: Subject, optimizer: OptimizerFactory, micro
         raise UserError(f'plan.stages = "{name}" has no parameter {", ".join(sorted(unknown))}; it has memory')
     limit = nbytes(parameters["memory"], "plan.stages.memory") if "memory" in parameters else math.inf
     parts = parts_of(subject, optimizer, name == "measured", device)
-    return replace(plan, stages=cut(parts, units_of(build(subject.factory, 0).module), schedule_of(plan, microbatches), limit))
+    return replace(plan, stages=cut(parts, units_of(build(subject.factory, 0).module), steady(plan, microbatches), limit))
 
 
 def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit: float = math.inf) -> list[int]:
@@ -177,7 +181,8 @@ def _made(values: Any, device: torch.device) -> Any:
     def tensor(shape: _Shape) -> Tensor:
         if not shape.dtype.is_floating_point:
             return torch.ones(shape.size, dtype=shape.dtype, device=device)
-        return (torch.randn(shape.size, device=device) * 0.1).to(shape.dtype).requires_grad_(shape.wants_grad)
+        value = (torch.randn(shape.size, device=device) * 0.1).to(shape.dtype).requires_grad_(shape.wants_grad)
+        return value.clone()  # no leaf: a part may write to it
 
     return tree_map_only(_Shape, tensor, values)
 
@@ -188,23 +193,21 @@ def _resting(ready: Prepared, unit: Unit, subject: Subject, optimizer: Optimizer
     own = tuple(each for each in ready.parameters if each[0] in names)
     if not own:
         return 0
-    alone = Recording(ready.whole, own, tuple(ready.options), 0, ())
+    alone = Recording(ready.whole, own, tuple(ready.options), 0, (), stages=((0, 0),) if subject.plan.pp > 1 else ())
     need = predict(alone, optimizer, subject.plan, subject.precision, Machine(0, 0), 1).need
     return sum(row.nbytes for row in need.rows if row.phase == "always")
 
 
-def _times(
-    units: Sequence[Unit], calls: Sequence[Sequence[_Call]], ready: Prepared, device: torch.device
-) -> list[tuple[float, float]]:
-    """Seconds of forward and backward of each."""
+def _times(units: Sequence[Unit], calls: Sequence[Sequence[_Call]], device: torch.device) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of each; what is dropped, torch drops."""
     known: dict[str, tuple[float, float]] = {}
     found = []
     for unit, its in zip(units, calls, strict=True):
         shapes = [(tuple(parameter.shape), parameter.dtype) for parameter in unit.module.parameters()]
-        key = repr((type(unit.module), shapes, its))
+        key = repr((unit.module, shapes, its))  # with the settings that modules print
         if key not in known:
-            with unset_fake_temporarily(), _real(unit.module, device):
-                each = [_time(unit.module, call, ready, device) for call in its]
+            with _real(unit.module, device):
+                each = [_time(unit, call, device) for call in its]
             known[key] = sum(forward for forward, _ in each), sum(backward for _, backward in each)
         found.append(known[key])
     return found
@@ -218,7 +221,7 @@ def _real(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, parameter in parameters.items():
             if parameter is not None:
                 value = (torch.randn(parameter.shape, device=device) * 0.02).to(parameter.dtype)
-                part._parameters[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                setattr(part, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
         for name, buffer in buffers.items():
             if buffer is not None:
                 part._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
@@ -226,22 +229,28 @@ def _real(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for part, parameters, buffers in before:
-            part._parameters.update(parameters)
+            for name, parameter in parameters.items():
+                setattr(part, name, parameter)
             part._buffers.update(buffers)
 
 
-def _time(module: nn.Module, call: _Call, ready: Prepared, device: torch.device) -> tuple[float, float]:
+def _time(unit: Unit, call: _Call, device: torch.device) -> tuple[float, float]:
     """Medians of a few runs, after one that is not counted."""
     samples = []
     for _ in range(1 + ROUNDS):
         args, kwargs = _made(call.args, device), _made(call.kwargs, device)
         started = _now(device)
-        outputs = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results = [leaf for leaf in tree_leaves(unit.module(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(leaf, FakeTensor) for leaf in results):
+            raise UserError(
+                f'plan.stages = "measured": {unit.name} keeps tensors of its own that are no parameters or buffers; take "counted"'
+            )
+        outputs = [leaf for leaf in results if leaf.requires_grad]
         between = _now(device)
-        ready.randomness.replay()
-        torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
         samples.append((between - started, _now(device) - between))
-        module.zero_grad()
+        unit.module.zero_grad()
     return statistics.median(forward for forward, _ in samples[1:]), statistics.median(backward for _, backward in samples[1:])
 
 

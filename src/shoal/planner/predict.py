@@ -26,7 +26,7 @@ from shoal.planner.memory import MemoryNeed, memory_need
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
-HOST = "host memory"
+HOST, DISK = "host memory", "plan.memory.disk"
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         yield Fit("plan.memory.host", home, allowed.host)
     if allowed is not None and allowed.disk is not None:
         free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
-        yield Fit("plan.memory.disk", need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
+        yield Fit(DISK, need.total("disk"), free if allowed.disk.size is None else min(free, allowed.disk.size))
     if machine.device is not None:
         yield Fit("GPU memory", need.total("device"), machine.device)
         yield Fit(HOST, need.total("host", machine.ranks), machine.host)

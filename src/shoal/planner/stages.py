@@ -37,6 +37,17 @@ class OwnStages:
         """The parameters of these stages."""
         return {name for stage in self._own for name in self._split.names(stage)}
 
+    @property
+    def buffers(self) -> int:
+        """Bytes of the buffers here: not of those in parts of other stages."""
+        away = {
+            id(buffer)
+            for unit, stage in zip(self._split.units, self._split.stages, strict=True)
+            if stage not in self._own
+            for buffer in unit.module.buffers()
+        }
+        return sum(buffer.nbytes for buffer in self._ready.module.buffers() if id(buffer) not in away)
+
     def learn(self, forward: Callable[[], Tensor]) -> None:
         """What travels between all stages. UserError for a model that cannot be cut there."""
         for stage in range(self._number):
@@ -59,5 +70,6 @@ class OwnStages:
             self.kept[stage] = sum(size for what, size in log[began:] if what == "saved")
             roots = [each for each in (objective, *current.given.values()) if each is not None and each.requires_grad]
             self._ready.randomness.replay()
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+            if roots:
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
             passing.backward_is_over()
