@@ -33,6 +33,7 @@ from benchmarks import harness
 from benchmarks.contenders import Entry
 from benchmarks.processes import ProcessGroup, Step
 from benchmarks.targets import Target, judge, print_targets
+from benchmarks.torch_stages import torch_stages
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, mean_loss, sum_loss
 from shoal.comm.ledger import Span
 from shoal.pipeline import Costs, Schedule, make_schedule, simulate
@@ -167,36 +168,13 @@ def limit_of(name: str, by_rank: Sequence[Mapping[str, float]]) -> float:
     return simulated.seconds + rest
 
 
-class TorchStage(nn.Module):
-    """Some blocks of a GPT, the first with the embeddings before them, the last with norm and head behind."""
-
-    def __init__(self, model: Any, blocks: range, first: bool, last: bool, clones: bool) -> None:
-        super().__init__()
-        self.clones = clones  # torch's halves of a backward detach results in place, which views refuse
-        self.blocks = nn.ModuleList(model.blocks[place] for place in blocks)
-        self.token, self.position = (model.token_embedding, model.position_embedding) if first else (None, None)
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.token is not None and self.position is not None:
-            x = self.token(x) + self.position(torch.arange(x.shape[1])[None])
-        for block in self.blocks:
-            x = block(x)
-        x = x if self.head is None or self.norm is None else self.head(self.norm(x))
-        return x.clone() if self.clones else x
-
-
 def torch_pipelining(case: Case, precision: str, schedule: str) -> Step:
     """torch's PipelineStage and schedule of the same name over gloo, the same cuts; fp32."""
     from torch.distributed import pipelining
 
     dist.init_process_group("gloo")
     rank, ours = dist.get_rank(), schedule_of(schedule)
-    model, starts = build_model(), [0, *itertools.accumulate(STAGES[schedule])]
-    stages = []
-    for stage in ours.stages_of(rank):
-        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1, schedule == "zbv")
-        stages.append(pipelining.PipelineStage(part, stage, ours.stages, torch.device("cpu")))
+    stages = torch_stages(build_model(), STAGES[schedule], ours, rank, torch.device("cpu"))
     kind = getattr(pipelining, THEIRS[schedule])
     single = schedule in ("gpipe", "1f1b")
     run: Any = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=mean_loss)

@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.gpu.records import check, hardware, synchronise, write
 from benchmarks.gpu.rows import rows, stacked
+from benchmarks.torch_stages import torch_stages
 from shoal import Engine, Plan
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
@@ -105,27 +106,6 @@ def check_processes() -> list[dict[str, Any]]:
     return [check(f"{name}, processes: difference", worst(found, reference(name)), 1e-9) for name, found in ours.items()]
 
 
-class TorchStage(nn.Module):
-    """Some blocks of a GPT, the first with the embeddings before them, the last with norm and head behind."""
-
-    def __init__(self, model: GPT, blocks: range, first: bool, last: bool, clones: bool) -> None:
-        super().__init__()
-        self.clones = clones  # torch's halves of a backward detach results in place, which views refuse
-        self.blocks = nn.ModuleList(model.blocks[place] for place in blocks)
-        self.token, self.position = (model.token_embedding, model.position_embedding) if first else (None, None)
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.token is not None:
-            x = self.token(x)
-            if self.position is not None:
-                x = x + self.position(torch.arange(x.shape[1], device=x.device)[None])
-        for block in self.blocks:
-            x = block(x)
-        x = x if self.head is None or self.norm is None else self.head(self.norm(x))
-        return x.clone() if self.clones else x
-
-
 def numbers(schedule: str, layers: int) -> list[int]:
     """Blocks of each stage, the same on both sides: as even as they come out, more in front."""
     stages = schedule_of(Plan(pp=RANKS, schedule=schedule), 1).stages
@@ -151,10 +131,7 @@ def torch_step(schedule: str, config: GPTConfig, microbatches: int, each: int, d
     from torch.distributed import pipelining
 
     rank, ours = dist.get_rank(), schedule_of(Plan(pp=RANKS, schedule=schedule), microbatches)
-    model, starts, stages = GPT(config), [0, *itertools.accumulate(numbers(schedule, config.layers))], []
-    for stage in ours.stages_of(rank):
-        part = TorchStage(model, range(starts[stage], starts[stage + 1]), stage == 0, stage == ours.stages - 1, schedule == "zbv")
-        stages.append(pipelining.PipelineStage(part.to(device, torch.bfloat16), stage, ours.stages, torch.device(device)))
+    stages = torch_stages(GPT(config), numbers(schedule, config.layers), ours, rank, torch.device(device), torch.bfloat16)
     kind: Any = getattr(pipelining, TIMED[schedule])
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from shoal.jobs.choose import ranks_here, spread
+from shoal.jobs.choose import microbatches_of, ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import Mesh
 from shoal.pipeline import Costs, check, live_activations, schedule_of, simulate
@@ -28,8 +28,7 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
         mesh = Mesh(plan, 0, plan.size)
         print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
         return
-    train = settled.train
-    microbatches = math.ceil(math.ceil(train.global_batch / (train.microbatch or train.global_batch)) / plan.dp)
+    _, microbatches = microbatches_of(replace(settled, plan=plan))
     Console(highlight=False, soft_wrap=True).print(
         mesh_table(plan), *who_holds_what(plan), *how_stages_run(plan, microbatches), sep="\n"
     )

@@ -150,19 +150,25 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
     return job, origins
 
 
+def microbatches_of(job: Job) -> tuple[int, int]:
+    """Samples of a microbatch, and the most microbatches that a rank has in a step."""
+    train, ranks = job.train, job.plan.dp
+    microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+    return microbatch, math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
+
+
 def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData, world: World | Sizes) -> tuple[Job, Origins]:
     """Rank 0 finds out, and tells the others."""
     if not isinstance(job.plan.stages, str | Mapping):
         return job, origins
-    train, ranks = job.train, job.plan.dp
+    train = job.train
     found: Any = None
     if not isinstance(world, World) or world.rank == 0:
         try:
-            microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+            microbatch, microbatches = microbatches_of(job)
             sample = model.prepare_data(data.train)[0]
             groups = decay_matrices_only(train.weight_decay)
             subject = Subject(model.factory, model.loss, sample, microbatch, precision(train.precision), job.plan, groups)
-            microbatches = math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             found = with_stages(job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device).stages
         except Exception as error:  # all ranks are to raise it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ import psutil
 import torch
 
 from shoal.jobs.assemble import optimizer_named
-from shoal.jobs.choose import Settled, Sizes, ranks_here, settle
+from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
 from shoal.jobs.read import load_job
 from shoal.models import build
 from shoal.optimizer import decay_matrices_only
@@ -122,11 +121,10 @@ class _Asked:
 
     def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
         self._settled, self._machine, self._process = settled, machine, process
-        train, ranks = settled.job.train, settled.job.plan.dp
+        train = settled.job.train
         self._precision = precision(train.precision)
         self._optimizer = optimizer_named(train.optimizer, train.lr)
-        self.microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
-        self._microbatches = math.ceil(math.ceil(train.global_batch / self.microbatch) / ranks)
+        self.microbatch, self._microbatches = microbatches_of(settled.job)
         self._sample = settled.model.prepare_data(settled.data.train)[0]
         self._recordings: dict[str, Recording] = {}
 
