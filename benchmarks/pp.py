@@ -36,7 +36,7 @@ from benchmarks.targets import Target, judge, print_targets
 from benchmarks.torch_stages import torch_stages
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, mean_loss, sum_loss
 from shoal.comm.ledger import Span
-from shoal.pipeline import Costs, Schedule, make_schedule, simulate
+from shoal.pipeline import Costs, Kind, Schedule, make_schedule, simulate
 
 RANKS, MICROBATCHES = 2, 8
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "2bw")
@@ -160,11 +160,8 @@ def limit_of(name: str, by_rank: Sequence[Mapping[str, float]]) -> float:
     rest = min(each["rest"] for each in by_rank)  # the others wait in theirs
     if not schedule.flushes:  # the slower rank is never idle
         return MICROBATCHES * max(known[f"F{stage}"] + known[f"B{stage}"] for stage in range(schedule.stages)) + rest
-    stages = range(schedule.stages)
-    whole = "B0" in known  # else in halves, of which the first has nothing to do where no stage waits for it
-    inputs = [known[f"B{stage}"] if whole else known.get(f"I{stage}", 0.0) for stage in stages]
-    weights = [0.0 if whole else known[f"W{stage}"] for stage in stages]
-    simulated = simulate(schedule, Costs([known[f"F{stage}"] for stage in stages], inputs, weights))
+    kinds = {(action.kind, action.stage) for order in schedule.orders for action in order}
+    simulated = simulate(schedule, Costs({(kind, stage): known[f"{kind}{stage}"] for kind, stage in kinds}))
     return simulated.seconds + rest
 
 
@@ -337,9 +334,9 @@ def slept() -> list[tuple[float, float]]:
 
 def sleep_of(schedule: Schedule) -> Costs:
     """What its actions sleep."""
-    others = schedule.stages - 1
     forward, inputs, weights = (each / schedule.chunks for each in (FORWARD, INPUTS, WEIGHTS))
-    return Costs([forward] * (others + 1), [0.0] + [inputs] * others, [inputs + weights] + [weights] * others)
+    first: dict[tuple[Kind, int], float] = {("I", 0): 0.0, ("W", 0): inputs + weights}
+    return Costs({**Costs.even(schedule.stages, forward, inputs, weights).seconds, **first})
 
 
 def run_sleeping(names: Sequence[str], stages: Sequence[int], rounds: int, steps: int) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ from shoal.pipeline import (
     versions,
     write_schedule,
 )
+from shoal.pipeline.actions import as_orders
 
 pytestmark = pytest.mark.fast
 ANY = settings(max_examples=60, deadline=None)
@@ -44,10 +46,32 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @given(schedules())
 def test_each_is_complete_and_comes_to_its_end(schedule):
     check(schedule)
-    halves = schedule.name in ("zb1p", "zbv")
-    updates = sum(action.kind == "U" for order in schedule.orders for action in order)
-    assert sum(map(len, schedule.orders)) - updates == schedule.stages * schedule.microbatches * (3 if halves else 2)
-    assert bool(updates) <= (not schedule.flushes)
+    number = Counter(action.kind for order in schedule.orders for action in order)
+    assert number["F"] == number["B"] + number["I"] == schedule.stages * schedule.microbatches and number["I"] == number["W"]
+    assert bool(number["I"]) <= (schedule.name in ("zb1p", "zbv")) and bool(number["U"]) <= (not schedule.flushes)
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Each backward in two."""
+    orders = [
+        [Action(kind, each.stage, each.microbatch) for each in order for kind in ("IW" if each.kind == "B" else each.kind)]
+        for order in schedule.orders
+    ]
+    return replace(schedule, orders=as_orders(orders))
+
+
+@ANY
+@given(schedules().filter(lambda each: each.name in ("zb1p", "zbv")))
+def test_backwards_are_whole_where_that_makes_nothing_later(schedule):
+    costs = Costs.even(schedule.stages)
+    seconds = simulate(schedule, costs).seconds
+    assert simulate(in_halves(schedule), costs).seconds == seconds
+    for rank, order in enumerate(schedule.orders):
+        for place, (one, then) in enumerate(pairwise(order)):
+            if one.kind == "I" and then == Action("W", one.stage, one.microbatch):  # to join these too would
+                whole = (*order[:place], Action("B", one.stage, one.microbatch), *order[place + 2 :])
+                other = replace(schedule, orders=(*schedule.orders[:rank], whole, *schedule.orders[rank + 1 :]))
+                assert simulate(other, costs).seconds > seconds
 
 
 def most(schedule: Schedule) -> list[int]:
@@ -104,8 +128,8 @@ def by_events(schedule: Schedule, costs: Costs) -> float:
 @ANY
 @given(schedules(), st.data())
 def test_times_are_those_of_a_second_simulation(schedule, data):
-    some = st.lists(st.integers(1, 9), min_size=schedule.stages, max_size=schedule.stages)
-    costs = Costs(data.draw(some), data.draw(some), data.draw(some), 1.0, float(data.draw(st.integers(0, 3))))
+    kinds = {(action.kind, action.stage) for order in schedule.orders for action in order}
+    costs = Costs({each: data.draw(st.integers(1, 9)) for each in sorted(kinds)}, float(data.draw(st.integers(0, 3))))
     found = simulate(schedule, costs)
     assert found.seconds == by_events(schedule, costs)
     assert 0 <= found.bubble < 1

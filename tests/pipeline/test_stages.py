@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from functools import partial
@@ -153,10 +154,13 @@ def test_any_model_is_cut_between_any_of_its_parts(model, plan):
 def test_stages_by_hand_and_from_a_file(tmp_path):
     one = run_ranks(train, 1, Skips, {})[0]
     write_schedule(make_schedule("1f1b", 2, 8), tmp_path / "mine.txt")  # longer than the step
+    halves = re.sub(r"B(\S+)", r"I\1 W\1", (tmp_path / "mine.txt").read_text())
+    (tmp_path / "halves.txt").write_text(halves)
     for plan in (
         {"pp": 2, "stages": [3, 1]},
         {"pp": 2, "stages": [["first"], ["second", "third", "last"]]},
         {"pp": 2, "schedule": {"name": "file", "path": str(tmp_path / "mine.txt")}},
+        {"pp": 2, "schedule": {"name": "file", "path": str(tmp_path / "halves.txt")}},
         {"pp": 2, "schedule": "gpipe"},
     ):
         assert run_ranks(train, 2, Skips, plan)[0] == pytest.approx(one, rel=1e-12)
@@ -292,6 +296,45 @@ class Cell(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.cell(x)[0]
+
+
+def test_a_hook_on_a_weight_sees_the_sum_of_its_gradients_once():
+    model, seen = Transposed(), []
+    model.weight.register_hook(seen.append)
+    x = torch.randn(3, WIDTH)
+    _, grads = halved(model, x)
+    (grad,) = seen
+    torch.testing.assert_close(grads["weight"], grad)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(seen[1], grad)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t() @ self.weight.t()
+
+
+def recorded(world: World, schedule: str) -> list[str]:
+    engine = Engine(
+        Skips, squares, SGD, Plan(pp=2, schedule=schedule), world=world, precision="fp64", global_batch=12, microbatch=2
+    )
+    (batch,) = engine.batches(rows(), steps=1)
+    engine.ledger.recording = True
+    engine.step(batch)
+    spans = [span.name for span in engine.ledger.take() if span.lane == "stage"]
+    engine.close()
+    return spans
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb1p", "zbv"])
+def test_each_action_is_recorded(schedule):
+    """Also the half of the first stage's backward in which nothing is to be done."""
+    orders = make_schedule(schedule, 2, 6).orders
+    assert run_ranks(recorded, 2, schedule) == [[str(action) for action in order] for order in orders]
 
 
 def test_only_what_is_needed_travels():

@@ -1,8 +1,8 @@
 """Pipeline schedules as pure data: who runs which part of which microbatch, in which order; checked and timed before anything runs."""
 
-from shoal.pipeline.actions import Action, Schedule
+from shoal.pipeline.actions import Action, Kind, Schedule
 from shoal.pipeline.balance import balance
-from shoal.pipeline.check import check, live_activations
+from shoal.pipeline.check import check, kept, live_activations
 from shoal.pipeline.cut import cut_into_stages, delay, given_stages, schedule_of, steady
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.routes import Routes, look
@@ -18,6 +18,7 @@ __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
+    "Kind",
     "Left",
     "Pass",
     "Routes",
@@ -35,6 +36,7 @@ __all__ = [
     "cut_into_stages",
     "delay",
     "given_stages",
+    "kept",
     "kept_versions",
     "live_activations",
     "look",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Schedule
@@ -59,13 +60,14 @@ def _run_through(schedule: Schedule) -> None:
         raise UserError(f"schedule {schedule.name} comes to a halt: {'; '.join(waiting)}")
 
 
+def kept(order: Sequence[Action]) -> Iterator[Mapping[int, int]]:
+    """After each action the microbatches of each stage whose activations a rank keeps: until B or W. One mapping, which goes on."""
+    now: Counter[int] = Counter()
+    for action in order:
+        now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        yield now
+
+
 def live_activations(schedule: Schedule) -> list[int]:
-    """Of each rank the most forwards, of a stage and a microbatch each, whose activations it keeps at a time: until B or W."""
-    peaks = []
-    for order in schedule.orders:
-        now = peak = 0
-        for action in order:
-            now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
+    """Of each rank the most forwards, of a stage and a microbatch each, whose activations it keeps at a time."""
+    return [max((sum(now.values()) for now in kept(order)), default=0) for order in schedule.orders]

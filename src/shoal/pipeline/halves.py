@@ -7,7 +7,8 @@ starts there. A node that cannot skip a half, an autograd.Function (compiled blo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +52,14 @@ def weight_half(starts: Sequence[Start]) -> None:
     """Adds what comes from `starts` to the gradients of their weights, of each once."""
     sums: dict[Tensor, Tensor] = {}
     uses = Counter(weight for start in starts for weight in start.weights)
-    for start in starts:
-        # each alone: a backward from several would go from one through the inputs to the next
-        apart = any(uses[weight] > 1 for weight in start.weights)
-        for weight, grad in _step(start) if apart else _of_weights(start.edges, start.grads, start.weights):
-            sums[weight] = sums[weight] + grad if weight in sums else grad
+    for start in starts:  # each alone: a backward from several would go from one through the inputs to the next
+        if any(uses[weight] > 1 for weight in start.weights):
+            for weight, grad in _step(start):
+                sums[weight] = sums[weight] + grad if weight in sums else grad
+        elif _variable(start.edges[0].node) is not None:
+            torch.autograd.backward(start.weights, start.grads)
+        else:
+            torch.autograd.backward(start.edges, start.grads, inputs=start.weights, retain_graph=True)
     if sums:
         torch.autograd.backward(list(sums), list(sums.values()))
 
@@ -63,8 +67,22 @@ def weight_half(starts: Sequence[Start]) -> None:
 def _of_weights(edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     if _variable(edges[0].node) is not None:
         return [(weights[0], grads[0])]
-    found = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
+    with _without_hooks(weights):
+        found = torch.autograd.grad(edges, weights, grads, retain_graph=True, allow_unused=True)
     return [(weight, grad) for weight, grad in zip(weights, found, strict=True) if grad is not None]
+
+
+@contextmanager
+def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Those of users see the sum of a weight's gradients, once."""
+    hooks = [weight._backward_hooks for weight in weights]
+    try:
+        for weight in weights:
+            weight._backward_hooks = None
+        yield
+    finally:
+        for weight, own in zip(weights, hooks, strict=True):
+            weight._backward_hooks = own
 
 
 def _step(start: Start) -> list[tuple[Tensor, Tensor]]:

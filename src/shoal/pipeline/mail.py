@@ -7,7 +7,7 @@ nobody computes less because somebody else is late, but who needs what is late.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -64,20 +64,10 @@ class Mail:
                     for sends in (True, False):
                         self._lanes[way, other, sends] = self._world.lane()
 
-    def expect(self, schedule: Schedule, kinds: str, between: Callable[[int, int, int], bool]) -> None:
-        """What comes while the actions of `kinds` ("FBI", "F") of `schedule` run; `between(source, target, microbatch)`: whether something does forward between these stages, and so back."""
-        self._expected = {key: deque() for key in self._groups}
+    def expect(self, coming: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
+        """What comes next, of each way and place: see `coming`."""
+        self._expected = {key: deque(coming.get(key, ())) for key in self._groups}
         self._posted = {}
-        for place, order in enumerate(schedule.orders):
-            if place == self._place:
-                continue
-            for action in (action for action in order if action.kind in kinds):
-                stage, microbatch = action.stage, action.microbatch
-                for other in schedule.stages_of(self._place):
-                    if action.kind == "F" and stage < other and between(stage, other, microbatch):
-                        self._expected["forward", place].append(Message("forward", stage, other, microbatch))
-                    if action.kind != "F" and other < stage and between(other, stage, microbatch):
-                        self._expected["backward", place].append(Message("backward", stage, other, microbatch))
 
     def expect_also(self, way: Way, place: int, message: Message) -> None:
         """One more message that the rank at `place` will send, after all that it was said to send."""
@@ -134,6 +124,26 @@ class Mail:
             group.close()
         for lane in self._lanes.values():
             lane.close()
+
+
+def coming(
+    schedule: Schedule, place: int, kinds: str, between: Callable[[int, int, int], bool]
+) -> dict[tuple[Way, int], list[Message]]:
+    """What comes to the rank at `place` while the actions of `kinds` ("FBI", "F") of `schedule` run, of each way and place in the order in which it is sent;
+    `between(source, target, microbatch)`: whether something does forward between these stages, and so back."""
+    found: dict[tuple[Way, int], list[Message]] = {}
+    own = schedule.stages_of(place)
+    for source, order in enumerate(schedule.orders):
+        if source == place:
+            continue
+        for action in (action for action in order if action.kind in kinds):
+            stage, microbatch = action.stage, action.microbatch
+            for other in own:
+                if action.kind == "F" and stage < other and between(stage, other, microbatch):
+                    found.setdefault(("forward", source), []).append(Message("forward", stage, other, microbatch))
+                if action.kind != "F" and other < stage and between(other, stage, microbatch):
+                    found.setdefault(("backward", source), []).append(Message("backward", stage, other, microbatch))
+    return found
 
 
 def _receive(group: Group, source: int, shapes: Sequence[Shape], into: list[Tensor], device: torch.device, way: Way) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Given:
     def of(cls, result: Any) -> Given:
         return cls(tree_map_only(Tensor, lambda leaf: Shape(tuple(leaf.shape), leaf.dtype), result))
 
-    @property
+    @cached_property
     def leaves(self) -> list[Any]:
         return tree_leaves(self.result)
 

@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.arrived import Box
 from shoal.pipeline.halves import Start, input_half, weight_half
-from shoal.pipeline.mail import Mail, Message
+from shoal.pipeline.mail import Mail, Message, Way, coming
 from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value, find_routes
 from shoal.pipeline.split import Split
 
@@ -46,6 +46,7 @@ class Runner:
         self._schedule = lru_cache(maxsize=16)(schedule)
         self._mail = Mail(world, group.ranks, group.rank)
         self._known: dict[Any, Routes] = {}
+        self._coming = lru_cache(maxsize=16)(partial(_coming, self._schedule, self._known, group.rank))
         self._passes: dict[tuple[int, int], Pass] = {}
         one = self._schedule(1)
         self._rank_of, self._number = one.rank_of, one.stages
@@ -133,7 +134,7 @@ class Runner:
         schedule = self._schedule(len(kinds))
         self._routes = {place: self._known[kind] for place, kind in enumerate(kinds)}
         self._passes, self._local = {}, dict[Message, list[Tensor]]()
-        self._mail.expect(schedule, actions, lambda source, target, at: bool(self._routes[at].between(source, target)))
+        self._mail.expect(self._coming(tuple(kinds), actions))
         return schedule
 
     def _run(self, action: Action, work: Work, complete: set[str], last: bool) -> None:
@@ -184,7 +185,8 @@ class Runner:
         roots, grads = self._roots(action, current)
         if not current.boxes or not roots:  # all of it can wait
             current.later = (roots, grads)
-            self._send_back(action, {})
+            with self._span(action):
+                self._send_back(action, {})
             return
         current.recall()
         with self._span(action), work.backward(action.microbatch, None, False):
@@ -252,6 +254,12 @@ class Runner:
     def close(self) -> None:
         """Ends the lanes on which values travel."""
         self._mail.close()
+
+
+def _coming(
+    schedule: Callable[[int], Schedule], known: Mapping[Any, Routes], place: int, kinds: tuple[Any, ...], actions: str
+) -> dict[tuple[Way, int], list[Message]]:
+    return coming(schedule(len(kinds)), place, actions, lambda source, target, at: bool(known[kinds[at]].between(source, target)))
 
 
 class Stream:

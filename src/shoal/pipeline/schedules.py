@@ -3,7 +3,7 @@
 gpipe        all forwards, then all backwards                                    Huang et al. 2019, arXiv 1811.06965
 1f1b         one forward, one backward, after as many forwards as ranks behind   PipeDream-flush; Narayanan et al. 2021, arXiv 2006.09503
 interleaved  the same over several chunks a rank, in groups of as many microbatches as ranks    Narayanan et al. 2021, arXiv 2104.04473
-zb1p         backward in two halves: the weights' half fills what would be waiting           Qi et al. 2023, arXiv 2401.10241
+zb1p         backward in two halves where the weights' half can fill what would be waiting         Qi et al. 2023, arXiv 2401.10241
 zbv          the same with two chunks a rank, there and back                                  Qi et al. 2024, arXiv 2405.15362
 pipedream    without a flush: each backward is followed by its update            Narayanan et al. 2019 (SOSP)
 2bw          without a flush: one update for every `every` microbatches          Narayanan et al. 2021, arXiv 2006.09503
@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 from shoal.errors import UserError, did_you_mean
 from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
+from shoal.pipeline.simulate import Costs, simulate
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
@@ -115,13 +117,53 @@ def _zb1p(ranks: int, microbatches: int, chunks: int) -> Schedule:
             if len(put_off) > rank:
                 split.append(put_off.pop(0))
         orders.append(split + put_off)
-    return replace(base, name="zb1p", orders=as_orders(orders))
+    return _joined(replace(base, name="zb1p", orders=as_orders(orders)))
 
 
 def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """The order of the paper, which is of 2 ranks - 1 microbatches or more; of fewer the shorter one of that and of a trial."""
+    empty = Schedule("zbv", ranks, 2, microbatches, (), "v")
+    found = [_v_filled(empty)] + ([_v_by_trial(empty)] if microbatches < 2 * ranks - 1 else [])
+    return _joined(min(found, key=lambda each: simulate(each, Costs.even(each.stages)).seconds))
+
+
+def _v_filled(empty: Schedule) -> Schedule:
+    """Each rank fills the way down and up with forwards, then takes of each chunk in turn a forward and both halves of a backward; at the end it puts off as many weights' halves as ranks
+    stand before it, whose inputs' halves wait."""
+    ranks = empty.ranks
+    microbatches = max(empty.microbatches, 2 * ranks - 1)
+    orders = []
+    for rank in range(ranks):
+        down, up = empty.stages_of(rank)
+        filled, behind = 2 * ranks - rank - 1, ranks - rank
+        pattern = [
+            *_each(down, "F") * (filled - rank),
+            *(_each(up, "F") + _each(down, "F")) * rank,
+            *_each(up, "F", "I", "W") * behind,
+            *(_each(down, "F", "I", "W") + _each(up, "F", "I", "W")) * (microbatches - filled),
+            *(_each(down, "I", "W") + _each(up, "F", "I", "W")) * (filled - ranks),
+            *(_each(down, "I") + _each(up, "I")) * rank,
+            *_each(down, "I", "W") * behind,
+            *_each(up, "W") * rank,
+            *_each(down, "W") * rank,
+        ]
+        number: Counter[tuple[Kind, int]] = Counter()
+        order = []
+        for kind, stage in pattern:
+            order.append(Action(kind, stage, number[kind, stage]))
+            number[kind, stage] += 1
+        orders.append([action for action in order if action.microbatch < empty.microbatches])
+    return replace(empty, orders=as_orders(orders))
+
+
+def _each(stage: int, *kinds: Kind) -> list[tuple[Kind, int]]:
+    return [(kind, stage) for kind in kinds]
+
+
+def _v_by_trial(empty: Schedule) -> Schedule:
     """By trial in unit time: a rank that is free takes the input's half of a backward, of the oldest microbatch there is; else a forward, of the stage nearest to the loss, while
     it keeps fewer activations than two a rank; else the oldest weights' half."""
-    empty = Schedule("zbv", ranks, 2, microbatches, (), "v")
+    ranks, microbatches = empty.ranks, empty.microbatches
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     ends: dict[Action, int] = {}
     number: Counter[tuple[str, int]] = Counter()  # of each kind and stage, which come in the order of microbatches
@@ -161,6 +203,35 @@ def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
                 number[action.kind, action.stage] += 1
                 live[rank] += {"F": 1, "W": -1}.get(action.kind, 0)
     return replace(empty, orders=as_orders(orders))
+
+
+def _joined(schedule: Schedule) -> Schedule:
+    """`I` with the `W` right behind it as `B`, which computes faster than both, wherever in unit time all ends as early: where those who wait for `I` have time until `W` is through."""
+    costs = Costs.even(schedule.stages)
+    times = simulate(schedule, costs)
+    waiting: dict[Action, list[Action]] = {}
+    next_one = {action: then for order in schedule.orders for action, then in pairwise(order)}
+    for order in schedule.orders:
+        for action in order:
+            for need in schedule.needs(action):
+                waiting.setdefault(need, []).append(action)
+    left: dict[Action, float] = {}  # the time from the start of an action to the end of all that has to come after it
+    whole: dict[Action, Action] = {}
+    for action, start, _ in sorted((span for rank in times.spans for span in rank), key=lambda span: -span[1]):
+        then = next_one.get(action)
+        rest = Action("W", action.stage, action.microbatch)
+        if action.kind == "I" and then == rest:
+            after = {*waiting[action], *([next_one[rest]] if rest in next_one else [])} - {rest}
+            both = costs.of(action) + costs.of(rest) + max((left[each] for each in after), default=0.0)
+            if start + both <= times.seconds:
+                left[action] = both
+                whole[action] = replace(action, kind="B")
+                continue
+        after = {*waiting.get(action, ()), *([then] if then is not None else [])}
+        left[action] = costs.of(action) + max((left[each] for each in after), default=0.0)
+    gone = {replace(action, kind="W") for action in whole}
+    orders = [[whole.get(action, action) for action in order if action not in gone] for order in schedule.orders]
+    return replace(schedule, orders=as_orders(orders))
 
 
 def _age(action: Action) -> tuple[int, int]:

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.pipeline.actions import Action, Schedule
+from shoal.pipeline.actions import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each stage: forward, the backward of its input, that of its weights (B takes both), an update; and of a message from rank to rank."""
+    """Seconds of each kind of action of a stage, 0 of what is not there; and of a `message` from rank to rank."""
 
-    forward: Sequence[float]
-    inputs: Sequence[float]
-    weights: Sequence[float]
-    update: float = 0.0
+    seconds: Mapping[tuple[Kind, int], float]
     message: float = 0.0
 
     @classmethod
     def even(cls, stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, message: float = 0.0) -> Costs:
-        """The same for all stages."""
-        return cls((forward,) * stages, (inputs,) * stages, (weights,) * stages, 0.0, message)
+        """The same for all stages: forward, and the halves of a backward, which takes both whole."""
+        kinds: dict[Kind, float] = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
+        return cls({(kind, stage): seconds for kind, seconds in kinds.items() for stage in range(stages)}, message)
 
     def of(self, action: Action) -> float:
-        at = action.stage
-        match action.kind:
-            case "F":
-                return self.forward[at]
-            case "B":
-                return self.inputs[at] + self.weights[at]
-            case "I":
-                return self.inputs[at]
-            case "W":
-                return self.weights[at]
-            case "U":
-                return self.update
+        return self.seconds.get((action.kind, action.stage), 0.0)
 
 
 @dataclass(frozen=True)

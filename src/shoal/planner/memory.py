@@ -13,7 +13,7 @@ from shoal.chunks.disk import sectors
 from shoal.chunks.lender import BUFFERS
 from shoal.chunks.pager import BUFFERS as PAGES
 from shoal.chunks.places import IN_TURN, number_away
-from shoal.pipeline import delay, schedule_of, steady
+from shoal.pipeline import delay, kept, schedule_of, steady
 from shoal.plan import Plan
 from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid, Place
@@ -112,11 +112,9 @@ def _for_backward(recording: Recording, plan: Plan, microbatches: int) -> int:
     if not recording.stages:
         return recording.activations
     schedule, of_stage = steady(plan, microbatches), dict(recording.stages)
-    now, most = 0, recording.activations
-    for action in schedule.orders[schedule.rank_of(recording.stages[0][0])]:
-        now += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0) * of_stage.get(action.stage, 0)
-        most = max(most, now)
-    return most
+    order = schedule.orders[schedule.rank_of(recording.stages[0][0])]
+    waiting = (sum(number * of_stage.get(stage, 0) for stage, number in now.items()) for now in kept(order))
+    return max(recording.activations, *waiting)
 
 
 def _unflushed(recording: Recording, chunks: Sequence[Laid], plan: Plan, precision: Precision) -> list[Row]:

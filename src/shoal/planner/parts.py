@@ -26,7 +26,7 @@ from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
 from shoal.errors import UserError, did_you_mean
 from shoal.optimizer import OptimizerFactory
-from shoal.pipeline import Schedule, balance, steady
+from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
 from shoal.plan import Plan, option_name, option_parameters
 from shoal.planner.dry_run import Prepared, Recording, Subject, in_one_line, prepared, run
@@ -112,13 +112,8 @@ def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit:
 
 def under_way(schedule: Schedule) -> list[int]:
     """Of each stage the most microbatches that it has between forward and the end of their backward."""
-    most = [0] * schedule.stages
-    for order in schedule.orders:
-        now = dict.fromkeys((action.stage for action in order), 0)
-        for action in order:
-            now[action.stage] += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return most
+    orders = [schedule.orders[schedule.rank_of(stage)] for stage in range(schedule.stages)]
+    return [max(now[stage] for now in kept(order)) for stage, order in enumerate(orders)]
 
 
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # torch counts those of GPUs alone

@@ -10,7 +10,7 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from shoal.errors import UserError
-from shoal.pipeline import Action, Costs, Schedule, check, simulate
+from shoal.pipeline import Action, Costs, Kind, Schedule, check, simulate
 from shoal.pipeline.files import action_of
 
 from . import units
@@ -46,7 +46,7 @@ def gantt(spans: Sequence[Span]) -> Gantt | None:
     predicted = None
     try:
         check(schedule)
-        predicted = simulate(schedule, _costs(schedule, rows))
+        predicted = simulate(schedule, _costs(rows))
     except UserError:  # of another step the rest of what these actions need
         pass
     longest = max(whole, predicted.seconds if predicted else 0.0)
@@ -80,16 +80,13 @@ def _schedule(rows: Sequence[Row]) -> Schedule:
     return Schedule("run", len(rows), chunks, microbatches, orders, "v" if there_and_back else "loop")
 
 
-def _costs(schedule: Schedule, rows: Sequence[Row]) -> Costs:
-    """The median of what each kind of action of a stage took."""
-    taken: dict[tuple[str, int], list[float]] = {}
+def _costs(rows: Sequence[Row]) -> Costs:
+    """Medians of what each kind of action of a stage took."""
+    taken: dict[tuple[Kind, int], list[float]] = {}
     for row in rows:
         for action, start, stop in row:
             taken.setdefault((action.kind, action.stage), []).append(stop - start)
-    typical = {key: statistics.median(seconds) for key, seconds in taken.items()}
-    stages = range(schedule.stages)
-    inputs = [typical.get(("B", stage), typical.get(("I", stage), 0.0)) for stage in stages]
-    return Costs([typical[("F", stage)] for stage in stages], inputs, [typical.get(("W", stage), 0.0) for stage in stages])
+    return Costs({key: statistics.median(seconds) for key, seconds in taken.items()})
 
 
 def _chart(title: str, rows: Sequence[Row], longest: float) -> Chart:
