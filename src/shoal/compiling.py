@@ -17,17 +17,20 @@ from shoal.errors import UserError
 
 def recomputable(module: nn.Module) -> list[nn.Module]:
     """The parts whose activations can be computed again one by one: the blocks, or, where there are none, what the outermost Sequentials run one after
-    the other; a Sequential of plain layers is one part. UserError if there is neither."""
+    the other; a Sequential of plain layers is one part."""
     found = blocks(module)
     if found == [module]:
         parts = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
         found = [part for part in parts if not isinstance(part, StandIn)]
-    if not found:
-        raise UserError(
-            "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward where it pays"
-        )
     return found
+
+
+def nothing_to_recompute() -> UserError:
+    """For plan.recompute with a model that has no such parts."""
+    return UserError(
+        "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward where it pays"
+    )
 
 
 def _parts(sequence: nn.Module) -> list[nn.Module]:

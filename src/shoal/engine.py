@@ -26,7 +26,7 @@ from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane, World
-from shoal.compiling import blocks, compile_blocks, recomputable
+from shoal.compiling import blocks, compile_blocks, nothing_to_recompute, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
@@ -135,7 +135,7 @@ class Engine:
             pipeline.split.within = [] if parted.context is None else [parted.context]
         tied = self._tied()
         if unflushed:
-            check_unflushed(self.plan, self.precision, parted, group.size, sync_bn, bool(tied))
+            check_unflushed(self.plan, self.precision, parted, group.size, sync_bn, bool(pipeline and pipeline.tied))
         self.module, self.build_note = built.module, built.how
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
@@ -188,7 +188,7 @@ class Engine:
         storage.agree(self.module, self.chunks, beside)
 
         trainable = [chunk for chunk in self.chunks if chunk.trainable]
-        if not trainable:
+        if not self._on_any_stage(bool(trainable)):
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
         offload = self.offload
         chunkwise = offload is not None and offload.chunkwise
@@ -377,7 +377,7 @@ class Engine:
         self._runner.flush()
         if self._pipeline is None:
             return self.module
-        return Whole(self._pipeline, self._group if self._alike else None)
+        return Whole(self._pipeline, self._group if self._alike else None, self._runner.flush)
 
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and products with the
@@ -576,9 +576,8 @@ class Engine:
             if self._pipeline is not None:
                 stack.callback(self._pipeline.close)
             stack.callback(self._exchange.close)
-            if "tied" in self._apart:  # a stage may wait there for another one, which has closed
-                stack.callback(self._apart["tied"].close)
             stack.callback(self._runner.close)
+            stack.callback(self._storage.leave)
             stack.callback(self._runner.settle)
             for writer in self._writers.values():
                 stack.callback(writer.close)
@@ -605,18 +604,27 @@ class Engine:
 
     def _tied(self) -> list[int]:
         """At which places of the pipeline there are weights that this rank's stages share with others; they become chunks apart, summed over all who have them."""
-        if self._pipeline is None or not self._pipeline.tied:
+        if self._pipeline is None:
             return []
         sets = {tuple(places) for places in self._pipeline.tied.values()}
-        if len(sets) > 1:
-            raise UserError(
-                f"plan.pp: weights are tied across the ranks {sorted(sets)} of the pipeline, where one set of them is possible: name the stages by hand (plan.stages)"
-            )
-        places = list(sets.pop())
-        self._apart["tied"] = self.world.group(f"tied{self._serial}", self.mesh.on(places, self.mesh.ranks("dp", "cp")))
-        for name in self._pipeline.tied:
-            self.layouts[name] = self.layouts[name].tied
-        return places
+        for place in range(self.plan.pp):
+            if len(several := sorted(each for each in sets if place in each)) > 1:
+                raise UserError(
+                    f"plan.pp: weights are tied across the ranks {several} of the pipeline, where one set of them is possible for each: name the stages by hand (plan.stages)"
+                )
+        own = next((list(places) for places in sets if self._pipeline.group.rank in places), [])
+        if own:
+            self._apart["tied"] = self.world.group(f"tied{self._serial}", self.mesh.on(own, self.mesh.ranks("dp", "cp")))
+        for name, places in self._pipeline.tied.items():
+            if places == own:
+                self.layouts[name] = self.layouts[name].tied
+        return own
+
+    def _on_any_stage(self, here: bool) -> bool:
+        """Whether it is so on any rank of the pipeline, which all call it alike."""
+        if self._pipeline is None:
+            return here
+        return bool(self._pipeline.group.all_reduce(torch.tensor(int(here)), "max", purpose="stages"))
 
     def _without_flush(self, trainable: Sequence[Chunk], serial: int) -> dict[str, Any]:
         """What a runner of steps needs beside, where the schedule has no flush."""
@@ -646,7 +654,10 @@ class Engine:
                 'plan.recompute = "selective" sees no operations inside compiled blocks: take another, or compile = false'
             )
         again = [self._randomness.again] if self._keyed else []
-        return Recompute(recomputable(self.module), self.plan.recompute, again)
+        parts = recomputable(self.module)
+        if not self._on_any_stage(bool(parts)):
+            raise nothing_to_recompute()
+        return Recompute(parts, self.plan.recompute, again)
 
     def _check_cut(self, optimizer: OptimizerFactory, options: list[dict[str, Any]], sync_bn: bool) -> None:
         """UserError for what does not go with a model that is cut, or with rows that are."""

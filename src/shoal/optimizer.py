@@ -125,6 +125,7 @@ class ChunkOptimizer:
             if names
         ]
         self.members = [names for names in members if names]
+        groups = groups or [{"params": [], **options[0]}]  # a stage of a pipeline in which nothing is trained
         self.torch = self._choose(factory, groups)
         for page in self.pages:
             page.bind(self._parameters, lambda name: self.torch.state[self._parameters[name]])

@@ -353,7 +353,7 @@ class StepRunner:
         """
         touched = list(self._reducer.touched.values())
         self._reducer.finish()
-        squares = torch.stack(self._reducer.squares).sum(0)
+        squares = torch.stack([sum_of_squares([], self._device), *self._reducer.squares]).sum(0)
         experts = [] if self._tally is None else [self._tally.row()]
         if not self._agreed:
             totals = self._agree_on_names(totals)

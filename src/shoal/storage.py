@@ -39,6 +39,7 @@ class Storage:
         self._plan, self._mesh, self._world = plan, mesh, world
         self._replicas, self._apart, self._everyone, self._tied = replicas, apart, everyone, tied
         self._offload, self._lane = offload, world.lane()
+        self._meeting = [apart["tied"]] if "tied" in apart else []  # where stages meet
 
     def keeping(self, exchange: Algorithm, whole: Callable[[], bool]) -> tuple[Keeping, dict[str, Keeping]]:
         """How chunks are kept, and those apart. `whole()`: whether no cut may go through a parameter."""
@@ -62,6 +63,8 @@ class Storage:
         inside = group if len(copies) == 1 else self._world.group(f"{group.name}-inside", within)
         across = None if len(copies) == 1 else self._world.group(f"{group.name}-across", copies)
         weights = self._world.group(f"{group.name}-weights", within) if stage == 3 or home is not None else inside
+        if kind == "tied":
+            self._meeting += [each for each in (inside, across, weights) if each is not None]
         return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole())
 
     def chunk_bytes(self, exchange: Algorithm, maker: ChunkMaker, shards: Shards | None, itemsize: int) -> int | None:
@@ -110,6 +113,11 @@ class Storage:
             if chunk.beside[1] > 1:  # which the ranks beside this one have too
                 beside.broadcast(chunk.owned.master, purpose="weights")
                 chunk.publish()
+
+    def leave(self) -> None:
+        """Stages that wait for this one, where they share weights, wait no more."""
+        for group in self._meeting:
+            group.close()
 
     def close(self) -> None:
         """Ends the lane on which weights travel."""

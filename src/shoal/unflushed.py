@@ -127,7 +127,12 @@ class Unflushed(StepRunner):
         pending = [*self._steps, step]
         for place, kind in enumerate(kinds):
             self._versions.bind(step.version)
+            self._buffers.begin()
             self._stream.feed(kind, work, place)
+            if self._partners.size > 1 and self._buffers.changed():
+                raise UserError(
+                    "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a flush, such as 1f1b, or plan.dp = 1"
+                )
             if self._stream.under_way > self._stream.behind:
                 self._back(pending)
         if not self._agreed:

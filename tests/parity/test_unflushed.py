@@ -281,3 +281,47 @@ def test_forward_and_backward_of_a_microbatch_see_the_same_version():
 def test_as_many_versions_are_kept_as_the_schedule_needs():
     for stages in (2, 4, 8):
         assert kept_versions(make_schedule("pipedream", stages, 3 * stages)) == [stages - stage for stage in range(stages)]
+
+
+def called_between(world, plan: dict[str, Any], calls: bool) -> list[float]:
+    running = engine(world, "lstm", plan)
+    model, tokens, found = running.model, torch.stack([text()[0]["input_ids"]]), []
+    for each in running.batches(text(), steps=STEPS):
+        found.append(running.step(each).loss)
+        if calls and each.step % 2:
+            with torch.no_grad():
+                assert model(tokens).isfinite().all()
+    running.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2, "schedule": "2bw"}, {"pp": 2}])
+def test_the_model_may_be_kept_and_called_between_steps(plan):
+    alone, called = (run_ranks(called_between, 2, plan, calls) for calls in (False, True))
+    assert alone == called
+
+
+class Counts(LSTM):
+    """Its forward writes to a buffer that is saved."""
+
+    def __init__(self, cfg: LSTMConfig) -> None:
+        super().__init__(cfg)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().forward(*args, **kwargs)
+
+
+def counting(world, plan: dict[str, Any]) -> float:
+    model = partial(Counts, MODELS["lstm"].args[0])  # type: ignore[attr-defined]
+    running = Engine(model, causal_lm, ADAMW, Plan(**plan), world=world, global_batch=8, microbatch=2, precision="fp64")
+    found = [running.step(each).loss for each in running.batches(text(), steps=2)]
+    running.close()
+    return found[-1]
+
+
+def test_buffers_that_replicas_would_agree_on_are_refused():
+    run_ranks(counting, 2, {"pp": 2, "schedule": "2bw"})  # nobody to agree with
+    with pytest.raises(RankError, match="writes to a buffer of the model"):
+        run_ranks(counting, 4, {"dp": 2, "pp": 2, "schedule": "2bw"})

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal import Plan
 from shoal.errors import UserError
 from shoal.pipeline import (
     SCHEDULES,
@@ -23,6 +24,7 @@ from shoal.pipeline import (
     live_activations,
     make_schedule,
     read_schedule,
+    schedule_of,
     simulate,
     versions,
     write_schedule,
@@ -253,6 +255,22 @@ def test_wrong_files_say_where_and_what(text, message, tmp_path):
 def test_what_a_schedule_does_not_take_is_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         make_schedule(*arguments)
+
+
+def test_a_file_may_say_how_many_activations_are_kept(tmp_path):
+    write_schedule(make_schedule("gpipe", 2, 4), tmp_path / "all.txt")
+    mine = {"name": "file", "path": str(tmp_path / "all.txt")}
+    assert schedule_of(Plan(pp=2, schedule={**mine, "activations": 4}), 4).microbatches == 4
+    with pytest.raises(UserError, match=r"rank 0: at F0:3 it keeps the activations of 4 forwards, and 3 are allowed"):
+        schedule_of(Plan(pp=2, schedule={**mine, "activations": 3}), 4)
+    with pytest.raises(UserError, match=r"activations .the most forwards"):
+        schedule_of(Plan(pp=2, schedule={**mine, "live": 3}), 4)
+
+
+def test_a_file_with_updates_is_none_to_run(tmp_path):
+    write_schedule(make_schedule("pipedream", 2, 4), tmp_path / "mine.txt")
+    with pytest.raises(UserError, match=r"has updates .U. among its actions"):
+        schedule_of(Plan(pp=2, schedule={"name": "file", "path": str(tmp_path / "mine.txt")}), 4)
 
 
 def test_orders_for_other_ranks_are_refused():

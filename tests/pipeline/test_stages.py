@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import time
+import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +23,10 @@ from shoal.build import Built
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, ResNet, ResNetConfig, from_config
-from shoal.pipeline import Split, read_schedule, stages_of, units_of, write_schedule
+from shoal.pipeline import Split, read_schedule, runner, stages_of, units_of, write_schedule
 from shoal.pipeline.arrived import Box
 from shoal.pipeline.halves import input_half, weight_half
+from shoal.pipeline.mail import AHEAD, Mail
 from shoal.pipeline.routes import find_routes
 from shoal.pipeline.schedules import make_schedule
 from tests.pool import RankError, disposable_ranks, run_ranks
@@ -81,6 +85,35 @@ class Reads(Skips):
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
         return self.last(self.second(h) if h.sum() > 0 else self.third(h))
+
+
+class Hiding(nn.Module):
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.inner, self.how = layer(), how
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self.inner(x))
+
+
+class Hides(nn.Module):
+    """A part gives an object of which torch does not know that it has tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Hiding(lambda y: SimpleNamespace(y=y)), layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x).y)
+
+
+class Complex(Hides):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].how = lambda y: torch.complex(y, y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x).abs())
 
 
 class Backwards(nn.Module):
@@ -151,6 +184,59 @@ def test_any_model_is_cut_between_any_of_its_parts(model, plan):
         assert found == pytest.approx(one, rel=1e-12)
 
 
+class Frozen(Skips):
+    """Some of it is not trained."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names.split():
+            getattr(self, name).requires_grad_(False)
+
+
+@pytest.mark.parametrize("names", ["first second", "third last", "second"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pp": 2},
+        {"pp": 2, "schedule": "zbv"},
+        {"pp": 2, "dp": 2, "zero": 2},
+        {"pp": 2, "memory": {}},
+        {"pp": 2, "dp": 2, "zero": 1},
+    ],
+)
+def test_stages_in_which_nothing_is_trained(names, plan):
+    model = partial(Frozen, names)
+    one = run_ranks(train, 1, model, {})[0]
+    for found in run_ranks(train, Plan(**plan).size, model, plan):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+def test_a_stage_without_blocks_has_nothing_to_recompute():
+    cut = {"pp": 2, "stages": [["embedding", "blocks.0", "blocks.1"], ["head"]], "recompute": "full"}
+    one = run_ranks(train, 1, Embedded, {})[0]
+    for found in run_ranks(train, 2, Embedded, cut):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks, self.head = layer(), nn.ModuleList(layer() for _ in range(2)), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+def evaluated(world: World, plan: dict[str, Any]) -> float:
+    engine = Engine(Skips, squares, SGD, Plan(**plan), world=world, precision="fp64", global_batch=4, microbatch=2)
+    loss = engine.evaluate(rows(37)).loss
+    engine.close()
+    return loss
+
+
 def test_stages_by_hand_and_from_a_file(tmp_path):
     one = run_ranks(train, 1, Skips, {})[0]
     write_schedule(make_schedule("1f1b", 2, 8), tmp_path / "mine.txt")  # longer than the step
@@ -164,6 +250,9 @@ def test_stages_by_hand_and_from_a_file(tmp_path):
         {"pp": 2, "schedule": "gpipe"},
     ):
         assert run_ranks(train, 2, Skips, plan)[0] == pytest.approx(one, rel=1e-12)
+    mine = {"pp": 2, "schedule": {"name": "file", "path": str(tmp_path / "mine.txt")}}
+    losses = run_ranks(evaluated, 2, mine) + run_ranks(evaluated, 1, {})  # of more microbatches than are in the file
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-12)
     naive = {"global_batch": 12, "microbatch": 12}  # one after the other
     alone = run_ranks(partial(train, **naive), 1, Skips, {})[0]
     assert run_ranks(partial(train, **naive), 2, Skips, {"pp": 2})[0] == pytest.approx(alone, rel=1e-12)
@@ -234,6 +323,8 @@ def test_models_of_transformers_come_in_the_order_of_their_plan():
         (Skips, {"pp": 2, "schedule": {"name": "1f1b", "chunks": 2}}, {}, "takes 1 chunk a rank"),
         (Skips, {"pp": 2, "schedule": {"name": "1f1b", "chunk": 2}}, {}, "no parameter chunk"),
         (Skips, {"pp": 2, "schedule": {"name": "file"}}, {}, "takes path"),
+        (Hides, {"pp": 2}, {}, "blocks.0 gives a SimpleNamespace, in which tensors are not found"),
+        (Complex, {"pp": 2}, {}, "blocks.0 gives complex numbers to stage 1"),
         (Skips, {"pp": 2, "dp": 2, "exchange": "diloco"}, {}, "diloco.* does not go with plan.pp"),
     ],
 )
@@ -298,6 +389,88 @@ class Cell(nn.Module):
         return self.cell(x)[0]
 
 
+class Conditioned(nn.Module):
+    """What is made of no input is given to the next stages too, above and below another such thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition, self.second, self.block = layer(), layer(), layer()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = self.condition(torch.ones(WIDTH, dtype=x.dtype))
+        second = self.second(first.tanh())
+        return self.block(x + first) * second, first, second
+
+
+class Normed(nn.Module):
+    """A norm that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), layer()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.norm(self.linear(self.norm(x))),)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.T, x.T @ grads[0]
+
+
+class ByFunction(nn.Module):
+    """Weights go into an autograd.Function, one of them into a plain operation too, above and below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.often = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (Product.apply(Product.apply(x @ self.often, self.once), self.often.tanh()) @ self.often,)
+
+
+@pytest.mark.parametrize("model", [Conditioned, Normed, ByFunction])
+def test_halves_are_the_whole_wherever_weights_are_used(model):
+    torch.manual_seed(0)
+    module, seen = model().double(), {}
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda grad, name=name: seen.setdefault(name, []).append(grad.clone()))
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    roots = module(x.clone().requires_grad_())
+    grads = [torch.randn_like(root) for root in roots]
+    torch.autograd.backward(roots, grads)
+    whole = {name: parameter.grad for name, parameter in module.named_parameters()}
+    hooked, seen = dict(seen), {}
+    for parameter in module.parameters():
+        parameter.grad = None
+    box = Box(x)
+    _, starts = input_half(module(box.tensor), grads, [box])
+    weight_half(starts)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name])
+        torch.testing.assert_close(seen[name], hooked[name])
+
+
+def test_a_value_from_another_stage_is_held_by_who_uses_it_alone():
+    gc.collect()
+    gc.disable()
+    try:
+        box = Box(torch.randn(WIDTH))
+        (box.tensor * 2).sum().backward()
+        kept = [weakref.ref(each) for each in (box, box.tensor, box.grad)]
+        del box
+        assert [each() for each in kept] == [None] * 3
+    finally:
+        gc.enable()
+
+
 def test_a_hook_on_a_weight_sees_the_sum_of_its_gradients_once():
     model, seen = Transposed(), []
     model.weight.register_hook(seen.append)
@@ -318,23 +491,45 @@ class Transposed(nn.Module):
         return x @ self.weight.t() @ self.weight.t()
 
 
-def recorded(world: World, schedule: str) -> list[str]:
-    engine = Engine(
-        Skips, squares, SGD, Plan(pp=2, schedule=schedule), world=world, precision="fp64", global_batch=12, microbatch=2
-    )
-    (batch,) = engine.batches(rows(), steps=1)
-    engine.ledger.recording = True
-    engine.step(batch)
-    spans = [span.name for span in engine.ledger.take() if span.lane == "stage"]
-    engine.close()
-    return spans
+def recorded(world: World, schedule: str) -> tuple[list[str], int, int]:
+    """The actions of a step beside an evaluation; how often the way of microbatches was looked for, and how many messages were asked for at a time."""
+    looks, posted = 0, 0
+    look, receive = runner.find_routes, Mail.receive
+
+    def looked(*args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return look(*args)
+
+    def received(self: Mail, *args: Any) -> Any:
+        nonlocal posted
+        found = receive(self, *args)
+        posted = max(posted, len(self._posted))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "find_routes", looked)
+        patch.setattr(Mail, "receive", received)
+        engine = Engine(
+            Skips, squares, SGD, Plan(pp=2, schedule=schedule), world=world, precision="fp64", global_batch=12, microbatch=2
+        )
+        (batch,) = engine.batches(rows(), steps=1)
+        engine.ledger.recording = True
+        engine.step(batch)
+        step_looks = looks
+        engine.evaluate(rows(6))
+        spans = [span.name for span in engine.ledger.take() if span.lane == "stage"]
+        engine.close()
+    return spans, step_looks, posted
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb1p", "zbv"])
 def test_each_action_is_recorded(schedule):
     """Also the half of the first stage's backward in which nothing is to be done."""
-    orders = make_schedule(schedule, 2, 6).orders
-    assert run_ranks(recorded, 2, schedule) == [[str(action) for action in order] for order in orders]
+    found = run_ranks(recorded, 2, schedule)
+    assert [spans for spans, _, _ in found] == [[str(each) for each in order] for order in make_schedule(schedule, 2, 6).orders]
+    assert [looks for _, looks, _ in found] == [1, 1]  # all microbatches are alike
+    assert all(posted <= AHEAD * (1 if schedule in ("1f1b", "zb1p") else 2) for _, _, posted in found)
 
 
 def test_only_what_is_needed_travels():

@@ -67,6 +67,14 @@ class Schedule:
         orders = as_orders([[action for action in order if action.microbatch < microbatches] for order in self.orders])
         return replace(self, microbatches=microbatches, orders=orders)
 
+    def forwards(self, microbatches: int) -> Schedule:
+        """The forwards alone of so many, one stage of a rank after the other."""
+        orders = [
+            [Action("F", stage, each) for stage in self.stages_of(rank) for each in range(microbatches)]
+            for rank in range(self.ranks)
+        ]
+        return replace(self, microbatches=microbatches, orders=as_orders(orders))
+
     def needs(self, action: Action) -> list[Action]:
         """What has to be done before `action`, by whomever. Of a backward in the schedule's form: whole, or its half."""
         stage, microbatch = action.stage, action.microbatch

@@ -9,13 +9,19 @@ from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Schedule
 
 
-def check(schedule: Schedule) -> None:
-    """UserError, naming rank and action, for what is missing, twice, on a wrong rank, or never gets its turn."""
+def check(schedule: Schedule, most: int | None = None) -> None:
+    """UserError, naming rank and action, for what is missing, twice, on a wrong rank, or never gets its turn, and where a rank keeps the activations of more than `most` forwards."""
     if len(schedule.orders) != schedule.ranks:
         raise UserError(f"schedule {schedule.name}: it has {len(schedule.orders)} orders for {schedule.ranks} ranks")
     for rank, order in enumerate(schedule.orders):
         _check_rank(schedule, rank, order)
     _run_through(schedule)
+    for rank, order in enumerate(schedule.orders):
+        for action, now in zip(order, kept(order), strict=True):
+            if most is not None and sum(now.values()) > most:
+                raise UserError(
+                    f"schedule {schedule.name}, rank {rank}: at {action} it keeps the activations of {sum(now.values())} forwards, and {most} are allowed (activations)"
+                )
 
 
 def _check_rank(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> None:

@@ -11,6 +11,7 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.pipeline.actions import Schedule
+from shoal.pipeline.check import check
 from shoal.pipeline.files import read_schedule
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import make_schedule
@@ -58,9 +59,22 @@ def delay(plan: Plan, place: int) -> int:
 
 def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> Schedule:
     path, chunks, placement = parameters.get("path"), parameters.get("chunks", 1), parameters.get("placement", "loop")
-    if not isinstance(path, str) or not isinstance(chunks, int) or placement not in ("loop", "v") or len(parameters) > 3:
-        raise UserError('plan.schedule = "file" takes path, and perhaps chunks (a rank) and placement ("loop" or "v")')
+    most = parameters.get("activations")
+    known = parameters.keys() <= {"path", "chunks", "placement", "activations"}
+    if not (
+        known
+        and isinstance(path, str)
+        and isinstance(chunks, int)
+        and placement in ("loop", "v")
+        and isinstance(most, int | None)
+    ):
+        raise UserError(
+            'plan.schedule = "file" takes path, and perhaps chunks (a rank), placement ("loop" or "v") and activations (the most forwards that a rank keeps at a time)'
+        )
     schedule = read_schedule(Path(path), chunks, placement)
+    if not schedule.flushes:
+        raise UserError(f'the schedule {path} has updates (U) among its actions: only "pipedream" and "2bw" run without a flush')
+    check(schedule, most)
     if schedule.ranks != plan.pp:
         raise UserError(f"the schedule {path} is for {schedule.ranks} ranks, the plan has pp = {plan.pp}")
     return schedule if schedule.microbatches == microbatches else schedule.of_first(microbatches)

@@ -29,22 +29,41 @@ class Start:
     beside: tuple[int, ...]
 
 
+@dataclass
+class _Parting:
+    """The same before anything has come: `numbers` of the edges into `node`."""
+
+    node: Node
+    numbers: set[int]
+    weights: dict[Tensor, None]
+    beside: tuple[int, ...]
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        return [GradientEdge(self.node, number) for number in sorted(self.numbers)]
+
+
 def input_half(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Box]
 ) -> tuple[list[Tensor | None], list[Start]]:
     """The gradients of `inputs`, and where the second half starts. The graph stays for it."""
     partings = _partings(roots, [box.edge.node for box in inputs])
-    edges = [edge for each, _, _ in partings for edge in each]
-    found = torch.autograd.grad(
-        list(roots), [*(box.edge for box in inputs), *edges], list(grads), retain_graph=True, allow_unused=True
-    )
+    ends = [weight for each in partings if (weight := _variable(each.node)) is not None]
+    with _without_hooks(ends):
+        found = torch.autograd.grad(
+            list(roots),
+            [*(box.edge for box in inputs), *(edge for each in partings for edge in each.edges)],
+            list(grads),
+            retain_graph=True,
+            allow_unused=True,
+        )
     of_inputs: list[Tensor | None] = list(found[: len(inputs)])
     rest = iter(found[len(inputs) :])
     starts = []
-    for each, weights, beside in partings:
-        there = [(edge, grad) for edge, grad in zip(each, rest, strict=False) if grad is not None]
+    for each in partings:
+        there = [(edge, grad) for edge, grad in zip(each.edges, rest, strict=False) if grad is not None]
         if there:
-            starts.append(Start([edge for edge, _ in there], [grad for _, grad in there], weights, beside))
+            starts.append(Start([edge for edge, _ in there], [grad for _, grad in there], list(each.weights), each.beside))
     return of_inputs, starts
 
 
@@ -74,46 +93,52 @@ def _of_weights(edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights:
 
 @contextmanager
 def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Those of users see the sum of a weight's gradients, once."""
-    hooks = [weight._backward_hooks for weight in weights]
+    """Those of users see the sum of a weight's gradients, once: where it is added."""
+    hooked = [(weight, weight._backward_hooks) for weight in weights if weight._backward_hooks]
     try:
-        for weight in weights:
+        for weight, _ in hooked:
             weight._backward_hooks = None
         yield
     finally:
-        for weight, own in zip(weights, hooks, strict=True):
-            weight._backward_hooks = own
+        for weight, hooks in hooked:
+            weight._backward_hooks = hooks
 
 
+@torch.no_grad()
 def _step(start: Start) -> list[tuple[Tensor, Tensor]]:
     """The same of a node from which a weight can be reached through the inputs too, where it is used once more: one step by hand, away from them."""
     node = start.edges[0].node
     if _variable(node) is not None or not start.beside:
         return _of_weights(start.edges, start.grads, start.weights)
     came = {edge.output_nr: grad for edge, grad in zip(start.edges, start.grads, strict=True)}
-    given: Any = node(*(came.get(number) for number in range(max(came) + 1)))  # type: ignore[operator]
+    given: Any = node(*(came.get(number) for number in range(len(node._input_metadata))))  # type: ignore[operator]
     given = given if isinstance(given, tuple) else (given,)
-    found = []
+    found, own = [], set(start.weights)
     for place in start.beside:
         child, number = node.next_functions[place]
-        if child is not None and given[place] is not None:
+        if child is None or given[place] is None:
+            continue
+        if ends := [weight for weight in _weights([child]) if weight in own]:
             shape = child._input_metadata[number].shape  # which autograd brings it to: it may have been broadcast
-            found += _of_weights([GradientEdge(child, number)], [given[place].sum_to_size(shape)], list(_weights([child])))
+            found += _of_weights([GradientEdge(child, number)], [given[place].sum_to_size(shape)], ends)
     return found
 
 
-def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[tuple[list[GradientEdge], list[Tensor], tuple[int, ...]]]:
-    """Edges into nodes that lead to an input and to weights beside it, with these and the ways to them; of nodes that do both in one, the edges out of them to the latter."""
+def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[_Parting]:
+    """Nodes that lead to an input and to weights beside it, with these and the ways to them; of nodes that do both in one, and of `roots` that lead to no input, where the latter begin.
+
+    What comes to such a beginning in the first half has in it what has come from others above it. A weight below it and below another parting would get that twice: it is one itself, and
+    has all of its gradient in the first half."""
     order, parents = _graph([(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None])
     leading = set(inputs)
     for node in order:  # children before parents
         if any(child in leading for child, _ in node.next_functions if child is not None):
             leading.add(node)
-    found: dict[Node, tuple[set[int], dict[Tensor, None], tuple[int, ...]]] = {}
+    found: dict[Node, _Parting] = {}
 
     def add(node: Node, numbers: set[int], ends: Sequence[Node], beside: Sequence[int] = ()) -> None:
         if weights := _weights(ends):
-            found.setdefault(node, (numbers, {}, tuple(beside)))[1].update(weights)
+            found.setdefault(node, _Parting(node, numbers, {}, tuple(beside))).weights.update(weights)
 
     for node in order:
         if node in leading and node not in inputs:
@@ -129,11 +154,20 @@ def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[tuple[lis
                     add(child, parents[child], [child])
     for root in roots:
         if root.grad_fn is not None and root.grad_fn not in leading:
-            add(root.grad_fn, {root.output_nr}, [root.grad_fn])
-    return [
-        ([GradientEdge(node, number) for number in sorted(numbers)], list(weights), beside)
-        for node, (numbers, weights, beside) in found.items()
-    ]
+            add(root.grad_fn, parents[root.grad_fn], [root.grad_fn])
+
+    uses = Counter(weight for each in found.values() for weight in each.weights)
+    beginnings = [each for each in found.values() if each.node not in leading]
+    whole = {weight for each in beginnings for weight in each.weights if uses[weight] > 1}
+    if whole:
+        for each in found.values():
+            each.weights = {weight: None for weight in each.weights if weight not in whole}
+        found = {node: each for node, each in found.items() if each.weights}
+        for node in order:
+            weight = _variable(node)
+            if weight is not None and weight in whole:
+                found[node] = _Parting(node, parents[node], {weight: None}, ())
+    return list(found.values())
 
 
 def _weights(ends: Sequence[Node]) -> dict[Tensor, None]:

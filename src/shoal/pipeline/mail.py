@@ -6,7 +6,7 @@ nobody computes less because somebody else is late, but who needs what is late.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ class Mail:
         self._lanes: dict[tuple[Way, int, bool], Lane] = {}
         self._expected: dict[tuple[Way, int], deque[Message]] = {}
         self._posted: dict[Message, tuple[Ticket, list[Tensor]]] = {}
+        self._under_way: Counter[tuple[Way, int]] = Counter()  # of those posted, by way and place
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Connects the places of each pair (lower, higher); all ranks call it with the same pairs."""
@@ -64,10 +65,10 @@ class Mail:
                     for sends in (True, False):
                         self._lanes[way, other, sends] = self._world.lane()
 
-    def expect(self, coming: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
-        """What comes next, of each way and place: see `coming`."""
-        self._expected = {key: deque(coming.get(key, ())) for key in self._groups}
-        self._posted = {}
+    def expect(self, messages: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
+        """What comes next, of each way and place: see `messages_to`."""
+        self._expected = {key: deque(messages.get(key, ())) for key in self._groups}
+        self._posted, self._under_way = {}, Counter()
 
     def expect_also(self, way: Way, place: int, message: Message) -> None:
         """One more message that the rank at `place` will send, after all that it was said to send."""
@@ -90,6 +91,7 @@ class Mail:
         """The tensors of `message`, from the rank at `source`; `shapes` are those of any message."""
         self.ask(source, message, shapes)
         ticket, tensors = self._posted.pop(message)
+        self._under_way[message.way, source] -= 1
         try:
             ticket.wait(f"stage {message.source}")
         except Exception as error:
@@ -101,14 +103,12 @@ class Mail:
         return tensors
 
     def ask(self, source: int, message: Message, shapes: Callable[[Message], Sequence[Shape]]) -> None:
-        """Posts receives up to that of `message`, and `AHEAD` more."""
+        """Posts receives up to that of `message`, and on until `AHEAD` more are under way."""
         expected, group = self._expected[message.way, source], self._groups[message.way, source]
         lane = self._lanes[message.way, source, False]
-        ahead = AHEAD
-        while expected and (message not in self._posted or ahead):
-            if message in self._posted:
-                ahead -= 1
+        while expected and (message not in self._posted or self._under_way[message.way, source] <= AHEAD):
             following = expected.popleft()
+            self._under_way[message.way, source] += 1
             tensors: list[Tensor] = []
             work = partial(_receive, group, 1 - group.rank, shapes(following), tensors, self._world.device, following.way)
             self._posted[following] = (lane.submit(work, str(following)), tensors)
@@ -126,17 +126,15 @@ class Mail:
             lane.close()
 
 
-def coming(
-    schedule: Schedule, place: int, kinds: str, between: Callable[[int, int, int], bool]
-) -> dict[tuple[Way, int], list[Message]]:
-    """What comes to the rank at `place` while the actions of `kinds` ("FBI", "F") of `schedule` run, of each way and place in the order in which it is sent;
-    `between(source, target, microbatch)`: whether something does forward between these stages, and so back."""
+def messages_to(place: int, schedule: Schedule, between: Callable[[int, int, int], bool]) -> dict[tuple[Way, int], list[Message]]:
+    """What comes to the rank at `place` while `schedule` runs, of each way and other place in the order in which it is sent; `between(source, target, microbatch)`: whether something does
+    forward between these stages, and so back."""
     found: dict[tuple[Way, int], list[Message]] = {}
     own = schedule.stages_of(place)
     for source, order in enumerate(schedule.orders):
         if source == place:
             continue
-        for action in (action for action in order if action.kind in kinds):
+        for action in (action for action in order if action.kind in ("F", "B", "I")):
             stage, microbatch = action.stage, action.microbatch
             for other in own:
                 if action.kind == "F" and stage < other and between(stage, other, microbatch):

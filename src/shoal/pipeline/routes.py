@@ -6,6 +6,7 @@ too; the marks on what this stage's own parts are called with, and on the loss, 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,15 +124,17 @@ def find_routes(
     for stage in range(number):
         mine = rank_of(stage) == group.rank
         failed: Exception | None = None
-        found: Stage | str | None = None
+        found: bytes | str | None = None
         if mine:
             try:
-                found = look(split, stage, routes, run, device)
+                seen = look(split, stage, routes, run, device)
+                found = seen if isinstance(seen, str) else pickle.dumps(seen)
             except Exception as error:  # the others are to hear of it
                 failed, found = error, f"stage {stage} cannot be run: {type(error).__name__}: {error}"
-        routes.stages.append(group.broadcast_object(found, src=rank_of(stage)))
-        if isinstance(routes.stages[-1], str):
-            raise failed or UserError(routes.stages[-1])
+        told = group.broadcast_object(found, src=rank_of(stage))
+        if isinstance(told, str):
+            raise failed or UserError(told)
+        routes.stages.append(pickle.loads(told))
     return routes
 
 
@@ -184,7 +187,12 @@ class _Look(Calls):
         """Notes that `values` are used here."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
-                self.needs |= self.marks.of(leaf)
+                self.needs |= (marks := self.marks.of(leaf))
+                for value in marks:
+                    if self._routes.shape(value).dtype.is_complex:
+                        raise _Unfit(
+                            f"{self._split.units[value.unit].name} gives complex numbers to stage {self._stage}, and only real ones travel: view them as real, or give both to one stage (plan.stages)"
+                        )
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         self.use((args, kwargs))
@@ -196,6 +204,11 @@ class _Look(Calls):
             if isinstance(leaf, Tensor):
                 self.marks.clear(leaf)
                 self._own.append((Value(unit, call, place), leaf, leaf._version))
+            elif _hides_tensors(leaf) and self._stage < max(self._split.stages):
+                raise _Unfit(
+                    f"{self._split.units[unit].name} gives a {type(leaf).__name__}, in which tensors are not found: let it give tensors, tuples, dicts, or a class that "
+                    "torch.utils._pytree.register_dataclass or register_pytree_node has made known"
+                )
         return result
 
     def elsewhere(self, unit: int) -> Any:
@@ -272,6 +285,11 @@ class _Marks(TorchDispatchMode):
 
 def _tensors(tree: Any) -> Sequence[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object that torch takes for a constant has tensors."""
+    return any(isinstance(each, Tensor) for each in tree_leaves(dict(getattr(leaf, "__dict__", {}))))
 
 
 def _memory(tensor: Tensor) -> int:

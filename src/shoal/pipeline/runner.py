@@ -17,7 +17,7 @@ from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.arrived import Box
 from shoal.pipeline.halves import Start, input_half, weight_half
-from shoal.pipeline.mail import Mail, Message, Way, coming
+from shoal.pipeline.mail import Mail, Message, Way, messages_to
 from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value, find_routes
 from shoal.pipeline.split import Split
 
@@ -38,7 +38,7 @@ class Work(Protocol):
 
 
 class Runner:
-    """Of the rank at `place` in `group`, the ranks of one pipeline. `schedule(microbatches)` gives the schedule of a step."""
+    """Of one rank of `group`, the ranks of one pipeline. `schedule(microbatches)` gives the schedule of a step."""
 
     def __init__(self, split: Split, schedule: Callable[[int], Schedule], group: Group, world: World) -> None:
         self.split, self.group, self._device = split, group, world.device
@@ -46,18 +46,19 @@ class Runner:
         self._schedule = lru_cache(maxsize=16)(schedule)
         self._mail = Mail(world, group.ranks, group.rank)
         self._known: dict[Any, Routes] = {}
-        self._coming = lru_cache(maxsize=16)(partial(_coming, self._schedule, self._known, group.rank))
+        self._messages = lru_cache(maxsize=16)(partial(_messages, group.rank, self._known))
         self._passes: dict[tuple[int, int], Pass] = {}
         one = self._schedule(1)
         self._rank_of, self._number = one.rank_of, one.stages
+        self._forwards = lru_cache(maxsize=16)(one.forwards)
         self.own = one.stages_of(group.rank)
         self._names = {stage: split.names(stage) for stage in self.own}
 
     @property
     def tied(self) -> dict[str, list[int]]:
-        """The weights that this rank shares with others of its pipeline, by name: the places of all that have them."""
+        """The weights that ranks of the pipeline share, by name: the places of all that have them."""
         places = {each.name: sorted({self._rank_of(stage) for stage in each.stages}) for each in self.split.tied}
-        return {name: having for name, having in places.items() if len(having) > 1 and self.group.rank in having}
+        return {name: having for name, having in places.items() if len(having) > 1}
 
     @property
     def flushes(self) -> bool:
@@ -83,7 +84,7 @@ class Runner:
     ) -> None:
         """Finds out what travels where of microbatches of `kinds` that have not been seen yet; all ranks of the pipeline call it alike. `run(place)` gives the loss of one. `alike`: pipelines
         whose ranks meet in their forwards, and so find out together. `around`: the forwards, if there are any."""
-        new = torch.tensor([kind not in self._known for kind in kinds])
+        new = torch.tensor([kind not in self._known and kind not in kinds[:place] for place, kind in enumerate(kinds)])
         if alike is not None:
             new = alike.all_reduce(new.to(torch.int32), "max", purpose="kinds").bool()
         if not new.any():
@@ -92,13 +93,13 @@ class Runner:
             with around():
                 found = find_routes(self.split, self._number, self._rank_of, self.group, partial(run, place), self._device)
             self._known[kinds[place]] = found
+            self._messages.cache_clear()
             pairs = [(self._rank_of(source), self._rank_of(target)) for source, target in found.pairs()]
             self._mail.open([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
 
     def train(self, kinds: Sequence[Any], work: Work) -> None:
         """One step of microbatches of `kinds`."""
-        schedule = self._begin(kinds, "FBI")
-        order = schedule.orders[self.group.rank]
+        order = self._begin(kinds, self._schedule).orders[self.group.rank]
         weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
         final = {order[place].stage: place for place in weights}
         with functorch_config.patch(donated_buffer=False):  # compiled blocks keep theirs until a second half has come by
@@ -112,11 +113,9 @@ class Runner:
 
     def evaluate(self, kinds: Sequence[Any], work: Work) -> None:
         """The forwards alone."""
-        schedule = self._begin(kinds, "F")
-        for action in schedule.orders[self.group.rank]:
-            if action.kind == "F":
-                self._forward(action, work)
-                self._passes.clear()
+        for action in self._begin(kinds, self._forwards).orders[self.group.rank]:
+            self._forward(action, work, "evaluation")
+            self._passes.clear()
         self._mail.settle()
 
     def of_last_stage(self, value: Tensor | None) -> Tensor:
@@ -130,12 +129,11 @@ class Runner:
         """What goes on from step to step, for a schedule without a flush."""
         return Stream(self)
 
-    def _begin(self, kinds: Sequence[Any], actions: str) -> Schedule:
-        schedule = self._schedule(len(kinds))
+    def _begin(self, kinds: Sequence[Any], schedule: Callable[[int], Schedule]) -> Schedule:
         self._routes = {place: self._known[kind] for place, kind in enumerate(kinds)}
         self._passes, self._local = {}, dict[Message, list[Tensor]]()
-        self._mail.expect(self._coming(tuple(kinds), actions))
-        return schedule
+        self._mail.expect(self._messages(tuple(kinds), schedule))
+        return schedule(len(kinds))
 
     def _run(self, action: Action, work: Work, complete: set[str], last: bool) -> None:
         try:
@@ -154,7 +152,7 @@ class Runner:
             error.add_note(f"in {action} (stage {action.stage}, microbatch {action.microbatch})")
             raise
 
-    def _forward(self, action: Action, work: Work) -> None:
+    def _forward(self, action: Action, work: Work, lane: str = "stage") -> None:
         stage, at = action.stage, action.microbatch
         routes = self._routes[at]
         values: dict[Value, Tensor] = {}
@@ -164,7 +162,7 @@ class Runner:
         current = self._passes[stage, at] = Pass(self.split, stage, routes, values, self._device)
         if stage:
             self.split.hear(routes.stages[stage - 1].said)
-        with self._span(action), work.around(at):
+        with self._span(action, lane), work.around(at):
             current.objective = self.split.run(stage, current, partial(work.forward, at))
         current.recall = self.split.remembered()
         for target in range(stage + 1, self._number):
@@ -226,9 +224,9 @@ class Runner:
                     back.append(routes.shape(value).zeros(self._device) if grad is None else grad)
                 self._send(Message("backward", stage, source, at), back)
 
-    def _span(self, action: Action) -> AbstractContextManager[None]:
+    def _span(self, action: Action, lane: str = "stage") -> AbstractContextManager[None]:
         """Around what is computed of it: waiting for messages is not."""
-        return self._ledger.span("stage", str(action))
+        return self._ledger.span(lane, str(action))
 
     # messages
 
@@ -256,10 +254,10 @@ class Runner:
         self._mail.close()
 
 
-def _coming(
-    schedule: Callable[[int], Schedule], known: Mapping[Any, Routes], place: int, kinds: tuple[Any, ...], actions: str
+def _messages(
+    place: int, known: Mapping[Any, Routes], kinds: tuple[Any, ...], schedule: Callable[[int], Schedule]
 ) -> dict[tuple[Way, int], list[Message]]:
-    return coming(schedule(len(kinds)), place, actions, lambda source, target, at: bool(known[kinds[at]].between(source, target)))
+    return messages_to(place, schedule(len(kinds)), lambda source, target, at: bool(known[kinds[at]].between(source, target)))
 
 
 class Stream:

@@ -139,10 +139,7 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
 def _blocks(module: nn.Module) -> list[nn.Module]:
     found = blocks(module)
     if found == [module]:
-        try:
-            found = recomputable(module)
-        except UserError:  # no repeated parts: cut between any two
-            found = []
+        found = recomputable(module)  # none: cut between any two
     return [block for block in found if type(block) is not nn.Sequential and any(True for _ in block.parameters())]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +17,12 @@ from shoal.pipeline.runner import Runner
 
 
 class Whole(StandIn):
-    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole. `alike`: pipelines whose ranks meet in their forwards, which call it together."""
+    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole. `alike`: pipelines whose ranks meet in their forwards, which call it together.
+    `flush` ends the steps under way."""
 
-    def __init__(self, runner: Runner, alike: Group | None) -> None:
+    def __init__(self, runner: Runner, alike: Group | None, flush: Callable[[], None]) -> None:
         super().__init__(runner.split.module, self._run)
-        self.__dict__["_runner"], self.__dict__["_alike"] = runner, alike
+        self.__dict__.update(_runner=runner, _alike=alike, _flush=flush)
 
     def train(self, mode: bool = True) -> Whole:
         self.__dict__["_part"].train(mode)
@@ -28,8 +30,11 @@ class Whole(StandIn):
 
     @torch.no_grad()
     def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.__dict__["_flush"]()
         runner, module = self.__dict__["_runner"], self.__dict__["_part"]
-        kind = repr(("whole", tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), (args, kwargs))))
+        kind = repr(
+            ("whole", module.training, tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), (args, kwargs)))
+        )
         call = _Call(module, args, kwargs)
         runner.learn([kind], call.try_out, self.__dict__["_alike"])
         runner.evaluate([kind], call)

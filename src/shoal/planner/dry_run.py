@@ -26,7 +26,7 @@ from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
-from shoal.compiling import blocks, recomputable
+from shoal.compiling import blocks, nothing_to_recompute, recomputable
 from shoal.errors import ShoalError, UserError
 from shoal.loss import Loss, call_loss
 from shoal.mesh import Mesh
@@ -171,7 +171,10 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
         stack.enter_context(keyed_functional(randomness))
         recompute = None
         if option_name(subject.plan.recompute, "recompute") != "none":
-            recompute = Recompute(recomputable(module), subject.plan.recompute, [randomness.again])
+            parts = recomputable(module)
+            if not parts and subject.plan.pp == 1:
+                raise nothing_to_recompute()
+            recompute = Recompute(parts, subject.plan.recompute, [randomness.again])
         cast_at_the_border(module, subject.precision)
         module.train()
         yield Prepared(module, randomness, world, parted, recompute, parameters, member_options, whole, buffers)
