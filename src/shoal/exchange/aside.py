@@ -19,7 +19,7 @@ class Aside:
     def __init__(self, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if chunk.sparse or chunk.borrows:
-                what = "has rows for gradients" if chunk.sparse else "has no gradient of its own (plan.zero = 2)"
+                what = "has rows for gradients" if chunk.sparse else "has no gradient of its own (plan.zero = 2 or plan.memory)"
                 raise UserError(
                     f"{chunk.slots[0].name} {what}, which a schedule without a flush would have to keep twice: take one with a flush, such as 1f1b"
                 )
