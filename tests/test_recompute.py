@@ -80,7 +80,7 @@ def test_wrong_options_are_refused_by_name(option, message):
 
 def test_a_model_without_repeated_parts_is_told():
     with pytest.raises(UserError, match=r"repeated blocks .* has none"):
-        recomputable(nn.LSTM(3, 4))
+        Engine(partial(nn.LSTM, 3, 4), regression, torch.optim.SGD, Plan(recompute="full"), global_batch=4)
     assert len(recomputable(MLP((10, 32, 3), "tanh", 0.0))) == 1, "a chain of plain layers is one part"
     pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)])])
     assert [type(part) for part in recomputable(pairs)] == [nn.Linear] * 3, "containers have no forward"
