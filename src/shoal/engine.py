@@ -374,7 +374,6 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks call it alike and get the same."""
-        self._runner.flush()
         if self._pipeline is None:
             return self.module
         return Whole(self._pipeline, self._group if self._alike else None, self._runner.flush)

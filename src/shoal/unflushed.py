@@ -125,16 +125,16 @@ class Unflushed(StepRunner):
         scale = None if self._scale is None else self._scale.scale.clone()
         step = Step(batch, batch.step - self._delay, len(mine), len(mine), after, scale, self._totals)
         pending = [*self._steps, step]
+        self._buffers.begin()
         for place, kind in enumerate(kinds):
             self._versions.bind(step.version)
-            self._buffers.begin()
             self._stream.feed(kind, work, place)
-            if self._partners.size > 1 and self._buffers.changed():
-                raise UserError(
-                    "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a flush, such as 1f1b, or plan.dp = 1"
-                )
             if self._stream.under_way > self._stream.behind:
                 self._back(pending)
+        if self._partners.size > 1 and self._buffers.changed():
+            raise UserError(
+                "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a flush, such as 1f1b, or plan.dp = 1"
+            )
         if not self._agreed:
             self._totals = self._agree_on_names(self._totals)
         self._tell(step)
@@ -170,7 +170,6 @@ class Unflushed(StepRunner):
         self._algorithm.begin(number)
         self._reducer.begin(number, 1, None if step.scale is None else step.scale.reciprocal())
         self._statistics.begin()
-        self._buffers.begin()
         self._reducer.hand_over(self._aside.flats, self._aside.touched)
         self._aside.clear()
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from shoal.jobs.choose import microbatches_of, ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import Mesh
-from shoal.pipeline import Costs, check, kept_versions, live_activations, schedule_of, simulate, steady
-from shoal.plan import Plan, option_parameters
+from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, simulate
+from shoal.plan import Plan
 
 MOST = 16
 """Rows and columns that are shown; of more the first and the last ones."""
@@ -88,9 +88,7 @@ def how_stages_run(plan: Plan, microbatches: int) -> Iterator[str]:
     held = max(live_activations(schedule)) / schedule.chunks
     what = f"along pp: other stages of the model, {schedule.stages} in all{each}; {schedule.name}, {microbatches} microbatch(es) a step"
     if not schedule.flushes:
-        synced = bool(option_parameters(plan.schedule).get("vertical_sync"))
-        most = max(kept_versions(steady(plan, 3 * plan.pp), synced))
-        yield f"{what}: the next step begins before the last one has ended, so nobody waits for that; weights of up to {most} versions"
+        yield f"{what}: the next step begins before the last one has ended, so nobody waits for that; weights of up to {1 + delay(plan, 0)} versions"
         return
     bubble = simulate(schedule, Costs.even(schedule.stages)).bubble
     yield f"{what}: ranks wait {bubble:.1%} of the time for each other, and keep activations of up to {held:g} microbatches of their part"

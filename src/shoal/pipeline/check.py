@@ -16,12 +16,8 @@ def check(schedule: Schedule, most: int | None = None) -> None:
     for rank, order in enumerate(schedule.orders):
         _check_rank(schedule, rank, order)
     _run_through(schedule)
-    for rank, order in enumerate(schedule.orders):
-        for action, now in zip(order, kept(order), strict=True):
-            if most is not None and sum(now.values()) > most:
-                raise UserError(
-                    f"schedule {schedule.name}, rank {rank}: at {action} it keeps the activations of {sum(now.values())} forwards, and {most} are allowed (activations)"
-                )
+    if most is not None:
+        _check_kept(schedule, most)
 
 
 def _check_rank(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> None:
@@ -64,6 +60,15 @@ def _run_through(schedule: Schedule) -> None:
     ]
     if waiting:
         raise UserError(f"schedule {schedule.name} comes to a halt: {'; '.join(waiting)}")
+
+
+def _check_kept(schedule: Schedule, most: int) -> None:
+    for rank, order in enumerate(schedule.orders):
+        for action, now in zip(order, kept(order), strict=True):
+            if (number := sum(now.values())) > most:
+                raise UserError(
+                    f"schedule {schedule.name}, rank {rank}: at {action} it keeps the activations of {number} forwards, and {most} are allowed (activations)"
+                )
 
 
 def kept(order: Sequence[Action]) -> Iterator[Mapping[int, int]]:

@@ -11,7 +11,6 @@ from shoal.comm import World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.pipeline.actions import Schedule
-from shoal.pipeline.check import check
 from shoal.pipeline.files import read_schedule
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import make_schedule
@@ -60,9 +59,8 @@ def delay(plan: Plan, place: int) -> int:
 def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> Schedule:
     path, chunks, placement = parameters.get("path"), parameters.get("chunks", 1), parameters.get("placement", "loop")
     most = parameters.get("activations")
-    known = parameters.keys() <= {"path", "chunks", "placement", "activations"}
     if not (
-        known
+        parameters.keys() <= {"path", "chunks", "placement", "activations"}
         and isinstance(path, str)
         and isinstance(chunks, int)
         and placement in ("loop", "v")
@@ -71,10 +69,9 @@ def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> 
         raise UserError(
             'plan.schedule = "file" takes path, and perhaps chunks (a rank), placement ("loop" or "v") and activations (the most forwards that a rank keeps at a time)'
         )
-    schedule = read_schedule(Path(path), chunks, placement)
+    schedule = read_schedule(Path(path), chunks, placement, most)
     if not schedule.flushes:
         raise UserError(f'the schedule {path} has updates (U) among its actions: only "pipedream" and "2bw" run without a flush')
-    check(schedule, most)
     if schedule.ranks != plan.pp:
         raise UserError(f"the schedule {path} is for {schedule.ranks} ranks, the plan has pp = {plan.pp}")
     return schedule if schedule.microbatches == microbatches else schedule.of_first(microbatches)

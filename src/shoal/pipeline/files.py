@@ -18,8 +18,8 @@ from shoal.pipeline.check import check
 _ACTION = re.compile(r"([FBIWU])(\d+):(\d+)")
 
 
-def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop") -> Schedule:
-    """Checked. UserError with file, line and what is wrong with it."""
+def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop", most: int | None = None) -> Schedule:
+    """Checked, also that no rank keeps the activations of more than `most` forwards. UserError with file, line and what is wrong with it."""
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
@@ -32,7 +32,7 @@ def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] =
     microbatches = 1 + max((action.microbatch for order in orders for action in order), default=-1)
     updates = any(action.kind == "U" for order in orders for action in order)
     schedule = Schedule(path.stem, len(orders), chunks, microbatches, as_orders(orders), placement, not updates)
-    check(schedule)
+    check(schedule, most)
     return schedule
 
 

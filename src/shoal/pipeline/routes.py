@@ -128,7 +128,7 @@ def find_routes(
         if mine:
             try:
                 seen = look(split, stage, routes, run, device)
-                found = seen if isinstance(seen, str) else pickle.dumps(seen)
+                found = seen if isinstance(seen, str) else pickle.dumps(seen)  # here, where it may still fail for all
             except Exception as error:  # the others are to hear of it
                 failed, found = error, f"stage {stage} cannot be run: {type(error).__name__}: {error}"
         told = group.broadcast_object(found, src=rank_of(stage))
@@ -187,8 +187,9 @@ class _Look(Calls):
         """Notes that `values` are used here."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
-                self.needs |= (marks := self.marks.of(leaf))
-                for value in marks:
+                needed = self.marks.of(leaf)
+                self.needs |= needed
+                for value in needed:
                     if self._routes.shape(value).dtype.is_complex:
                         raise _Unfit(
                             f"{self._split.units[value.unit].name} gives complex numbers to stage {self._stage}, and only real ones travel: view them as real, or give both to one stage (plan.stages)"

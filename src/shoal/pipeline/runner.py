@@ -182,9 +182,9 @@ class Runner:
         current = self._passes[action.stage, action.microbatch]
         roots, grads = self._roots(action, current)
         if not current.boxes or not roots:  # all of it can wait
-            current.later = (roots, grads)
             with self._span(action):
-                self._send_back(action, {})
+                current.later = (roots, grads)
+            self._send_back(action, {})
             return
         current.recall()
         with self._span(action), work.backward(action.microbatch, None, False):

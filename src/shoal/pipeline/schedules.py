@@ -123,8 +123,10 @@ def _zb1p(ranks: int, microbatches: int, chunks: int) -> Schedule:
 def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """The order of the paper, which is of 2 ranks - 1 microbatches or more; of fewer the shorter one of that and of a trial."""
     empty = Schedule("zbv", ranks, 2, microbatches, (), "v")
-    found = [_v_filled(empty)] + ([_v_by_trial(empty)] if microbatches < 2 * ranks - 1 else [])
-    return _joined(min(found, key=lambda each: simulate(each, Costs.even(each.stages)).seconds))
+    found = _v_filled(empty)
+    if microbatches < 2 * ranks - 1:
+        found = min(found, _v_by_trial(empty), key=lambda each: simulate(each, Costs.even(each.stages)).seconds)
+    return _joined(found)
 
 
 def _v_filled(empty: Schedule) -> Schedule:
@@ -209,29 +211,34 @@ def _joined(schedule: Schedule) -> Schedule:
     """`I` with the `W` right behind it as `B`, which computes faster than both, wherever in unit time all ends as early: where those who wait for `I` have time until `W` is through."""
     costs = Costs.even(schedule.stages)
     times = simulate(schedule, costs)
-    waiting: dict[Action, list[Action]] = {}
-    next_one = {action: then for order in schedule.orders for action, then in pairwise(order)}
+    after: dict[Action, set[Action]] = {action: set() for order in schedule.orders for action in order}  # what waits for it
+    pairs = set()
     for order in schedule.orders:
+        for action, then in pairwise(order):
+            after[action].add(then)
+            if action.kind == "I" and then == replace(action, kind="W"):
+                pairs.add(action)
         for action in order:
             for need in schedule.needs(action):
-                waiting.setdefault(need, []).append(action)
+                after[need].add(action)
     left: dict[Action, float] = {}  # the time from the start of an action to the end of all that has to come after it
     whole: dict[Action, Action] = {}
+    gone: set[Action] = set()
     for action, start, _ in sorted((span for rank in times.spans for span in rank), key=lambda span: -span[1]):
-        then = next_one.get(action)
-        rest = Action("W", action.stage, action.microbatch)
-        if action.kind == "I" and then == rest:
-            after = {*waiting[action], *([next_one[rest]] if rest in next_one else [])} - {rest}
-            both = costs.of(action) + costs.of(rest) + max((left[each] for each in after), default=0.0)
+        if action in pairs:
+            rest = replace(action, kind="W")
+            both = costs.of(action) + costs.of(rest) + _longest(left, (after[action] | after[rest]) - {rest})
             if start + both <= times.seconds:
-                left[action] = both
-                whole[action] = replace(action, kind="B")
+                left[action], whole[action] = both, replace(action, kind="B")
+                gone.add(rest)
                 continue
-        after = {*waiting.get(action, ()), *([then] if then is not None else [])}
-        left[action] = costs.of(action) + max((left[each] for each in after), default=0.0)
-    gone = {replace(action, kind="W") for action in whole}
+        left[action] = costs.of(action) + _longest(left, after[action])
     orders = [[whole.get(action, action) for action in order if action not in gone] for order in schedule.orders]
     return replace(schedule, orders=as_orders(orders))
+
+
+def _longest(left: dict[Action, float], actions: set[Action]) -> float:
+    return max((left[each] for each in actions), default=0.0)
 
 
 def _age(action: Action) -> tuple[int, int]:

@@ -100,9 +100,8 @@ def memory_need(
     else:  # such a tier counts what a plan moves or keeps, and the rest is host memory like any other
         rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
     rows.append(Row("process", "host", process))
-    beside = round(
-        (1 - allowed.activations) * (kept - recording.activations)
-    )  # of other microbatches, which a replay does not see
+    others = kept - recording.activations  # of other microbatches, which a replay does not see
+    beside = round((1 - allowed.activations) * others)
     least = None if plan.memory is None else moved.least + beside
     return MemoryNeed(tuple(row for row in rows if row.nbytes), least)
 
