@@ -15,17 +15,21 @@ $(BIN)/.installed-dev: $(BIN)/.installed-core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,hf]'
 	touch $@
 
+# Models for tests/zoo, apart from the rest: tests/zoo/packages.py says why.
+$(VENV)/zoo: $(BIN)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
+
 demo: $(BIN)/.installed-core
 	$(BIN)/shoal demo
 
-test: $(BIN)/.installed-dev
+test: $(BIN)/.installed-dev $(VENV)/zoo
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest -q -m "not matrix"
 
-fast: $(BIN)/.installed-dev
+fast: $(BIN)/.installed-dev $(VENV)/zoo
 	$(BIN)/python -m pytest -q -m fast
 
-matrix: $(BIN)/.installed-dev
+matrix: $(BIN)/.installed-dev $(VENV)/zoo
 	$(BIN)/python -m pytest -q -m "matrix or not matrix"
 
 lint: $(BIN)/.installed-dev

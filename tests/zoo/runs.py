@@ -1,0 +1,140 @@
+"""One row of the table: a model under a plan, beside the same model in a plain torch loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import Plan
+from shoal.data import Cursor, stack_samples
+from shoal.engine import Engine
+from shoal.errors import UserError
+from shoal.precision import cast_floating
+from tests.parity.cases import gathered
+from tests.pool import run_ranks
+from tests.zoo.entry import Model
+from tests.zoo.language import LANGUAGE
+from tests.zoo.others import OTHERS
+from tests.zoo.vision import VISION
+
+ZOO: dict[str, Model] = LANGUAGE | VISION | OTHERS
+PLANS: dict[str, dict[str, Any]] = {
+    "dp 2": {"dp": 2},
+    "zero 2, recompute": {"dp": 2, "zero": 2, "recompute": "full"},
+    "zero 3, memory": {"dp": 2, "zero": 3, "memory": {}},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+}
+GLOBAL_BATCH, MICROBATCH, STEPS = 8, 2, 3  # of 20 samples: the third step has 4
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)  # Adam would hide a gradient that is off by a factor
+TOLERANCE = {"fp64": (1e-6, 1e-4), "fp32": (1e-5, 2e-3)}
+"""Of losses, relative; of each weight's way from its start, relative to its longest. Many models have norms in fp32 inside."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Losses of the steps, and where each weight that is trained began and ended."""
+
+    losses: list[float]
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+
+
+def _engine(world: Any, name: str, plan: dict[str, Any]) -> Engine:
+    entry = ZOO[name]
+    return Engine(
+        entry.factory,
+        entry.loss,
+        SGD,
+        Plan(**plan),
+        global_batch=GLOBAL_BATCH,
+        microbatch=MICROBATCH,
+        precision=entry.dtype,
+        world=world,
+    )
+
+
+def _weights(engine: Engine) -> dict[str, Tensor]:
+    return gathered(engine, {name: value.detach() for name, value in engine.optimizer.parameters.items()})
+
+
+def under(world: Any, name: str, plan: dict[str, Any]) -> Run | str:
+    """The model under the plan; what Shoal says where it refuses."""
+    engine = None
+    try:
+        engine = _engine(world, name, plan)
+        start = _weights(engine)
+        losses = [engine.step(batch).loss for batch in engine.batches(ZOO[name].samples(), steps=STEPS)]
+        return Run(losses, start, _weights(engine))
+    except UserError as refusal:
+        return str(refusal)
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def plain(world: Any, name: str) -> Run:
+    """A loop by hand, without Shoal, from the weights that Shoal gives the model."""
+    entry = ZOO[name]
+    engine = _engine(world, name, {})
+    given = {each: value.detach().clone() for each, value in engine.module.state_dict().items()}
+    engine.close()
+    dtype = {"fp64": torch.float64, "fp32": torch.float32}[entry.dtype]
+    torch.manual_seed(0)
+    module = entry.factory().to(dtype).train()
+    if hasattr(module, "config"):
+        module.config.use_cache = False
+    module.load_state_dict(given)
+    trained = {each: value for each, value in module.named_parameters() if value.requires_grad}
+    start = {each: value.detach().clone() for each, value in trained.items()}
+    optimizer, samples, losses = SGD(trained.values()), entry.samples(), []
+    cursor = Cursor(len(samples), GLOBAL_BATCH, 0)
+    for step in range(STEPS):
+        ids = cursor.ids(step).tolist()
+        optimizer.zero_grad()
+        totals, counts = [], []
+        for first in range(0, len(ids), MICROBATCH):
+            chosen = [samples[each] for each in ids[first : first + MICROBATCH]]
+            total, count = entry.loss(module, cast_floating(stack_samples(chosen), dtype))
+            total.backward()
+            totals.append(total.detach())
+            counts.append(int(count))
+        for value in trained.values():
+            if value.grad is not None:
+                value.grad /= sum(counts)
+        optimizer.step()
+        losses.append(float(sum(totals) / sum(counts)))
+    return Run(losses, start, {each: value.detach().clone() for each, value in trained.items()})
+
+
+@cache
+def reference(name: str) -> Run:
+    return run_ranks(plain, 1, name)[0]
+
+
+def outcome(name: str, column: str) -> str:
+    """Gives `equal`, `refused: ...` or `WRONG: ...`, the same on every rank."""
+    plan = PLANS[column]
+    runs = run_ranks(under, Plan(**{**plan, "memory": None}).size, name, plan)
+    said = [each for each in runs if isinstance(each, str)]
+    if said:
+        alike = len(said) == len(runs) and len(set(said)) == 1
+        return f"refused: {said[0]}" if alike else f"WRONG: ranks do not say the same: {runs}"
+    return compare(runs[0], reference(name), *TOLERANCE[ZOO[name].dtype])
+
+
+def compare(run: Run, wanted: Run, loss: float, movement: float) -> str:
+    """Gives `equal`, or what is not."""
+    for step, (ours, theirs) in enumerate(zip(run.losses, wanted.losses, strict=True)):
+        if abs(ours - theirs) > loss * abs(theirs):
+            return f"WRONG: the loss of step {step} is {ours}, by hand {theirs}"
+    for name, end in wanted.end.items():
+        far = (end - wanted.start[name]).abs().max()
+        off = (run.end[name] - end).abs().max()
+        if not off <= movement * far + loss * 1e-3:
+            return f"WRONG: {name} is off by {float(off):.3g} after it moved by {float(far):.3g}"
+    return "equal"
