@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test matrix fast lint clean
+.PHONY: demo test matrix fast fingerprints lint clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a minute or two, once."
@@ -31,6 +31,10 @@ fast: $(BIN)/.installed-dev $(VENV)/zoo
 
 matrix: $(BIN)/.installed-dev $(VENV)/zoo
 	$(BIN)/python -m pytest -q -m "matrix or not matrix"
+
+# What a refactoring must not change: weights and losses of many plans, to the bit, before and after it.
+fingerprints: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.parity.fingerprints compare
 
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
