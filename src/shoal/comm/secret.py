@@ -33,23 +33,22 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> bytes:
         return _long_enough(given, VARIABLE)
     if named := environ.get(FILE_VARIABLE, ""):
         return _read(Path(named))
-    own = own_file(environ)
-    try:
-        if not own.exists():
-            _make(own)
-    except OSError as error:
-        raise UserError(f"the ranks' secret cannot be kept in {own}: {error}; {REMEDY}") from error
-    return _read(own)
+    causes = []
+    for path in own_files(environ):
+        try:
+            if not path.exists():
+                _make(path)
+            return _read(path)
+        except OSError as error:
+            causes.append(f"{path}: {error}")
+    raise UserError(f"there is no place for the ranks' secret ({'; '.join(causes)}); {REMEDY}")
 
 
-def own_file(environ: Mapping[str, str] = os.environ) -> Path:
-    """`$XDG_CONFIG_HOME/shoal/secret`, or `~/.config/shoal/secret`; under the temporary directory for a user whose home cannot be written."""
-    home = Path(environ.get("HOME") or "/")
-    root = Path(environ.get("XDG_CONFIG_HOME") or home / ".config")
-    there = next(each for each in (root, *root.parents) if each.exists())
-    if os.access(there, os.W_OK):
-        return root / "shoal" / "secret"
-    return Path(tempfile.gettempdir()) / f"shoal-user-{os.getuid()}" / "secret"
+def own_files(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where the user's own is: `$XDG_CONFIG_HOME/shoal/secret`, or `~/.config/shoal/secret`; else, for a user whose home cannot be written, under
+    the temporary directory of the host."""
+    root = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "/") / ".config")
+    return [root / "shoal" / "secret", Path(tempfile.gettempdir()) / f"shoal-user-{os.geteuid()}" / "secret"]
 
 
 def _make(path: Path) -> None:
@@ -70,9 +69,9 @@ def _read(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii") as file:
             state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
+            if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
                 raise UserError(
-                    f"the secret {path} is not this user's alone: it must be a file of user {os.getuid()} (it is user {state.st_uid}'s) that "
+                    f"the secret {path} is not this user's alone: it must be a file of user {os.geteuid()} (it is user {state.st_uid}'s) that "
                     f"nobody else may read or write (its mode is {stat.S_IMODE(state.st_mode):03o}). `chmod 600` it, or remove it; or {REMEDY}"
                 )
             return _long_enough(file.read(4096).strip(), str(path))
