@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -11,6 +12,7 @@ import torch
 from tests.leftovers import SharedMemory, end_processes
 from tests.pool import close_pools
 
+os.environ.setdefault("SHOAL_SECRET", "that of the tests")  # before ranks start; else they would make one in the home directory
 hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("shoal")
 

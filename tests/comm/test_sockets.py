@@ -230,7 +230,7 @@ def call_where_nobody_is(world) -> str:
     if world.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as closed:
             port = closed.getsockname()[1]
-        store.set("secret", "00" * 16)
+        store.set("group", "00" * 16)
         store.set("address/0", f"127.0.0.1 {port}")
         return ""
     try:

@@ -17,36 +17,57 @@ from typing import cast
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shoal.checkpoint.manifest import FileRecord
 from shoal.checkpoint.pieces import Piece
+from shoal.comm.wire import sent
+from shoal.parallel.layout import Box
 
 
+@sent
+@dataclass(frozen=True)
+class Stored:
+    """A box of the tensor `name`, and where it lies: `length` bytes from `offset` of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+@sent
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: the plan and DCP's places for its boxes, and its files by name."""
+    """What one rank has written: its boxes, and its files by name."""
 
-    plan: SavePlan
-    results: list[WriteResult]
+    boxes: list[Stored]
     files: dict[str, FileRecord]
 
 
 def write_pieces(path: Path, rank: int, pieces: Iterable[Piece]) -> Written:
     """Writes and fsyncs `__R_0.distcp` with the pieces (tensors in host memory). Raises OSError."""
-    tensors = {_index(piece): piece.tensor for piece in pieces}
-    plan = SavePlan([_write_item(piece) for piece in pieces])
-    if not tensors:
-        return Written(plan, [], {})
+    held = {_index(piece.name, piece.box): piece for piece in pieces}
+    if not held:
+        return Written([], {})
+    plan = SavePlan([_write_item(piece.name, piece.shape, piece.box, piece.tensor.dtype) for piece in held.values()])
     # One thread and no copy-ahead: the pieces are in host memory, and DCP's copy-ahead would wait for the device's stream.
     storage = FileSystemWriter(path, thread_count=1, per_thread_copy_ahead=0)
     storage.fs = files = HashingFileSystem()
     storage.set_up_storage_writer(False, rank=rank, use_collectives=False)  # gives the files their prefix `__R_`
-    results = storage.write_data(storage.prepare_local_plan(plan), _Held(tensors)).wait()
-    return Written(plan, results, files.records)
+    results = storage.write_data(storage.prepare_local_plan(plan), _Held(held)).wait()
+    return Written([_stored(held[result.index], result.storage_data) for result in results], files.records)
+
+
+def _stored(piece: Piece, at: _StorageInfo) -> Stored:
+    assert not at.transform_descriptors, "files are written as they are"
+    return Stored(piece.name, tuple(piece.shape), piece.box, piece.tensor.dtype, at.relative_path, at.offset, at.length)
 
 
 def write_index(path: Path, parts: list[Written]) -> dict[str, FileRecord]:
@@ -55,34 +76,38 @@ def write_index(path: Path, parts: list[Written]) -> dict[str, FileRecord]:
     Raises ValueError when the boxes of a tensor overlap or do not fill it.
     """
     # DCP checks that tensors are filled only for more than one plan; an empty one makes it check always.
-    plans = [*(part.plan for part in parts), SavePlan([])]
-    _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    plans = [SavePlan([_write_item(box.name, box.shape, box.box, box.dtype) for box in part.boxes]) for part in parts]
+    _, metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan([*plans, SavePlan([])])
     storage = FileSystemWriter(path)
     storage.fs = files = HashingFileSystem()
     storage.set_up_storage_writer(True)
-    storage.finish(metadata, [part.results for part in parts])
+    storage.finish(metadata, [[_result(box) for box in part.boxes] for part in parts])
     return files.records
 
 
-def _index(piece: Piece) -> MetadataIndex:
-    return MetadataIndex(piece.name, torch.Size(piece.box.offsets))
+def _index(name: str, box: Box) -> MetadataIndex:
+    return MetadataIndex(name, torch.Size(box.offsets))
 
 
-def _write_item(piece: Piece) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(piece.box.offsets), torch.Size(piece.box.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape))
-    return WriteItem(_index(piece), WriteItemType.SHARD, tensor_data=data)
+def _write_item(name: str, shape: tuple[int, ...], box: Box, dtype: torch.dtype) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(shape))
+    return WriteItem(_index(name, box), WriteItemType.SHARD, tensor_data=data)
+
+
+def _result(box: Stored) -> WriteResult:
+    return WriteResult(_index(box.name, box.box), box.length, _StorageInfo(box.file, box.offset, box.length))
 
 
 class _Held(DefaultSavePlanner):
     """Answers DCP's question for the data of an item from the pieces."""
 
-    def __init__(self, tensors: dict[MetadataIndex, torch.Tensor]) -> None:
+    def __init__(self, pieces: dict[MetadataIndex, Piece]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.tensors = tensors
+        self.pieces = pieces
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self.tensors[index]
+        return self.pieces[index].tensor
 
 
 class HashingFileSystem(FileSystem):

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.comm.wire import sent
 from shoal.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 
+@sent
 @dataclass(frozen=True)
 class FileRecord:
     """Size in bytes and SHA-256 (hex) of one file."""

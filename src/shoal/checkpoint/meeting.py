@@ -5,11 +5,12 @@ Not a collective: the save runs in a background thread, where a collective would
 
 from __future__ import annotations
 
-import pickle
 import time
 from typing import Any, Protocol
 
 from torch.distributed import Store
+
+from shoal.comm import wire
 
 POLL_SECONDS = 0.02
 
@@ -32,8 +33,8 @@ class Meeting:
         self.store, self.prefix, self.rank, self.size = store, prefix, rank, size
 
     def put(self, topic: str, value: Any) -> None:
-        """Says `value` (any picklable) under `topic`; once a topic."""
-        self.store.set(self._key(topic), pickle.dumps(value))  # type: ignore[arg-type]  # the stub forgets bytes
+        """Says `value`, of the types that `wire` has, under `topic`; once a topic."""
+        self.store.set(self._key(topic), wire.pack(value))  # type: ignore[arg-type]  # the stub forgets bytes
 
     def get(self, topic: str, timeout: float) -> Any:
         """Waits for the value. Raises TimeoutError after `timeout` seconds."""
@@ -43,7 +44,7 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {topic!r} from another rank within {timeout:.0f} s")
             time.sleep(POLL_SECONDS)
-        return pickle.loads(self.store.get(key))
+        return wire.unpack(self.store.get(key))
 
     def leave(self, topics: list[str]) -> None:
         """Says that this rank needs nothing more; the last one to leave deletes `topics`."""

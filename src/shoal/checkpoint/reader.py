@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from shoal.checkpoint import directory as names
+from shoal.checkpoint.index import read_index
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Want
 from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError
 from shoal.parallel.layout import Box, intersect
 
-_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError)
+_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, pickle.UnpicklingError)
+"""What torch raises for a damaged file."""
 
 
 def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Path | None:
@@ -46,7 +48,7 @@ def tensor_names(path: Path | str) -> list[str]:
 
 def tensor_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
     """Global shapes of the tensors in the checkpoint, by name."""
-    return {name: tuple(entry.size) for name, entry in _tensors(_metadata(FileSystemReader(path))).items()}
+    return {name: tuple(entry.size) for name, entry in _tensors(read_index(Path(path))).items()}
 
 
 def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
@@ -54,12 +56,11 @@ def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
 
     Values are cast to the dtype of `into`. Raises CheckpointError naming the tensor when it is not in the checkpoint, has
     another global shape, or is not wholly covered; nothing has been written into any want then. Contents are not checked
-    (see `newest`, `verify`). The index is a pickle, as DCP has it: load only checkpoints of people you trust.
+    (see `newest`, `verify`), but none of them can run code: see `index`, and torch's `weights_only`.
     """
     path = Path(path)
     extra = dict(read_manifest(path).extra)
-    reader = FileSystemReader(path)
-    metadata = _metadata(reader)
+    metadata = read_index(path)
     tensors = _tensors(metadata)
     _check_names(path, wants, tensors)
     items = [item for number, want in enumerate(wants) for item in _read_items(path, number, want, tensors[want.name])]
@@ -70,19 +71,13 @@ def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
             metadata.storage_data[item.storage_index].offset,
         )
     )
+    reader = FileSystemReader(path)
     reader.set_up_storage_reader(metadata, True)
     try:
         reader.read_data(LoadPlan(items), _Into(wants)).wait()
     except _UNREADABLE as error:
         raise CheckpointError(f"{path} cannot be read: {error}; `shoal ckpt verify` names its damaged files") from error
     return extra
-
-
-def _metadata(reader: FileSystemReader) -> Metadata:
-    try:
-        return reader.read_metadata()
-    except _UNREADABLE as error:
-        raise CheckpointError(f"{reader.path}: the index .metadata cannot be read: {error}") from error
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

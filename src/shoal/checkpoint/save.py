@@ -16,6 +16,7 @@ from shoal.checkpoint.manifest import Manifest, write_manifest
 from shoal.checkpoint.meeting import Meeting
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.verify import problems
+from shoal.comm.wire import sent
 from shoal.errors import CheckpointError
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class Job:
     timeout: float
 
 
+@sent
 @dataclass(frozen=True)
 class Failure:
     """Why a rank could not do its part; what the others are told."""

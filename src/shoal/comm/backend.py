@@ -19,6 +19,7 @@ from shoal.comm.alone import Alone
 from shoal.comm.backend_work import Line
 from shoal.comm.flat import flat_of, write_back
 from shoal.comm.shm import Shared
+from shoal.comm.signed import signed
 from shoal.errors import UserError
 
 _OPS = {
@@ -37,13 +38,16 @@ def register() -> None:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedProcessGroup:
-    transport = Shared.open(store, rank, size, timeout) if size > 1 else Alone()
+    own = signed(store)
+    transport = Shared.open(own, rank, size, timeout) if size > 1 else Alone()
     if transport is None:
         raise UserError(
             f'rank {rank} of {size}: the backend "shm" is for ranks of one host that can share memory, and one of them cannot '
             '(rank 0\'s warning says why). Use the backend "gloo"'
         )
-    return SharedProcessGroup(store, rank, size, transport)
+    group = SharedProcessGroup(store, rank, size, transport)
+    group.signed = own  # held as long as the group, since a PrefixStore does not keep it alive
+    return group
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs declare overloads of which torch calls one: the one with lists and options
@@ -54,6 +58,8 @@ class SharedProcessGroup(_ProcessGroup):
 
     Messages have a thread a peer and direction, so that those who send to each other first and receive later do not wait in a circle.
     """
+
+    signed: dist.Store
 
     def __init__(self, store: dist.Store, rank: int, size: int, transport: Any) -> None:
         super().__init__(rank, size)

@@ -6,7 +6,6 @@ CUDA an operation is ordered on the current stream and does not block the host.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm import wire
 from shoal.comm.flat import flat_of, write_back
 from shoal.comm.ledger import Ledger
 from shoal.comm.links import Link, measure
 from shoal.comm.reductions import check_reduction
 from shoal.comm.transport import Transport, sent_bytes
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UserError
 
 _ROLL_CALL_SECONDS = 2.0
 _MESSAGES = ("send", "recv", "exchange")
@@ -165,22 +165,23 @@ class Group:
         self._run("barrier", "", torch.empty(0), lambda transport: transport.barrier())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, in rank order."""
-        mine = _pickled(value)
-        sizes = self.all_gather(torch.empty(self.size, dtype=torch.int64), torch.tensor([mine.numel()]), "object").tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        """Every rank's `value`, of the types that `wire` has, in rank order. UserError, on all ranks, where one of them has another type."""
+        mine, size = _packed(value)
+        sizes = self.all_gather(torch.empty(self.size, dtype=torch.int64), torch.tensor([size]), "object").tolist()
+        longest = max(map(abs, sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        rows = self.all_gather(torch.empty(self.size * max(sizes), dtype=torch.uint8), padded, "object").view(self.size, -1)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        rows = self.all_gather(torch.empty(self.size * longest, dtype=torch.uint8), padded, "object").view(self.size, -1)
+        return [_unpacked(row, size) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The picklable `value` of rank `src`; there it is returned as it is."""
-        data = _pickled(value) if self.rank == src and self.size > 1 else torch.empty(0, dtype=torch.uint8)
-        size = int(self.broadcast(torch.tensor([data.numel()]), src, "object"))
+        """The `value` of rank `src`, of the types that `wire` has; there it is returned as it is. UserError, on all ranks, for another type."""
+        data, size = _packed(value) if self.rank == src and self.size > 1 else (torch.empty(0, dtype=torch.uint8), 0)
+        size = int(self.broadcast(torch.tensor([size]), src, "object"))
         if self.rank != src:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(abs(size), dtype=torch.uint8)
         self.broadcast(data, src, "object")
-        return value if self.rank == src else pickle.loads(data.numpy().tobytes())
+        return value if self.rank == src and size >= 0 else _unpacked(data, size)
 
     def close(self) -> None:
         """Ends the connections; no operation can follow."""
@@ -264,5 +265,17 @@ class Group:
         return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
 
 
-def _pickled(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+def _packed(value: Any) -> tuple[Tensor, int]:
+    """The bytes of `value` and their number; those of the error, and the number negative, where it cannot travel: all ranks are to raise it."""
+    try:
+        data, sign = wire.pack(value), 1
+    except UserError as error:
+        data, sign = wire.pack(error), -1
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), sign * len(data)
+
+
+def _unpacked(data: Tensor, size: int) -> Any:
+    value = wire.unpack(data[: abs(size)].numpy().tobytes())
+    if size < 0:
+        raise value
+    return value

@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +21,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm import hello
+from shoal.comm.signed import SignedStore, derived, key_of, root_of
 from shoal.errors import LaunchError
 from shoal.native import library
 
@@ -34,7 +35,6 @@ SLICE_MS = 500
 CHANNELS = ("collective", "message")
 """Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
 
-_HELLO = struct.Struct("!16sII")
 _HELLO_SECONDS = 5.0
 _DONE, _MOVED, _IDLE, _FAILED = range(4)
 
@@ -55,7 +55,7 @@ class Link(ctypes.Structure):
 class Mesh:
     """The connections of `rank` with the other `size` - 1 ranks that share `store`; all of them make it at once.
 
-    `address`: of this host, as the others reach it. Only who has read the group's secret from the store is let in. After a failure, or `close`,
+    `address`: of this host, as the others reach it. Only who knows the ranks' secret is let in (see `hello`). After a failure, or `close`,
     all connections are shut, so that the others, who would wait, fail at once. LaunchError where they do not meet.
     """
 
@@ -67,14 +67,14 @@ class Mesh:
         self._ended = ""
         with _listen(address, backlog=2 * size) as server:
             if rank == 0:
-                store.set("secret", secrets.token_hex(16))
+                store.set("group", secrets.token_hex(16))
             store.set(f"address/{rank}", f"{address} {server.getsockname()[1]}")
-            secret = bytes.fromhex(self._read(store, "secret", 0))
+            key = derived(key_of(store), "group", self._read(store, "group", 0))
             for peer in range(rank):
                 host, port = self._read(store, f"address/{peer}", peer).split()
                 for number, channel in enumerate(CHANNELS):
-                    self._peers[peer, channel] = self._call_on(peer, host, int(port), _HELLO.pack(secret, rank, number))
-            self._welcome(server, secret)
+                    self._peers[peer, channel] = self._call_on(peer, host, int(port), key, number)
+            self._welcome(server, key)
         for connection in self._peers.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -87,10 +87,15 @@ class Mesh:
             raise LaunchError(f"rank {peer} of the group did not come within {self._timeout:.0f} s") from error
         return store.get(key).decode()
 
-    def _call_on(self, peer: int, host: str, port: int, hello: bytes) -> socket.socket:
+    def _call_on(self, peer: int, host: str, port: int, key: bytes, channel: int) -> socket.socket:
         try:
             connection = socket.create_connection((host, port), self._timeout)
-            connection.sendall(hello)
+            hello.call(connection, key, self.rank, peer, channel, self._timeout)
+        except hello.Stranger as error:
+            raise LaunchError(
+                f"rank {self.rank} of the group found a stranger at {host}, port {port}, where rank {peer} should be: it does not know the "
+                "ranks' secret"
+            ) from error
         except OSError as error:
             raise LaunchError(
                 f"rank {self.rank} of the group cannot reach rank {peer} at {host}, port {port}: {error}. Ranks must reach each other on all ports "
@@ -98,7 +103,7 @@ class Mesh:
             ) from error
         return connection
 
-    def _welcome(self, server: socket.socket, secret: bytes) -> None:
+    def _welcome(self, server: socket.socket, key: bytes) -> None:
         """Waits for the connections of the ranks after this one; strangers are hung up on."""
         deadline = time.monotonic() + self._timeout
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
@@ -113,12 +118,11 @@ class Mesh:
                 ]
                 raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
             try:
-                connection.settimeout(_HELLO_SECONDS)
-                said, peer, channel = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-            except (struct.error, OSError):  # it has said too little, or nothing in time
+                peer, channel = hello.answer(connection, key, self.rank, _HELLO_SECONDS)
+            except (hello.Stranger, OSError):  # it does not know the secret, or has said too little, or nothing in time
                 connection.close()
                 continue
-            if secrets.compare_digest(said, secret) and self.rank < peer < self.size and channel < len(CHANNELS):
+            if self.rank < peer < self.size and channel < len(CHANNELS):
                 self._peers[peer, CHANNELS[channel]] = connection
             else:
                 connection.close()
@@ -243,8 +247,9 @@ def _listen(address: str, backlog: int | None = None) -> socket.socket:
 
 def address_towards(store: dist.Store) -> str:
     """This host's address on the network through which it reaches the host of a TCP store; else that of the host's name, or loopback."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
+    store = root_of(store)
+    if isinstance(store, SignedStore):
+        store = root_of(store.bare)
     if isinstance(store, dist.TCPStore):
         family, kind, protocol, _, server = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

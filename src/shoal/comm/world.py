@@ -13,6 +13,7 @@ from shoal.comm.collectives import Group
 from shoal.comm.connect import connect, this_host
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
+from shoal.comm.signed import signed
 from shoal.errors import UserError
 
 
@@ -20,7 +21,7 @@ class World:
     """`size` ranks that share a `store`; this one is `rank`, the `local_rank`-th of `local_size` on `host`.
 
     `generation` counts memberships: every group's keys stand under it, so a later generation never reads an earlier one's.
-    The store's server lives in the launcher (or the cluster), `None` for a single process. `device` defaults to
+    The store's server lives in the launcher (or the cluster), `None` for a single process; its values are signed (see `signed`). `device` defaults to
     `cuda:local_rank` where there is CUDA, else the CPU. Ranks whose `host_id` is equal share a host (default: see `connect.this_host`).
     """
 
@@ -44,7 +45,8 @@ class World:
         self.device = torch.device(device) if device is not None else _default_device(local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.store = dist.PrefixStore(f"generation{generation}", store) if store is not None else None
+        self._signed = signed(store) if store is not None else None  # held here, since a PrefixStore does not keep it alive
+        self.store = dist.PrefixStore(f"generation{generation}", self._signed) if self._signed is not None else None
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._serials: dict[str, int] = {}

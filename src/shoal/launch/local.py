@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from shoal.comm.secret import VARIABLE, new_secret
 from shoal.errors import LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
 from shoal.launch.store import serve_on_loopback
@@ -50,14 +51,14 @@ def launch(
     its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n. Raises UserError if `program` does not exist.
     """
     _check(program, nproc)
-    server = serve_on_loopback()
+    server, secret = serve_on_loopback(), {VARIABLE: new_secret()}
     with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _signals() as received:
         logs = (run_dir or Path(scratch)) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ranks: list[_Rank] = []
         try:
             for rank in range(nproc):
-                variables = {**os.environ, **(env or {}), **_variables(rank, nproc, server.port, Path(scratch))}
+                variables = {**os.environ, **(env or {}), **_variables(rank, nproc, server.port, Path(scratch)), **secret}
                 variables.update(_threads(variables, nproc, threads))
                 ranks.append(_Rank(rank, program, variables, logs / f"rank{rank}.log" if rank else None))
             _watch(ranks, received)

@@ -12,31 +12,43 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from shoal.comm.secret import find_secret
+from shoal.comm.signed import SignedStore, meet
 from shoal.errors import LaunchError
 from shoal.launch.environment import Identity
 
 _RETRY_SECONDS = 0.2
+_LOOPBACK = ("127.0.0.1", "localhost")
+"""Addresses by which all ranks are on this host; the name of the host may stand for another one elsewhere."""
 
 
-def serve_on_loopback() -> dist.TCPStore:
-    """A store's server on a free port of 127.0.0.1 alone: by itself torch listens on every interface, and ranks unpickle what they read."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serve_on_loopback(port: int = 0) -> dist.TCPStore:
+    """A store's server on `port` (0: a free one) of 127.0.0.1 alone: by itself torch listens on every interface."""
+    listener = socket.create_server(("127.0.0.1", port))
     port = listener.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def connect(identity: Identity, timeout: float = 300.0) -> dist.Store | None:
+def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = None) -> SignedStore | None:
     """The store of `identity`'s ranks under a prefix of its generation, once all of them have come; None for a single process.
 
-    Raises LaunchError with host, port, rank, the time waited and the ranks that are missing: if the address cannot be reached, the
-    port is taken, a rank comes twice, or not every rank has come within `timeout` seconds.
+    `secret`: what all ranks know, and others who reach the store do not; by default see `comm.secret`. Raises LaunchError with host, port,
+    rank, the time waited and the ranks that are missing: if the address cannot be reached, the port is taken, a rank comes twice, not every
+    rank has come within `timeout` seconds, or one of them does not know the secret.
     """
     if not identity.store_url:
         return None
+    secret = find_secret() if secret is None else secret
     started = time.monotonic()
     bare = _file_store(identity) if identity.store_url.startswith("file:") else _tcp_store(identity, timeout)
-    store = dist.PrefixStore(f"shoal/gen{identity.generation}", bare)
-    _roll_call(store, identity, max(1.0, timeout - (time.monotonic() - started)))
+    plain = dist.PrefixStore(f"shoal/gen{identity.generation}", bare)
+    left = max(1.0, timeout - (time.monotonic() - started))
+    _roll_call(plain, identity, left)
+    try:
+        store = meet(plain, identity.rank, identity.size, secret, timedelta(seconds=left))
+    except RuntimeError as error:
+        raise LaunchError(_incomplete(plain, identity, left, error)) from error
+    store.set(f"host/{identity.rank}", socket.gethostname())
     return store
 
 
@@ -77,8 +89,10 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
     host, port = address.hostname or "", address.port or 0
     if identity.rank0_serves and identity.rank == 0:
         try:
+            if host in _LOOPBACK:
+                return serve_on_loopback(port)
             return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"rank 0 on {socket.gethostname()}: port {port} cannot be opened for the store ({_first_line(error)}). "
                 f"Another process or an earlier run may still hold it: end that one, or choose another MASTER_PORT on every rank."
@@ -140,7 +154,6 @@ def _roll_call(store: dist.Store, identity: Identity, timeout: float) -> None:
                 f"rank {rank} came twice to {identity.store_url}: two processes have this rank, or the store still holds an earlier run. "
                 f"Give each process its own rank, and a new {'file' if identity.store_url.startswith('file:') else 'port'} to each run."
             )
-        store.set(f"host/{rank}", socket.gethostname())
         if store.add("arrived", 1) == size:
             store.set("complete", "1")
         store.wait(["complete"], timedelta(seconds=timeout))
@@ -154,6 +167,8 @@ def _incomplete(store: dist.Store, identity: Identity, timeout: float, error: Ru
         missing = [rank for rank in range(identity.size) if not store.check([f"arrived/{rank}"])]
     except RuntimeError:
         return f"{waited} and lost the store: {_first_line(error)}. Rank 0 or the launcher may have ended: see its output."
+    if not missing:
+        return f"{waited}; all have come, and one of them did not go on: {_first_line(error)}. See the output of the others."
     return f"{waited}; missing: rank {rank_list(missing)}. See the output of those ranks, or whether they were started at all."
 
 

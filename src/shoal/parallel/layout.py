@@ -11,7 +11,10 @@ from math import prod
 
 from torch import Tensor
 
+from shoal.comm.wire import sent
 
+
+@sent
 @dataclass(frozen=True)
 class Box:
     """A hyper-rectangle of a tensor: `sizes[d]` elements from `offsets[d]` along each dim `d`."""
@@ -81,6 +84,7 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes_of_range(shape[1:], start, stop)]
 
 
+@sent
 @dataclass(frozen=True)
 class Part:
     """A box of the rank's own tensor (`local`) and the box of the global tensor that it holds (`world`); equal sizes."""
@@ -92,6 +96,7 @@ class Part:
         assert self.local.sizes == self.world.sizes, f"a part maps boxes of equal sizes, not {self.local} to {self.world}"
 
 
+@sent
 @dataclass(frozen=True)
 class Layout:
     """What a rank holds of one parameter; layouts stand beside the model, keyed by parameter name.

@@ -6,7 +6,6 @@ too; the marks on what this stage's own parts are called with, and on the loss, 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from shoal.comm import Group
+from shoal.comm import Group, wire
 from shoal.errors import UserError
 from shoal.pipeline.split import Split
 
 
+@wire.sent
 @dataclass(frozen=True, order=True)
 class Value:
     """A tensor that a part of the model gives: the `leaf`-th of what its `call`-th call in a forward returns."""
@@ -32,6 +32,7 @@ class Value:
     leaf: int
 
 
+@wire.sent
 @dataclass(frozen=True)
 class Shape:
     """Of a value, as it travels."""
@@ -47,6 +48,7 @@ class Shape:
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.size)
 
 
+@wire.sent
 @dataclass(frozen=True)
 class Given:
     """What one call of a part gives, and what is collected of it (see taps), with the shapes of tensors in their places."""
@@ -69,6 +71,7 @@ class Given:
         )
 
 
+@wire.sent
 @dataclass(frozen=True)
 class Stage:
     """What one stage's forward does: what calls of its own parts give, which values of earlier stages it `needs`, which of those that stand for others' are written to,
@@ -128,13 +131,13 @@ def find_routes(
         if mine:
             try:
                 seen = look(split, stage, routes, run, device)
-                found = seen if isinstance(seen, str) else pickle.dumps(seen)  # here, where it may still fail for all
+                found = seen if isinstance(seen, str) else wire.pack(seen)  # here, where it may still fail for all
             except Exception as error:  # the others are to hear of it
                 failed, found = error, f"stage {stage} cannot be run: {type(error).__name__}: {error}"
         told = group.broadcast_object(found, src=rank_of(stage))
         if isinstance(told, str):
             raise failed or UserError(told)
-        routes.stages.append(pickle.loads(told))
+        routes.stages.append(wire.unpack(told))
     return routes
 
 

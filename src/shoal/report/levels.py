@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from ..comm.wire import sent
 from .jsonl import encode_lines, open_for_append, read_lines
 
 MOMENTS = 300
@@ -21,6 +22,7 @@ Change = tuple[float, str, str, int]
 """(moment, tier, role, bytes from then on)."""
 
 
+@sent
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrace:
     """From the moment `at[i]` (Unix time in seconds) on, `levels[tier][role][i]` bytes were held. `budgets`: bytes of the tiers that have one. `counts_all`:

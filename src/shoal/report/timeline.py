@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ..comm.wire import sent
 from .jsonl import encode_lines, open_for_append, read_lines
 from .levels import MemoryTrace, counter_events
 
@@ -17,6 +18,7 @@ TRACE_LANES = (*LANES, "wait", "queue", "stage")
 """Those of the trace: also the trainer waiting for communication, work lying in the queue of a lane (one span each, overlapping), and the actions of a pipeline's schedule."""
 
 
+@sent
 @dataclass(frozen=True, kw_only=True)
 class Span:
     """One piece of work. `start` is Unix time in seconds, so that the ranks of a step stand beside each other; `bytes` is what

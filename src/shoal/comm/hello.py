@@ -1,0 +1,65 @@
+"""How two ranks that connect make sure of each other: each proves that it knows the group's key, over a challenge of the other.
+
+    caller   -> answerer   16 random bytes, the caller's rank, the channel
+    answerer -> caller     16 random bytes, HMAC over both challenges, the ranks, the channel
+    caller   -> answerer   the same from its side
+
+A recorded hello is of no use, since the challenge is another one each time; nor is one that was said to another rank.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import time
+
+from shoal.comm.signed import derived
+
+_CALL = struct.Struct("!16sII")
+_ANSWER = struct.Struct("!16s32s")
+_PROOF = struct.Struct("!32s")
+
+
+class Stranger(Exception):
+    """Who is at the other end does not know the group's key."""
+
+
+def call(connection: socket.socket, key: bytes, rank: int, peer: int, channel: int, seconds: float) -> None:
+    """Says hello to `peer`, and hears it. Stranger if it cannot prove itself, OSError if it hangs up or takes longer than `seconds`."""
+    until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
+    connection.sendall(_CALL.pack(mine, rank, channel))
+    theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size, until))
+    _check(proof, key, "answer", mine, theirs, rank, peer, channel)
+    connection.sendall(_PROOF.pack(_proof(key, "call", mine, theirs, rank, peer, channel)))
+
+
+def answer(connection: socket.socket, key: bytes, rank: int, seconds: float) -> tuple[int, int]:
+    """The peer that calls on `rank`, and the channel. Stranger if it cannot prove itself, OSError if it says too little in `seconds`."""
+    until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
+    theirs, peer, channel = _CALL.unpack(_receive(connection, _CALL.size, until))
+    connection.sendall(_ANSWER.pack(mine, _proof(key, "answer", theirs, mine, peer, rank, channel)))
+    (proof,) = _PROOF.unpack(_receive(connection, _PROOF.size, until))
+    _check(proof, key, "call", theirs, mine, peer, rank, channel)
+    return peer, channel
+
+
+def _check(proof: bytes, key: bytes, side: str, callers: bytes, answerers: bytes, *numbers: int) -> None:
+    if not hmac.compare_digest(proof, _proof(key, side, callers, answerers, *numbers)):
+        raise Stranger
+
+
+def _proof(key: bytes, side: str, callers: bytes, answerers: bytes, *numbers: int) -> bytes:
+    return derived(key, side, callers, answerers, struct.pack("!III", *numbers))
+
+
+def _receive(connection: socket.socket, size: int, until: float) -> bytes:
+    """`until`: for all of it, so that nobody holds up a rank by a byte now and then."""
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        data += (more := connection.recv(size - len(data)))
+        if not more:
+            raise ConnectionResetError("the other side hung up")
+    return data

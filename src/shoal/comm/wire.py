@@ -1,0 +1,237 @@
+"""Values as bytes between ranks: JSON, followed by the raw contents of tensors. Nothing that is read can run code.
+
+    | bytes of the JSON (u64) | JSON | contents of tensors, arrays and bytes, one after the other |
+
+JSON says None, bool, int, float, str and lists as they are; anything else is an object of one key, which names the kind:
+{"tuple": [...]}, {"tensor": ["float32", [2, 3]]}, {"Shape": [...]}. A dataclass travels if it is `sent`, a named tuple or a node of torch's
+pytrees (an output of transformers) if the reader has its class too: it looks names up among what it has loaded, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+
+from shoal.errors import LaunchError, ShoalError, UserError
+
+Class = TypeVar("Class", bound=type)
+
+_LENGTH = struct.Struct("!Q")
+_PLAIN = (bool, int, float, str)
+_ARRAYS = "biufcUSmM"
+"""Kinds of numpy's dtypes whose bytes mean the same in another process; not "O", which holds addresses."""
+
+_sent: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {}
+
+
+def sent(kind: Class) -> Class:
+    """Lets values of a dataclass travel, by its fields; or, where it has them, by `to_wire() -> list` and its class's `from_wire(*list)`."""
+    names = [each.name for each in fields(kind)]
+
+    def fields_of(value: Any) -> list[Any]:
+        return [getattr(value, name) for name in names]
+
+    def made(*values: Any) -> Any:
+        return kind(**dict(zip(names, values, strict=True)))
+
+    assert kind.__name__ not in _sent and kind.__name__ not in _READERS, f"something else that travels is called {kind.__name__}"
+    _sent[kind.__name__] = kind, getattr(kind, "to_wire", fields_of), getattr(kind, "from_wire", made)
+    return kind
+
+
+def pack(value: Any) -> bytes:
+    """`value` as bytes. UserError that names the type of what cannot travel, and where in the value it is."""
+    raw: list[bytes] = []
+    head = json.dumps(_written(value, raw, "")).encode()
+    return b"".join([_LENGTH.pack(len(head)), head, *raw])
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The value that `pack` was given; its tensors have memory of their own. LaunchError where `data` is no such bytes."""
+    view = memoryview(data)
+    try:
+        (length,) = _LENGTH.unpack_from(view)
+        start = _LENGTH.size + length
+        raw = _Raw(view[start:])
+        value = _read(json.loads(bytes(view[_LENGTH.size : start])), raw)
+        if raw.rest:
+            raise ValueError(f"{len(raw.rest)} bytes more than it says")
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, RuntimeError, struct.error) as error:
+        raise LaunchError(
+            f"a message between ranks cannot be read ({type(error).__name__}: {error}): do all ranks run the same version of Shoal?"
+        ) from error
+    return value
+
+
+def _written(value: Any, raw: list[bytes], where: str) -> Any:
+    """`value` as JSON has it; the contents of tensors are added to `raw`. `where`: its place in the whole, for messages."""
+    kind = type(value)
+    if value is None or kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_written(item, raw, f"{where}[{place}]") for place, item in enumerate(value)]
+    if kind is dict:
+        items = [[_written(key, raw, where), _written(item, raw, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {"dict": items}
+    if kind in _SEQUENCES:
+        return {_SEQUENCES[kind]: [_written(item, raw, f"{where}[{place}]") for place, item in enumerate(value)]}
+    if kind is bytes:
+        raw.append(value)
+        return {"bytes": len(value)}
+    if isinstance(value, torch.dtype | torch.device | Path):
+        name = "path" if isinstance(value, Path) else kind.__name__
+        return {name: str(value).removeprefix("torch.")}
+    if kind in (Tensor, torch.nn.Parameter):
+        return _tensor_written(value, raw, where)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _ARRAYS:
+        raw.append(value.tobytes())
+        return {"array" if isinstance(value, np.ndarray) else "number": [value.dtype.str, list(value.shape)]}
+    if isinstance(value, ShoalError):
+        return {"error": [kind.__name__, str(value), _written(vars(value), raw, where)]}
+    if isinstance(value, Exception):
+        return {"error": ["", f"{kind.__name__}: {value}", _written({}, raw, where)]}
+    if kind.__name__ in _sent and _sent[kind.__name__][0] is kind:
+        return {kind.__name__: [_written(item, raw, f"{where}.{kind.__name__}") for item in _sent[kind.__name__][1](value)]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [_written(item, raw, f"{where}.{name}") for name, item in zip(value._fields, value, strict=True)]
+        return {"namedtuple": [kind.__module__, kind.__qualname__, items]}
+    if kind in SUPPORTED_NODES and kind is not defaultdict:  # whose factory may be anything
+        children, tree = tree_flatten(value, is_leaf=lambda part: part is not value)
+        return {"node": [treespec_dumps(tree), [_written(child, raw, f"{where}.{kind.__name__}") for child in children]]}
+    raise UserError(
+        f"a value of type {kind.__module__}.{kind.__qualname__}{f' (at {where})' if where else ''} cannot be sent to other ranks: they take None, "
+        "numbers, texts, bytes, tensors, arrays, and lists, tuples, sets and dicts of them. Turn it into those"
+    )
+
+
+def _tensor_written(tensor: Tensor, raw: list[bytes], where: str) -> dict[str, Any]:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise UserError(f"a {tensor.layout} tensor{f' (at {where})' if where else ''} cannot be sent to other ranks: make it dense")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    raw.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
+
+
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
+
+
+class _Raw:
+    """What of the raw contents has not been read yet."""
+
+    def __init__(self, rest: memoryview) -> None:
+        self.rest = rest
+
+    def take(self, count: int) -> bytearray:
+        if not 0 <= count <= len(self.rest):
+            raise ValueError(f"{count} bytes of {len(self.rest)}")
+        found, self.rest = bytearray(self.rest[:count]), self.rest[count:]
+        return found
+
+
+def _read(said: Any, raw: _Raw) -> Any:
+    if isinstance(said, list):
+        return [_read(item, raw) for item in said]
+    if not isinstance(said, dict):
+        return said
+    ((kind, content),) = said.items()
+    if kind == "dict":
+        return {_read(key, raw): _read(item, raw) for key, item in content}
+    if kind in _READERS:
+        return _READERS[kind](content, raw)
+    known, _, make = _sent[kind]
+    return make(*(_read(item, raw) for item in content))
+
+
+def _tensor_read(said: Any, raw: _Raw) -> Tensor:
+    dtype, shape = _dtype(said[0]), [_size(each) for each in said[1]]
+    data = raw.take(dtype.itemsize * int(np.prod(shape, dtype=object)))
+    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
+def _array_read(said: Any, raw: _Raw) -> np.ndarray:
+    dtype, shape = np.dtype(said[0]), [_size(each) for each in said[1]]
+    if dtype.kind not in _ARRAYS:
+        raise ValueError(f"an array of {dtype}")
+    return np.frombuffer(raw.take(dtype.itemsize * int(np.prod(shape, dtype=object))), dtype).reshape(shape)
+
+
+def _size(said: Any) -> int:
+    if type(said) is not int or said < 0:
+        raise ValueError(f"a size of {said!r}")
+    return said
+
+
+def _dtype(said: Any) -> torch.dtype:
+    found = getattr(torch, said)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{said!r} is no dtype")
+    return found
+
+
+def _namedtuple_read(said: Any, raw: _Raw) -> tuple:
+    module, name, items = said
+    kind: Any = sys.modules[module]
+    for part in name.split("."):
+        kind = vars(kind)[part]  # not getattr, by which some modules import
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        raise ValueError(f"{module}.{name} is no named tuple")
+    return tuple.__new__(kind, [_read(item, raw) for item in items])
+
+
+def _node_read(said: Any, raw: _Raw) -> Any:
+    """Of one level, and not a kind whose description names what is to be imported."""
+    tree, children = said
+    about = json.loads(tree)[1]
+    if about["type"] == "collections.defaultdict" or any(child["type"] for child in about["children_spec"]):
+        raise ValueError(f"a node {tree}")
+    return tree_unflatten([_read(child, raw) for child in children], treespec_loads(tree))
+
+
+def _error_read(said: Any, raw: _Raw) -> Exception:
+    """Without its constructor, which may want other arguments than the message."""
+    name, message, state = said
+    error: Exception = RuntimeError(message)
+    if name:
+        kind = _shoal_errors()[name]
+        error = kind.__new__(kind)
+        error.args = (message,)
+    vars(error).update(_read(state, raw))
+    return error
+
+
+def _shoal_errors() -> dict[str, type[ShoalError]]:
+    kinds, found = [ShoalError], dict[str, type[ShoalError]]()
+    while kinds:
+        kind = kinds.pop()
+        found[kind.__name__] = kind
+        kinds += kind.__subclasses__()
+    return found
+
+
+_READERS: dict[str, Callable[[Any, _Raw], Any]] = {
+    "tuple": lambda said, raw: tuple(_read(item, raw) for item in said),
+    "set": lambda said, raw: {_read(item, raw) for item in said},
+    "frozenset": lambda said, raw: frozenset(_read(item, raw) for item in said),
+    "size": lambda said, raw: torch.Size(_size(item) for item in said),
+    "namedtuple": _namedtuple_read,
+    "node": _node_read,
+    "bytes": lambda said, raw: bytes(raw.take(_size(said))),
+    "tensor": _tensor_read,
+    "array": _array_read,
+    "number": lambda said, raw: _array_read(said, raw)[()],
+    "dtype": lambda said, raw: _dtype(said),
+    "device": lambda said, raw: torch.device(said),
+    "path": lambda said, raw: Path(said),
+    "error": _error_read,
+}
