@@ -14,7 +14,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -22,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.turns import Turns
 from shoal.errors import LaunchError
 from shoal.native import library
 
@@ -63,7 +63,7 @@ class Mesh:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
         self._peers: dict[tuple[int, str], socket.socket] = {}
-        self._locks = {(peer, way): threading.Lock() for peer in range(size) for way in ("out", "into")}
+        self._turns = {(peer, way): Turns() for peer in range(size) for way in ("out", "into")}
         self._ended = ""
         with _listen(address, backlog=2 * size) as server:
             if rank == 0:
@@ -131,7 +131,7 @@ class Mesh:
         with contextlib.ExitStack() as stack:
             if channel != CHANNELS[0]:  # collectives come one at a time, messages from any thread
                 for held in [*((peer, "out") for peer in out), *((peer, "into") for peer in into)]:
-                    stack.enter_context(self._locks[held])
+                    stack.enter_context(self._turns[held])
             # To those after this rank and from those before it, nearest first: what one sends at a time, the other takes then.
             targets = sorted(out, key=lambda peer: (peer - self.rank) % self.size)
             sources = sorted(into, key=lambda peer: (self.rank - peer) % self.size)
