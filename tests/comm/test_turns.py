@@ -154,7 +154,7 @@ def objects_and_sums(world: World) -> list[Any]:
         lambda: got.append(float(group.all_reduce(torch.ones(MANY))[0])),
         lambda: got.append([len(text) for text in group.all_gather_object(word)]),
     )
-    return got + [len(group.broadcast_object(word, 1))]
+    return [*got, len(group.broadcast_object(word, 1))]
 
 
 def test_objects_travel_in_one_turn():

@@ -52,7 +52,7 @@ class Line:
     def __init__(self, name: str) -> None:
         self._name = name
         self._turns = Turns()
-        self._starts: queue.SimpleQueue[tuple[Future, threading.Lock | None] | None] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[tuple[Future, threading.Lock] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 

@@ -20,60 +20,41 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._line: deque[threading.Lock] = deque()
-        self._taken = False
-        self._owner, self._depth = 0, 0
+        self._turn = threading.RLock()
+        self._guard = threading.Lock()
+        self._line: deque[threading.Lock] = deque()  # the first place is open: who has it waits for the turn itself
 
-    def ask(self) -> threading.Lock | None:
-        """Takes a place in the line, whose turn `take` awaits, in whatever thread; every place that is asked for must be taken. None: it is its turn."""
-        with self._lock:
-            if not self._taken:
-                self._taken = True
-                return None
-            place = threading.Lock()
-            place.acquire()
-            self._line.append(place)
-            return place
-
-    def take(self, place: threading.Lock | None) -> None:
-        """Returns when it is the turn of `place`. Interrupted, the place is given up."""
-        if place is not None:
-            try:
+    def ask(self) -> threading.Lock:
+        """A place in the line, whose turn `take` awaits, in whatever thread; every place that is asked for must be taken."""
+        place = threading.Lock()
+        with self._guard:
+            if self._line:
                 place.acquire()
-            except BaseException:  # the handler of a signal raised
-                self._give_up(place)
-                raise
-        self._owner = threading.get_ident()
+            self._line.append(place)
+        return place
+
+    def take(self, place: threading.Lock) -> None:
+        """Returns when it is the turn of `place`. Interrupted by the handler of a signal, the place is given up."""
+        try:
+            place.acquire()
+            self._turn.acquire()
+        finally:
+            with self._guard:
+                first = self._line[0] is place
+                self._line.remove(place)
+                if first and self._line:
+                    self._line[0].release()
 
     def leave(self) -> None:
-        """Ends the turn; the next in the line has it."""
-        self._owner = 0
-        with self._lock:
-            if self._line:
-                self._line.popleft().release()
-            else:
-                self._taken = False
-
-    def _give_up(self, place: threading.Lock) -> None:
-        with self._lock:
-            waiting = place in self._line
-            if waiting:
-                self._line.remove(place)
-        if not waiting:  # its turn had come at that very moment
-            self.leave()
+        """Ends the turn of this thread; the next in the line has it."""
+        self._turn.release()
 
     def __enter__(self) -> None:
-        if self._owner == threading.get_ident():
-            self._depth += 1
-            return
-        self.take(self.ask())
+        if (self._line and not self._turn._is_owned()) or not self._turn.acquire(blocking=False):  # type: ignore[attr-defined]
+            self.take(self.ask())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._depth:
-            self._depth -= 1
-        else:
-            self.leave()
+        self._turn.release()
 
 
 def in_one_turn(method: Method) -> Method:
