@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.futures import Future
 
+from shoal.comm.turns import Turns
+
 
 class Pending(dist.Work):
     """A call that is under way or done. torch's own work around a future would not raise the future's error."""
@@ -45,49 +47,61 @@ class Pending(dist.Work):
 
 
 class Line:
-    """Runs calls one after the other, in a thread that the first one which nobody waits for starts."""
+    """Runs calls one after the other, in the order in which threads made them: here if the caller waits anyway, else in a thread of the line."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._starts: queue.SimpleQueue[Future | None] = queue.SimpleQueue()
+        self._turns = Turns()
+        self._starts: queue.SimpleQueue[tuple[Future, threading.Lock] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._unfinished = 0
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], object], result: Any, wait: bool) -> dist.Work:
-        """The work whose future gets `result`, or the error of `call`. With `wait` it runs right here if nothing is under way."""
-        start: Future = Future()
-        with self._lock:
-            here = wait and self._unfinished == 0
-            self._unfinished += not here
-        if here:
-            call()
-            start.set_result(result)
-            return Pending(start)
+        """The work whose future gets `result`, or the error of `call`. With `wait` it has been done, or has raised, when this returns."""
+        if wait:
+            self._free_thread()
+            with self._turns:
+                call()
+            done: Future = Future()
+            done.set_result(result)
+            return Pending(done)
 
         def body(_: Future) -> Any:
             try:
                 call()
-            finally:  # before the caller hears of it, who may go on with a call that runs at once
-                with self._lock:
-                    self._unfinished -= 1
+            finally:  # before the caller hears of it
+                self._turns.leave()
             return result
 
+        start: Future = Future()
         future = start.then(body)  # whose errors C++ sees too, as it does not those of Future.set_exception
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._starts.put(start)
+        self._free_thread()
+        with self._lock:  # the order of the places is that of the queue
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
+            self._starts.put((start, self._turns.ask()))
         return Pending(future)
 
     def close(self) -> None:
         """Returns when what is under way has been done or has failed."""
-        if self._thread is not None:
-            self._starts.put(None)
-            self._thread.join()
-            self._thread = None
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._starts.put(None)
+        if thread is not None:
+            thread.join()
+
+    def _free_thread(self) -> None:
+        """Lets another thread go on with the line if this one is its thread: what a future calls then (DDP's PowerSGD hook) may wait for a later call."""
+        if self._thread is not None and self._thread is threading.current_thread():
+            with self._lock:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
 
     def _work(self) -> None:
-        while (start := self._starts.get()) is not None:
+        while self._thread is threading.current_thread() and (entry := self._starts.get()) is not None:
+            start, place = entry
+            self._turns.take(place)
             start.set_result(None)
-            del start  # its tensors are not held until the next call
+            del start, entry  # its tensors are not held until the next call

@@ -21,6 +21,7 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.links import Link, measure
 from shoal.comm.reductions import check_reduction
 from shoal.comm.transport import Transport, sent_bytes
+from shoal.comm.turns import Turns, in_one_turn
 from shoal.errors import LaunchError, UserError
 
 _ROLL_CALL_SECONDS = 2.0
@@ -34,6 +35,7 @@ class Group:
     Made by `World.group`, or by `Group.of` around a transport. `transports`: by device type, "cpu" and perhaps "cuda". Every rank of the
     group calls the same operations in the same order (`send`, `recv` and `exchange`: those concerned). Tensors may have any shape and
     strides; those of one call fit each other. A call that fails raises LaunchError with the operation and the ranks that did not come.
+    Threads may share a group: collectives wait for those that were called before, whatever the thread, and the order is for the callers to keep.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Group:
         self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store
         self._calls = 0
+        self._turns = Turns()
         self._links: dict[str, Link] = {}
 
     @classmethod
@@ -147,12 +150,14 @@ class Group:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D CPU tensor that this group's reductions and gathers take without copies, where the transport has such memory (all
         ranks call it alike); else None."""
-        return self.transports["cpu"].allocate(numel, dtype)
+        with self._turns:
+            return self.transports["cpu"].allocate(numel, dtype)
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A zeroed 1-D CPU tensor that is one and the same memory on all ranks, where the transport has such; else None, on all of them.
         Who writes where, and when others may read, the ranks settle by other means (a barrier)."""
-        return self.transports["cpu"].allocate_common(numel, dtype)
+        with self._turns:
+            return self.transports["cpu"].allocate_common(numel, dtype)
 
     def link(self, device: torch.device) -> Link:
         """How fast all-reduces of tensors on `device` are; measured at the first call, which all ranks make alike."""
@@ -164,6 +169,7 @@ class Group:
         """Returns when every rank has come."""
         self._run("barrier", "", torch.empty(0), lambda transport: transport.barrier())
 
+    @in_one_turn
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, of the types that `wire` has, in rank order. UserError, on all ranks, where one of them has another type."""
         mine, size = _packed(value)
@@ -174,6 +180,7 @@ class Group:
         rows = self.all_gather(torch.empty(self.size * longest, dtype=torch.uint8), padded, "object").view(self.size, -1)
         return [_unpacked(row, size) for row, size in zip(rows, sizes, strict=True)]
 
+    @in_one_turn
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """The `value` of rank `src`, of the types that `wire` has; there it is returned as it is. UserError, on all ranks, for another type."""
         data, size = _packed(value) if self.rank == src and self.size > 1 else (torch.empty(0, dtype=torch.uint8), 0)
@@ -206,8 +213,15 @@ class Group:
         payload = times * flat.nbytes
         if wire is None:
             wire = sent_bytes(operation, payload, self.size, self.rank, root)
-        self._calls += operation not in _MESSAGES
         self.ledger.count(self.name, operation, purpose, payload, wire)
+        if operation in _MESSAGES:
+            self._carry(operation, purpose, payload, flat, call)
+            return
+        with self._turns:
+            self._calls += 1
+            self._carry(operation, purpose, payload, flat, call)
+
+    def _carry(self, operation: str, purpose: str, payload: int, flat: Tensor, call: Callable[[Transport], None]) -> None:
         started = time.monotonic()
         try:
             transport = self.transports["cuda" if flat.is_cuda else "cpu"]

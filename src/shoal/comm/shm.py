@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.comm.reductions import check_reduction
 from shoal.comm.shm_allocate import Allocations
 from shoal.comm.shm_segment import open_segment
+from shoal.comm.turns import Turns
 from shoal.native import library
 
 _DTYPES = (
@@ -49,8 +50,8 @@ _Look = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, c
 class Shared:
     """One rank's end of the shared memory of `size` ranks; see `transport.Transport`. Made by `open`, which all ranks call.
 
-    Collectives come one at a time, in the same order on all ranks; messages (`send`, `recv`, `exchange`) may be on their way meanwhile, in
-    other threads. A failure ends the transport: all later operations, of every rank, raise RuntimeError.
+    Collectives come one at a time, in the same order on all ranks, which their caller sees to (`turns.Turns`); messages (`send`, `recv`,
+    `exchange`) may be on their way meanwhile, from any thread. A failure ends the transport: all later operations, of every rank, raise RuntimeError.
     """
 
     carrier = "shared memory"
@@ -59,6 +60,7 @@ class Shared:
         self.rank, self.size = rank, size
         self._view: _View | None = view
         self._allocations = allocations
+        self._turns = {(peer, sends): Turns() for peer in range(size) for sends in (True, False)}  # of messages
         kernels = library()
         assert kernels is not None
         self._c = kernels
@@ -164,13 +166,16 @@ class Shared:
         self._mail("gather", *(_recv(cuts[rank], rank, _GATHER) for rank in self._others()))
 
     def send(self, flat: Tensor, dst: int, tag: int = 0) -> None:
-        self._mail("send", _send(flat, dst, tag))
+        with self._turns[dst, True]:
+            self._mail("send", _send(flat, dst, tag))
 
     def recv(self, flat: Tensor, src: int, tag: int = 0) -> None:
-        self._mail("recv", _recv(flat, src, tag))
+        with self._turns[src, False]:
+            self._mail("recv", _recv(flat, src, tag))
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        self._mail("exchange", _send(flat, target, 0), _recv(out, source, 0))
+        with self._turns[target, True], self._turns[source, False]:
+            self._mail("exchange", _send(flat, target, 0), _recv(out, source, 0))
 
     def barrier(self) -> None:
         view = self._usable()

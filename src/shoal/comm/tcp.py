@@ -13,7 +13,6 @@ import os
 import secrets
 import select
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from shoal.comm import hello
 from shoal.comm.signed import SignedStore, derived, key_of, root_of
+from shoal.comm.turns import Turns
 from shoal.errors import LaunchError
 from shoal.native import library
 
@@ -63,7 +63,7 @@ class Mesh:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
         self._peers: dict[tuple[int, str], socket.socket] = {}
-        self._locks = {(peer, way): threading.Lock() for peer in range(size) for way in ("out", "into")}
+        self._turns = {(peer, way): Turns() for peer in range(size) for way in ("out", "into")}
         self._ended = ""
         with _listen(address, backlog=2 * size) as server:
             if rank == 0:
@@ -135,7 +135,7 @@ class Mesh:
         with contextlib.ExitStack() as stack:
             if channel != CHANNELS[0]:  # collectives come one at a time, messages from any thread
                 for held in [*((peer, "out") for peer in out), *((peer, "into") for peer in into)]:
-                    stack.enter_context(self._locks[held])
+                    stack.enter_context(self._turns[held])
             # To those after this rank and from those before it, nearest first: what one sends at a time, the other takes then.
             targets = sorted(out, key=lambda peer: (peer - self.rank) % self.size)
             sources = sorted(into, key=lambda peer: (self.rank - peer) % self.size)

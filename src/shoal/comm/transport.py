@@ -15,7 +15,8 @@ from torch import Tensor
 class Transport(Protocol):
     """`size` ranks in an order, this one is `rank`. `op` is "sum", "avg", "min", "max" or "product".
 
-    Every rank calls the same operations in the same order with fitting sizes. Raises RuntimeError if a rank dies or is late.
+    Every rank calls the same operations in the same order with fitting sizes, one collective at a time (`Group` sees to that); messages (`send`,
+    `recv`, `exchange`) may come from other threads meanwhile. Raises RuntimeError if a rank dies or is late.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Native kernels: the C files beside this one, compiled on first use into one library in a cache keyed by source, flags and CPU.
+"""Native kernels: the C files beside this one, compiled on first use into one library in a cache (`cache`) keyed by source, flags and CPU.
 
 No torch headers: plain pointers through ctypes. `library()` is None where there is no C compiler or SHOAL_NATIVE=0; callers then take
 their torch fallback.
@@ -12,11 +12,12 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import warnings
-from functools import cache
+from functools import cache as once
 from pathlib import Path
 from typing import Any
+
+from shoal.native import cache
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-std=gnu11")
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
@@ -49,7 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 """name: (result, *arguments), one line a function of the C files."""
 
 
-@cache
+@once
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, or None (said once, as a warning, when compilation fails)."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -57,34 +58,26 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return _load(compiler)
-    except OSError as error:  # no place for the cache, or one from which nothing may be executed
+    except (OSError, RuntimeError) as error:  # no place for the cache or none from which may be executed; or what the compiler said
         warnings.warn(f"Shoal's kernels cannot be had, torch is used instead: {error}", stacklevel=2)
         return None
 
 
 def _load(compiler: str) -> ctypes.CDLL:
-    """Compiles the kernels if they are not in the cache, and loads them. Raises OSError."""
+    """Compiles the kernels if they are not in the cache, and loads them. Raises OSError or RuntimeError."""
     files = sorted(Path(__file__).parent.glob("*.[ch]"))
     sources = [file for file in files if file.suffix == ".c"]
-    target = _cache_directory() / f"kernels-{_fingerprint([file.read_bytes() for file in files], compiler)}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            fresh = Path(scratch) / "kernels.so"
-            done = subprocess.run([compiler, *_FLAGS, "-o", str(fresh), *map(str, sources)], capture_output=True, text=True)
-            if done.returncode:
-                raise OSError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
-            fresh.replace(target)  # atomic: ranks that compile at once end with one whole file
-    kernels = ctypes.CDLL(str(target))
+
+    def build(target: Path) -> None:
+        done = subprocess.run([compiler, *_FLAGS, "-o", str(target), *map(str, sources)], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
+
+    kernels = cache.load(f"kernels-{_fingerprint([file.read_bytes() for file in files], compiler)}", build)
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(kernels, name)
         function.restype, function.argtypes = result, arguments
     return kernels
-
-
-def _cache_directory() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "shoal" / "native"
 
 
 def _fingerprint(sources: list[bytes], compiler: str) -> str:

@@ -1,0 +1,68 @@
+"""Turns: one thread at a time, in the order in which the threads asked."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Turns:
+    """A lock that is fair and that its holder may take again.
+
+    Fair, because the order of a group's collectives must be the order of the calls on every rank: a plain lock may let a later caller in first,
+    on one rank and not on another. Taken again, because an operation may consist of several.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.RLock()
+        self._guard = threading.Lock()
+        self._line: deque[threading.Lock] = deque()  # the first place is open: who has it waits for the turn itself
+
+    def ask(self) -> threading.Lock:
+        """A place in the line, whose turn `take` awaits, in whatever thread; every place that is asked for must be taken."""
+        place = threading.Lock()
+        with self._guard:
+            if self._line:
+                place.acquire()
+            self._line.append(place)
+        return place
+
+    def take(self, place: threading.Lock) -> None:
+        """Returns when it is the turn of `place`. Interrupted by the handler of a signal, the place is given up."""
+        try:
+            place.acquire()
+            self._turn.acquire()
+        finally:
+            with self._guard:
+                first = self._line[0] is place
+                self._line.remove(place)
+                if first and self._line:
+                    self._line[0].release()
+
+    def leave(self) -> None:
+        """Ends the turn of this thread; the next in the line has it."""
+        self._turn.release()
+
+    def __enter__(self) -> None:
+        if (self._line and not self._turn._is_owned()) or not self._turn.acquire(blocking=False):  # type: ignore[attr-defined]
+            self.take(self.ask())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._turn.release()
+
+
+def in_one_turn(method: Method) -> Method:
+    """For a method that consists of several collectives of `self`, whose turns are `self._turns`: no other thread's come between them."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        with self._turns:
+            return method(self, *args, **options)
+
+    return cast(Method, run)

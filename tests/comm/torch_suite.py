@@ -1,0 +1,106 @@
+"""The collective tests that torch ships in its wheel (torch.testing._internal.distributed), run by standing ranks on one backend after the other.
+
+torch itself starts processes anew for each of its 300 tests. Here a rank that the pool keeps calls the test's method, in a process group
+of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.comm import World
+
+SECONDS = 6
+"""How long a collective of a test waits, on either backend."""
+
+_started = count()
+
+
+@cache
+def suite(backend: str = "gloo") -> ModuleType:
+    """torch's module, imported as for gloo: the tests that it has for gloo alone are those that the other backend shall pass too."""
+    os.environ.update(BACKEND=backend, WORLD_SIZE=os.environ.get("WORLD_SIZE", "3"))
+    if find_spec("expecttest") is None:  # torch's TestCase derives from its; what it adds, no test here uses
+        sys.modules["expecttest"] = stand_in = ModuleType("expecttest")
+        stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False  # type: ignore[attr-defined]
+    from torch.testing._internal.distributed import distributed_test
+
+    return distributed_test
+
+
+def names() -> list[str]:
+    """The tests of the suite that are not for GPUs."""
+    every = unittest.TestLoader().getTestCaseNames(suite().DistributedTest._DistTestBase)  # type: ignore[arg-type]
+    return [name for name in every if not any(word in name.lower() for word in ("cuda", "nccl", "gpu"))]
+
+
+def outcomes(world: World, directory: str, wanted: list[str], backend: str) -> dict[str, str]:
+    """By test: "passed", "skipped" or this rank's error."""
+    os.environ.update(WORLD_SIZE=str(world.size), RANK=str(world.rank), TEMP_DIR=directory)
+    module = suite()
+    os.environ["BACKEND"] = "mpi"  # the one for which torch runs the tests of sub-groups with fewer than 8 ranks
+    before, module.BACKEND = module.BACKEND, backend  # type: ignore[attr-defined]
+    try:
+        return {name: _outcome(world, module, name, backend) for name in wanted}
+    finally:
+        module.BACKEND = before  # type: ignore[attr-defined]
+
+
+def _outcome(world: World, module: ModuleType, name: str, backend: str) -> str:
+    case = type("Case", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})(name)
+    case.rank = world.rank
+    try:
+        with _process_group(world, backend):
+            case._barrier = dist.barrier
+            getattr(case, name)()
+    except (unittest.SkipTest, SystemExit) as reason:
+        return f"skipped: {reason}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "passed"
+
+
+@contextmanager
+def _process_group(world: World, backend: str) -> Iterator[None]:
+    store = dist.PrefixStore(f"suite{next(_started)}", world.store)
+    dist.distributed_c10d._world.group_count = 0  # names groups; the ranks' counts differ after a test that failed on some
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=SECONDS))
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def merged(answers: list[dict[str, str]]) -> dict[str, str]:
+    """Of all ranks: an error of any of them is that of the test."""
+    result = {}
+    for name in answers[0]:
+        said = [answer[name] for answer in answers]
+        errors = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "passed" and not text.startswith("skipped")]
+        result[name] = "; ".join(errors) or said[0]
+    return result
+
+
+def make_directories(path: Path) -> str:
+    """What torch's barrier between the processes of a test writes to."""
+    (path / "barrier").mkdir()
+    (path / "test_dir").mkdir()
+    return str(path)
+
+
+def describe(results: Any) -> str:
+    return "\n".join(f"{name}: {text[:300]}" for name, text in results.items())
