@@ -70,14 +70,14 @@ class _Ref:
 
     def within(self, base: Tensor) -> Tensor:
         """The tensor that lies in `base`'s storage as this one lay in its own."""
-        return torch.empty(0, dtype=self.dtype).set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage(), self.offset, self.size, self.stride)
 
     def holding(self, value: Tensor) -> Tensor:
         """`value` in a storage of its own, laid out as this: CPU kernels may choose other strides than the fake ones say."""
         if value.stride() == self.stride and value.storage_offset() == self.offset:
             return value
         room = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
-        return torch.zeros(room, dtype=self.dtype).as_strided(self.size, self.stride, self.offset).copy_(value)
+        return torch.zeros(room, dtype=self.dtype, device=value.device).as_strided(self.size, self.stride, self.offset).copy_(value)
 
 
 @dataclass(frozen=True)
