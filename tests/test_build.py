@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,146 @@ def test_a_ready_module_keeps_its_weights():
     module = nn.Linear(3, 3)
     built = build(module, 0)
     assert built.how == "given" and torch.equal(built.value("weight", module.weight), module.weight)
+
+
+class Shares(nn.Module):
+    """What is drawn once and used twice, in each way that constructors have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = torch.randn(4, 6)
+        self.cloned, self.again = nn.Parameter(base.clone()), nn.Parameter(base.clone())
+        self.sliced, self.joined = nn.Parameter(base[1:3].clone()), nn.Parameter(torch.cat([base, base * 2]))
+        rotation = torch.linalg.qr(torch.randn(5, 5))[0]
+        self.rotation, self.back = nn.Parameter(rotation.clone()), nn.Parameter(torch.linalg.inv(rotation))
+        order = torch.randperm(17)
+        self.order = [order]  # not a buffer
+        self.permuted, self.inverse = nn.Parameter(torch.arange(17.0)[order]), nn.Parameter(torch.argsort(order).float())
+        features = torch.randn(3, 8)
+        self.sine, self.cosine = nn.Module(), nn.Module()
+        self.sine.register_buffer("features", features * 1.0)
+        self.cosine.register_buffer("features", features * 1.0)
+        constant = torch.tensor([1.0, 2.0])
+        constant.mul_(3.0)
+        self.first, self.second = nn.Parameter(constant.clone()), nn.Parameter(constant.clone())
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+        self.older = nn.utils.weight_norm(nn.Linear(5, 4))
+        self.online, self.target = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.target.load_state_dict(self.online.state_dict())
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict[str, torch.Tensor]:
+    built = build(Shares, seed=0)
+    assert built.how == "recorded"
+    return {name: built.value(name, tensor) for name, tensor in [*built.module.named_parameters(), *built.module.named_buffers()]}
+
+
+def test_what_is_drawn_once_is_one_value_wherever_it_flows(shared):
+    base = shared["cloned"]
+    assert torch.equal(shared["again"], base) and torch.equal(shared["sliced"], base[1:3])
+    assert torch.equal(shared["joined"], torch.cat([base, base * 2]))
+    torch.testing.assert_close(shared["rotation"] @ shared["back"], torch.eye(5))
+    assert shared["permuted"][shared["inverse"].long()].tolist() == list(range(17))
+    assert torch.equal(shared["sine.features"], shared["cosine.features"])
+    assert torch.equal(shared["target.weight"], shared["online.weight"])
+
+
+def test_a_constant_that_is_changed_in_place_is_changed_once(shared):
+    assert shared["first"].tolist() == shared["second"].tolist() == [3, 6]
+
+
+def test_layers_that_torch_copies_start_alike(shared):
+    layers = [{n: v for n, v in shared.items() if n.startswith(f"encoder.layers.{i}.")} for i in range(2)]
+    assert len(layers[0]) == len(layers[1]) == 12
+    assert all(torch.equal(one, other) for one, other in zip(layers[0].values(), layers[1].values(), strict=True))
+
+
+def test_normalised_weights_belong_to_their_norms(shared):
+    weight = shared["spectral.parametrizations.weight.original"]
+    u, v = (shared[f"spectral.parametrizations.weight.0._{each}"] for each in "uv")
+    assert float(u @ weight @ v) > 0.9 * float(torch.linalg.svdvals(weight)[0])
+    parts = [shared[f"weight_norm.parametrizations.weight.original{i}"] for i in range(2)]
+    for norm, direction in (parts, (shared["older.weight_g"], shared["older.weight_v"])):
+        torch.testing.assert_close(norm.flatten(), direction.norm(dim=1))
+
+
+def test_a_draw_that_one_tensor_has_is_seeded_as_ever():
+    """The weights of ordinary models are those of earlier versions: these are recorded numbers."""
+    built = build(lambda: nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.LayerNorm(2)}), 0)
+    found = built.value("a.weight", built.module["a"].weight)
+    torch.testing.assert_close(found, torch.tensor(A_WEIGHT), atol=1e-6, rtol=0)
+
+
+A_WEIGHT = [[-0.212029, -0.569792, 0.026880], [-0.468020, -0.329674, 0.517116]]
+
+
+class _Seeds(nn.Module):
+    """Two modules that agree on a draw by its seed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        for name in ("a", "b"):
+            state = torch.get_rng_state()
+            generator = None
+            if how == "generator":
+                generator = torch.Generator().manual_seed(3)
+            elif how == "seed":
+                torch.manual_seed(3)
+            setattr(self, name, nn.Parameter(torch.randn(4, generator=generator)))
+            if how == "state":
+                torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("how", ["generator", "seed", "state"])
+def test_a_constructor_that_seeds_is_built_on_the_cpu(how):
+    built = build(lambda: _Seeds(how), 0)
+    assert built.how == "built on CPU (it sets a seed or draws from a generator of its own)"
+    values = {name: built.value(name, tensor) for name, tensor in built.module.named_parameters()}
+    assert torch.equal(values["a"], values["b"])
+    if how != "state":
+        assert torch.equal(values["a"], torch.randn(4, generator=torch.Generator().manual_seed(3)))
+
+
+def test_numpy_and_python_are_seeded_and_left_as_they_were():
+    def factory() -> nn.Module:
+        module = nn.Module()
+        module.a = nn.Parameter(torch.from_numpy(np.random.randn(3)))
+        module.b = nn.Parameter(torch.tensor([random.random()]))
+        return module
+
+    def values(seed: int) -> list[torch.Tensor]:
+        built = build(factory, seed)
+        return [built.value(name, tensor) for name, tensor in built.module.named_parameters()]
+
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    one, other = values(1), values(2)
+    assert all(map(torch.equal, one, values(1))) and not any(map(torch.equal, one, other))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1)])
+def test_a_constructor_that_changes_what_was_there_is_built_on_the_cpu(part):
+    ready = nn.Linear(2, 2)
+
+    def factory() -> nn.Module:
+        nn.init.constant_(ready.weight[part], 5.0)
+        return nn.Sequential(ready, nn.Linear(2, 2))
+
+    built = build(factory, 0)
+    assert built.how == "built on CPU (it changes tensors that were there before)"
+    assert (built.value("0.weight", built.module[0].weight)[part] == 5).all()
+
+
+def test_a_module_that_is_not_registered_is_real():
+    class Hides(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online = nn.Linear(2, 2)
+            self.target = [copy.deepcopy(self.online)]
+
+    built = build(Hides, 0)
+    assert built.how == "built on CPU (it keeps modules that are not registered)"
+    assert torch.equal(built.module.target[0].weight, built.value("online.weight", built.module.online.weight))

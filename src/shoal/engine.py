@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal import checkpoint
+from shoal.alike import make_alike
 from shoal.batchnorm import synchronise
 from shoal.build import build
 from shoal.checkpoint import state
@@ -119,6 +120,7 @@ class Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
         built = build(model, seed)
+        make_alike(built, self.world.everyone)
         options, member = group_options(built.module.named_parameters(), param_groups)
         self._randomness = Randomness(seed, self.device)
         self._check_cut(optimizer, options, sync_bn)

@@ -50,7 +50,7 @@ def adopt(
             setattr(module.get_submodule(owner), attribute, adopted[id(built)])
         for chunk in chunks:
             chunk.publish()
-        _adopt_other_tensors(module, value, precision, device)
+        _adopt_other_tensors(module, value, precision, device, adopted)
     return by_name
 
 
@@ -73,28 +73,43 @@ def move(
                 masters[slot.name].data = slot.view(chunk.master)
 
 
-def _on_device(value: Callable[[str, Tensor], Tensor], name: str, device: torch.device, tensor: Tensor) -> Tensor:
-    return value(name, tensor).to(device)
-
-
 def _stay_in_the_chunk() -> None:
     """Stands in for `RNNBase.flatten_parameters`, which on CUDA would re-bind the weights to a buffer of its own."""
 
 
 def _adopt_other_tensors(
-    module: nn.Module, value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device
+    module: nn.Module,
+    value: Callable[[str, Tensor], Tensor],
+    precision: Precision,
+    device: torch.device,
+    adopted: Mapping[int, nn.Parameter],
 ) -> None:
-    """Makes buffers real, and tensors that the constructor kept as plain attributes."""
+    """Makes buffers real, and tensors that the constructor kept as plain attributes; what was one tensor in several places stays one.
+
+    `adopted`: the parameters by the `id` of those that were built, for attributes that refer to them.
+    """
+    buffers: dict[tuple[int, torch.dtype], Tensor] = {}
     for prefix, owner in module.named_modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None:
                 dtype = precision.buffer_dtype(buffer, owner, name not in owner._non_persistent_buffers_set)
-                owner._buffers[name] = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype).contiguous()
+                if (id(buffer), dtype) not in buffers:
+                    first = value(f"{prefix}.{name}".lstrip("."), buffer).to(device, dtype).contiguous()
+                    buffers[id(buffer), dtype] = first
+                owner._buffers[name] = buffers[id(buffer), dtype]
         for name, attribute in list(vars(owner).items()):
             of_torch = name in ("_parameters", "_buffers", "_modules")
-            if not of_torch and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(attribute)):
-                vars(owner)[name] = tree_map_only(
-                    FakeTensor, partial(_on_device, value, f"{prefix}.{name}".lstrip("."), device), attribute
-                )
+            if not of_torch and any(isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)):
+                real = partial(_real, f"{prefix}.{name}".lstrip("."), value, device, adopted)
+                vars(owner)[name] = tree_map_only(Tensor, real, attribute)
         if isinstance(owner, nn.RNNBase):
             owner.flatten_parameters = _stay_in_the_chunk  # type: ignore[method-assign]
+
+
+def _real(
+    name: str, value: Callable[[str, Tensor], Tensor], device: torch.device, adopted: Mapping[int, nn.Parameter], tensor: Tensor
+) -> Tensor:
+    """What stands for `tensor`, found in the plain attribute `name`."""
+    if id(tensor) in adopted:
+        return adopted[id(tensor)]
+    return value(name, tensor).to(device) if isinstance(tensor, FakeTensor) else tensor

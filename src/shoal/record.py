@@ -1,0 +1,216 @@
+"""What a constructor does to fake tensors, and the values of these, computed one at a time from the operations that each depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+_UNINITIALISED = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+
+_NO_SCHEMA = SimpleNamespace(arguments=(), returns=())
+
+_ONE_AT_A_TIME = threading.Lock()
+"""The default generator is the whole process's, and ranks may be threads of one (see comm.simulation)."""
+
+
+class Unrecordable(Exception):
+    """Why the initialisation of a model cannot be computed one tensor at a time."""
+
+
+def seed_of(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def rejection_sampling_whole(record: Record) -> Iterator[None]:
+    """`nn.init.trunc_normal_` looks at what it drew, and fake tensors have nothing to see: it is recorded as one operation."""
+    original = nn.init._no_grad_trunc_normal_
+
+    def stand_in(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(tensor, FakeTensor):
+            return original(tensor, *args, **kwargs)
+        with record.noting(original, (tensor, *args), kwargs) as outputs:
+            outputs.append(tensor)
+        return tensor
+
+    nn.init._no_grad_trunc_normal_ = stand_in
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = original
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """How a fake tensor lay in its storage when it was seen: in-place operations may change the object's shape later."""
+
+    storage: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def within(self, base: Tensor) -> Tensor:
+        """The tensor that lies in `base`'s storage as this one lay in its own."""
+        return torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage(), self.offset, self.size, self.stride)
+
+    def holding(self, value: Tensor) -> Tensor:
+        """`value` in a storage of its own, laid out as this: CPU kernels may choose other strides than the fake ones say."""
+        if value.stride() == self.stride and value.storage_offset() == self.offset:
+            return value
+        room = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
+        return torch.zeros(room, dtype=self.dtype, device=value.device).as_strided(self.size, self.stride, self.offset).copy_(value)
+
+
+@dataclass(frozen=True)
+class _Op:
+    func: Any
+    args: Any
+    kwargs: Any
+    inputs: tuple[_Ref, ...]
+    outputs: tuple[_Ref, ...]
+
+
+class Record(TorchDispatchMode):
+    """The operations on fake tensors, in order, known by the storages that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ops: list[_Op] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)
+        self._alive: list[Any] = []  # a storage is known by its address, which must not be used twice
+        self._seed = torch.initial_seed()
+        self._outside: set[int] = set()  # storages of views of tensors that were there before
+        self.constants: list[Tensor] = []  # what the operations read beside fake tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.noting(func, args, kwargs or {}) as outputs:
+            out = func(*args, **(kwargs or {}))
+            outputs.append(out)
+        return out
+
+    @contextmanager
+    def noting(self, func: Any, args: Any, kwargs: Any) -> Iterator[list[Any]]:
+        """Records `func(*args, **kwargs)`, run by the block, which appends what it gave to the list."""
+        if torch.initial_seed() != self._seed or any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+            raise Unrecordable("it sets a seed or draws from a generator of its own")
+        self._seed += 1  # one for each operation, so that a constructor which puts the generator back is noticed
+        torch.default_generator.manual_seed(self._seed)
+        seen_args, seen_kwargs = tree_map_only(FakeTensor, _ref, (args, kwargs))
+        inputs = _refs((seen_args, seen_kwargs))
+        results: list[Any] = []
+        yield results
+        outputs = _refs(tree_map_only(FakeTensor, _ref, results))
+        if inputs or outputs:
+            self._alive.append((args, kwargs, results))
+            mutated = _mutated(func, seen_args, seen_kwargs)
+            self._check_outside(func, args, kwargs, mutated, outputs)
+            for storage in {ref.storage for ref in outputs} | {ref.storage for ref in _refs(mutated)}:
+                self._writers[storage].append(len(self._ops))
+            self._ops.append(_Op(func, seen_args, seen_kwargs, inputs, outputs))
+
+    def _check_outside(self, func: Any, args: Any, kwargs: Any, mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
+        """Raises for a write to a tensor that was there before the factory ran, which fake tensors would not carry out."""
+        real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
+        if any(isinstance(leaf, Tensor) or isinstance(leaf, _Ref) and leaf.storage in self._outside for leaf in mutated):
+            raise Unrecordable("it changes tensors that were there before")
+        self.constants += real
+        views = any(result.alias_info is not None for result in getattr(func, "_schema", _NO_SCHEMA).returns)
+        if real and views and func is not torch.ops.aten.lift_fresh.default:
+            self._outside |= {ref.storage for ref in outputs}
+
+    def sites(self, tensors: Sequence[tuple[str, Tensor]], names: Mapping[int, str]) -> dict[int, str]:
+        """The names, by operation, under which what `tensors` depend on is drawn.
+
+        An operation draws under the name of the tensor whose storage it writes (`names`); where that has none, under the first of
+        `tensors` that depends on it. So a draw is the same for all of them.
+        """
+        found: dict[int, str] = {}
+        for name, tensor in tensors:
+            for position, index in enumerate(self._needed(storage_of(tensor))):
+                if index not in found:
+                    own = next((ref.storage for ref in self._ops[index].outputs if ref.storage in names), None)
+                    site = (name, position) if own is None else (names[own], self._writers[own].index(index))
+                    found[index] = f"{site[0]}#{site[1]}"
+        return found
+
+    def replay(self, tensor: Tensor, name: str, sites: Mapping[int, str], seed: int) -> Tensor:
+        """The value of a fake `tensor` called `name`, on the CPU; each operation draws under its site."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor.detach().cpu()
+        wanted, real = _ref(tensor), dict[int, Tensor]()
+        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.no_grad():
+            for position, index in enumerate(self._needed(wanted.storage)):
+                torch.manual_seed(seed_of(seed, sites.get(index, f"{name}#{position}")))
+                _run(self._ops[index], real)
+            return wanted.within(real[wanted.storage])
+
+    def _needed(self, storage: int) -> list[int]:
+        """Indices of the operations that the final content of `storage` depends on."""
+        until: dict[int, int] = {}
+        needed: set[int] = set()
+        pending = [(storage, len(self._ops))]
+        while pending:
+            current, before = pending.pop()
+            if until.get(current, -1) >= before:
+                continue
+            until[current] = before
+            for index in self._writers[current]:
+                if index < before and index not in needed:
+                    needed.add(index)
+                    pending.extend((ref.storage, index) for ref in self._ops[index].inputs)
+        return sorted(needed)
+
+
+def _run(op: _Op, real: dict[int, Tensor]) -> None:
+    """Runs `op` on the storages in `real` and adds those that it makes."""
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((op.args, op.kwargs)) if isinstance(leaf, Tensor)}
+    args, kwargs = tree_map_only(_Ref, lambda ref: ref.within(real[ref.storage]), (op.args, op.kwargs))
+    outputs = [out for out in tree_flatten(op.func(*args, **kwargs))[0] if isinstance(out, Tensor)]
+    for ref, value in zip(op.outputs, outputs, strict=True):
+        if ref.storage not in real:
+            if op.func in _UNINITIALISED:
+                value.zero_()  # never left to what the memory held: ranks would differ
+            if value.untyped_storage()._cdata in given:
+                value = value.clone()  # a constant: what is done to it in place must not be done twice
+            real[ref.storage] = ref.holding(value)
+
+
+def _ref(tensor: Tensor) -> _Ref:
+    return _Ref(storage_of(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def storage_of(tensor: Tensor) -> int:
+    """By what a record knows the storage of `tensor`."""
+    return tensor.untyped_storage()._cdata
+
+
+def _refs(tree: Any) -> tuple[_Ref, ...]:
+    return tuple(leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, _Ref))
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an in-place or out= operation writes, by its schema; those recorded whole return what they write."""
+    written: list[Any] = []
+    for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
