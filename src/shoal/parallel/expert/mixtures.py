@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.elsewhere import whole_model
 from shoal.errors import UserError
 
 ROUTERS = ("router", "gate")
@@ -30,8 +31,9 @@ class Mixture:
 
 
 def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
-    """All of `module`, in order: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what is not so."""
-    modules = dict(module.named_modules())
+    """All of `module`, in order, those of other stages among them: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what
+    is not so."""
+    modules = dict(whole_model(module))
     found = []
     for name, each in modules.items():
         why = _unlike(each)
