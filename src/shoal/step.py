@@ -381,7 +381,7 @@ class StepRunner:
         """`totals`, which the last stage alone has seen. `counts`: a row of the tally, to which each stage adds its own layers."""
         if self._across is not None:
             told = self._across.all_reduce(torch.cat([totals, *counts]), purpose="ballot")
-            totals, *counts = told.split([len(totals), *map(len, counts)])  # type: ignore[assignment]
+            totals, *counts = told.split([len(totals), *map(len, counts)])
         if self._tally is not None:
             self._experts = self._tally.read(*counts)
         return totals

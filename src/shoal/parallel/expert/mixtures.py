@@ -42,7 +42,7 @@ def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
         if why is None:
             around = modules[name.rpartition(".")[0]]
             router = next((child for key, child in around.named_children() if key in ROUTERS), None)
-            found.append(Mixture(name, each, router, int(each.num_experts)))
+            found.append(Mixture(name, each, router, int(each.num_experts)))  # type: ignore[arg-type]
     return found
 
 
