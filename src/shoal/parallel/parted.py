@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -19,14 +20,16 @@ from shoal.parallel.context import Context, Parts
 from shoal.parallel.expert import Spread, Tally, mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor import Region, Rules, TokenRing, cut_among, kind_of, rules_for
+from shoal.parallel.tensor import CutLayers, Region, Rules, TokenRing, cut_among, kind_of, rules_for
 from shoal.plan import Plan
+
+LOG = logging.getLogger(__name__)
 
 
 class Parted:
     """`built` as this rank has it, and `layouts` of what it has. `region`, `context`: None where the plan has no tp or cp. `attention` computes it on one device. `elsewhere`: parts that another stage of the pipeline has.
 
-    `experts`: the ranks that have the same experts as this one; `beside`: those that have other parts of the model, along ep and tp. UserError, on every rank alike, for a model that the
+    `layers`: what became of each layer. `experts`: the ranks that have the same experts as this one; `beside`: those that have other parts of the model, along ep and tp. UserError, on every rank alike, for a model that the
     plan cannot part.
     """
 
@@ -42,7 +45,7 @@ class Parted:
     ) -> None:
         tp = world.group("tp", mesh.ranks("tp"))
         self._device, self._lanes = world.device, list[Lane]()
-        self.region = None
+        self.region, self.layers = None, CutLayers()
         if plan.tp > 1:
             self.region = Region(tp, partial(world.group, "tp-sharers"), TokenRing(tp, self._lane(world)))
         self.experts = world.group("edp", mesh.ranks("edp")) if plan.ep > 1 else None
@@ -58,7 +61,9 @@ class Parted:
         if self.region is not None or spread is not None:
             inside = self.region or Region(tp, partial(world.group, "tp-sharers"))
             sliced = cut_among(built, inside, known, spread, [mixture.name for mixture in found], elsewhere)
-            self.built, self.layouts = sliced.built, sliced.layouts
+            self.built, self.layouts, self.layers = sliced.built, sliced.layouts, sliced.layers
+            if world.rank == mesh.ranks("tp")[0]:
+                LOG.debug("what plan.tp and plan.ep made of each layer of rank %d\n%s", world.rank, self.layers)
         else:
             named_parameters = built.module.named_parameters()
             self.built, self.layouts = built, {name: Layout.replicated(tuple(each.shape)) for name, each in named_parameters}
