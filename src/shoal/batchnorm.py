@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.collectives import Group
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.elsewhere import whole_model
 
 
 class RunningStatistics:
@@ -79,8 +80,8 @@ def _flat(layer: _BatchNorm) -> Tensor:
 
 
 def has_batch_statistics(root: nn.Module) -> bool:
-    """Whether the model's result depends on which samples share a microbatch."""
-    return any(isinstance(module, _BatchNorm) for module in root.modules())
+    """Whether the model's result depends, on any stage of a pipeline, on which samples share a microbatch."""
+    return any(isinstance(module, _BatchNorm) for _, module in whole_model(root))
 
 
 class SyncBatchNorm(_BatchNorm):

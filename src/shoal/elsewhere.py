@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+
+def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`module.named_modules()` as it was before the pipeline's cut: in place of each stand-in the part that it stands for, with the modules in it."""
+    seen: set[int] = set()
+
+    def visit(name: str, each: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if isinstance(each, StandIn):
+            each = each.__dict__["_part"]
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield name, each
+            for key, child in each.named_children():
+                yield from visit(f"{name}.{key}".lstrip("."), child)
+
+    return visit("", module)
 
 
 class StandIn(nn.Module):

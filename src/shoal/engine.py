@@ -55,7 +55,7 @@ from shoal.optimizer import (
     needs_whole_parameters,
 )
 from shoal.parallel.parted import Parted
-from shoal.parallel.tensor import Rules, check_rules
+from shoal.parallel.tensor import CutLayers, Rules, check_rules
 from shoal.pipeline import Whole, cut_into_stages, delay
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
@@ -597,6 +597,11 @@ class Engine:
     def host(self) -> Tier | None:
         """What `plan.memory` has at home on the host."""
         return None if self.offload is None else self.offload.host
+
+    @property
+    def tensor_layers(self) -> CutLayers:
+        """What `plan.tp` and `plan.ep` have made of each layer that this rank has, by which rule; printed it is a table."""
+        return self._parted.layers
 
     @property
     def _across(self) -> Group | None:

@@ -43,8 +43,14 @@ class StepResult:
         return self._totals
 
     @property
+    def _counts(self) -> Sequence[Tensor]:
+        if self._told is not None:
+            self._told.wait("results")
+        return self._experts
+
+    @property
     def tokens_per_expert(self) -> list[list[int]]:
-        return [[round(count) for count in layer[:-1].tolist()] for layer in self._experts]
+        return [[round(count) for count in layer[:-1].tolist()] for layer in self._counts]
 
     @property
     def imbalance(self) -> float | None:
@@ -57,7 +63,7 @@ class StepResult:
         if not self._experts:
             return None
         chosen, dropped = (
-            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._experts), strict=True)
+            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._counts), strict=True)
         )
         return dropped / max(1.0, chosen)
 

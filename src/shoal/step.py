@@ -358,9 +358,8 @@ class StepRunner:
         if not self._agreed:
             totals = self._agree_on_names(totals)
         if self._partners.size == 1 or holds is Holds.ALONE:
-            self._experts = [] if self._tally is None else self._tally.read(experts[0])
             untouched = [name for name, seen in self._reducer.touched.items() if not seen]
-            return self._of_all_stages(totals), self._norm_squared(squares), untouched
+            return self._of_all_stages(totals, *experts), self._norm_squared(squares), untouched
         flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
         parts = [totals, squares, flags, *experts]
@@ -368,8 +367,7 @@ class StepRunner:
             parts.append(self._statistics.term(run_here, after))
         ballot = self._partners.all_reduce(torch.cat(parts), purpose="ballot")
         totals, squares, flags, *statistics = ballot.split([len(part) for part in parts])
-        if self._tally is not None:
-            self._experts = self._tally.read(statistics.pop(0))
+        experts = [statistics.pop(0) for _ in experts]
         if statistics:
             self._statistics.commit(statistics[0])
         if len(self._buffers) and flags[-1] > 0:
@@ -377,11 +375,16 @@ class StepRunner:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
-        return self._of_all_stages(totals), self._norm_squared(squares), untouched
+        return self._of_all_stages(totals, *experts), self._norm_squared(squares), untouched
 
-    def _of_all_stages(self, totals: Tensor) -> Tensor:
-        """What the last stage alone has seen."""
-        return totals if self._across is None else self._across.all_reduce(totals, purpose="ballot")
+    def _of_all_stages(self, totals: Tensor, *counts: Tensor) -> Tensor:
+        """`totals`, which the last stage alone has seen. `counts`: a row of the tally, to which each stage adds its own layers."""
+        if self._across is not None:
+            told = self._across.all_reduce(torch.cat([totals, *counts]), purpose="ballot")
+            totals, *counts = told.split([len(totals), *map(len, counts)])
+        if self._tally is not None:
+            self._experts = self._tally.read(*counts)
+        return totals
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch, or without the loss, learns the names of the auxiliary losses from the others."""

@@ -50,6 +50,7 @@ class Step:
     after: int
     scale: Tensor | None
     sums: Tensor  # of the loss, as in StepRunner, and what it was expected to count
+    experts: Sequence[Tensor] = ()  # counts of tokens, as in StepResult
     told: Ticket | None = None  # when the sums are those of all ranks
     asked: Ticket | None = None  # when `answer` is there
     answer: tuple[Tensor, Tensor, list[str]] | None = None
@@ -61,7 +62,8 @@ def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: 
     each = name == "pipedream"
     reasons = {
         "plan.zero = 2 keeps no whole gradient": plan.zero >= 2,
-        "plan.ep counts tokens of all stages": plan.ep > 1 or parted.tally() is not None,
+        "ranks that send each other tokens (plan.ep) run their forwards together": plan.ep > 1,
+        "routers that balance by a bias (balance_rate) follow the counts at the end of a step": parted.moves_biases,
         "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
         or (replicas > 1 and has_batch_statistics(parted.built.module)),
         f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
@@ -87,6 +89,7 @@ class Unflushed(StepRunner):
         self._aside = Aside(self._parameters, self._algorithm.replica.chunks)
         self._results, self._ballots = Lane(self._device, self._ledger), Lane(self._device, self._ledger)
         self._steps: deque[Step] = deque()
+        self._counted, self._tally = self._tally, None  # counts are told with the loss of their step, not with an update
 
     def run(self, batch: Batch) -> StepResult:
         """The forwards of `batch`, and the backwards and the update that are due. The result's loss is that of `batch`; its norm and scale are those of the update that was made, of an earlier
@@ -103,7 +106,7 @@ class Unflushed(StepRunner):
         norm = torch.full((), math.nan) if made is None else made._norm
         scale = None if made is None else made._scale
         result = StepResult(
-            batch.step, batch.epoch, lr, 0.0, step.sums[:-1], norm, self._aux_names or (), 1.0, scale, (), step.told
+            batch.step, batch.epoch, lr, 0.0, step.sums[:-1], norm, self._aux_names or (), 1.0, scale, step.experts, step.told
         )
         result.seconds = time.perf_counter() - started
         return result
@@ -126,6 +129,8 @@ class Unflushed(StepRunner):
         step = Step(batch, batch.step - self._delay, len(mine), len(mine), after, scale, self._totals)
         pending = [*self._steps, step]
         self._buffers.begin()
+        if self._counted is not None:
+            self._counted.begin()
         for place, kind in enumerate(kinds):
             self._versions.bind(step.version)
             self._stream.feed(kind, work, place)
@@ -183,15 +188,17 @@ class Unflushed(StepRunner):
         step.asked = self._ballots.submit(ask, "ballot")
 
     def _tell(self, step: Step) -> None:
-        """The sums of `step` go from the last stage to all ranks."""
+        """The sums of `step` go from the last stage to all ranks, and what each stage has counted of its experts."""
         assert self._stages is not None
         first = self._stages.is_last and self._partners.rank == 0
         expected = torch.full((1,), self._expected if first else 0.0, dtype=torch.float64, device=self._device)
-        step.sums = torch.cat([self._totals, expected])
+        told = torch.cat([self._totals, expected, *([] if self._counted is None else [self._counted.row()])])
+        step.sums = told[: len(self._totals) + 1]
+        step.experts = () if self._counted is None else self._counted.read(told[len(step.sums) :])
 
         def tell() -> None:
             for group in self._telling:
-                group.all_reduce(step.sums, purpose="result")
+                group.all_reduce(told, purpose="result")
 
         step.told = self._results.submit(tell, "result")
 
@@ -222,7 +229,7 @@ class Unflushed(StepRunner):
 
     # what all stages would say together
 
-    def _of_all_stages(self, totals: Tensor) -> Tensor:
+    def _of_all_stages(self, totals: Tensor, *counts: Tensor) -> Tensor:
         return totals  # they have been told
 
     def _norm_squared(self, squares: Tensor) -> Tensor:

@@ -93,3 +93,10 @@ def test_what_does_not_fit_is_said_with_plans_that_would(shoal, job_file):
     assert "it would fit with memory = {}" in answer.out
     nothing = shoal("plan", job_file, "--memory", "--nproc", "1", "--host", "1MiB")
     assert "no plan of zero, memory and recompute fits" in nothing.out and "no model of this family fits" in nothing.out
+
+
+def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
+    answer = shoal("plan", job_file, "--memory", "--nproc", "2", "--set", "plan.tp=2", "--host", "3GiB")
+    rows = [line.split() for line in answer.out.splitlines()]
+    became = {row[0]: row[1] for row in rows if row and row[0].startswith("blocks.*")}
+    assert became["blocks.*.attention.qkv"] == "qkv" and became["blocks.*.mlp.down"] == "row"

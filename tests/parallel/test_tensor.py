@@ -17,7 +17,8 @@ from shoal.comm.silent import Silent
 from shoal.data import stack_samples
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
-from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, rules_for
+from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, kind_of, rules_for
+from shoal.parallel.tensor.rules import matches
 from shoal.parallel.tensor.spans import even, heads
 from tests.parity.cases import LLAMA, MIXTRAL, text
 from tests.pool import run_ranks
@@ -196,7 +197,9 @@ def silent(size: int) -> Region:
     [
         (None, "nothing is known of how to cut Encoder"),
         ({"wide": "colunm"}, 'Did you mean "column"'),
-        ({"wides": "column"}, "no module of such a name"),
+        ({"wides": "column"}, 'no module of such a name .* Did you mean "wide"'),
+        ({"*.wide": "column"}, "no module of such a name"),
+        ({"**wide": "column"}, r"\*\* stands for whole parts"),
         ({"words": "column"}, "is for nn.Linear: it is a Embedding"),
         ({"wide": "vocabulary"}, "is for nn.Embedding"),
         ({"wide": "qkv"}, "says how many heads"),
@@ -222,6 +225,43 @@ def test_a_plan_of_transformers_that_is_not_known_is_refused():
     module._tp_plan = {**module.tp_plan, "lm_head": "sideways"}
     with pytest.raises(UserError, match="cuts lm_head as 'sideways'"):
         rules_for(module)
+
+
+def test_a_users_rule_is_asked_before_a_plan_that_is_not_known():
+    module = build(MODELS["llama"], 0).module
+    module._tp_plan = {**module.tp_plan, "lm_head": "sideways"}
+    rules = rules_for(module, {"lm_head": "head"})
+    assert kind_of("lm_head", rules) == "head" and kind_of("model.layers.1.mlp.down_proj", rules) == "row"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "there", "not_there"),
+    [
+        ("*.attention", ["a.attention"], ["attention", "a.b.attention", "a.attention.out"]),
+        ("**.attention", ["attention", "a.attention", "a.b.attention"], ["", "a.attention.out", "self_attention"]),
+        ("a.**.out", ["a.out", "a.b.out", "a.b.c.out"], ["out", "b.out", "a.b.out.c"]),
+        ("a.*.b", ["a.0.b"], ["a.b", "a.0.1.b"]),
+        ("a.*_proj", ["a.q_proj"], ["a.proj", "a.b.q_proj"]),
+        ("blocks.**", ["blocks", "blocks.0", "blocks.0.mlp.up"], ["", "block"]),
+        ("", [""], ["a"]),
+    ],
+)
+def test_a_star_is_one_part_of_a_name_and_two_are_any_number(pattern, there, not_there):
+    assert all(matches(pattern, name) for name in there) and not any(matches(pattern, name) for name in not_there)
+
+
+def test_a_table_shows_what_each_layer_became():
+    built = build(MODELS["gpt-rotary"], 0)
+    sliced = cut_among(built, silent(2), rules_for(built.module, {"": "whole", "*.1.mlp.down": "whole", "*.1.mlp.*": "whole"}))
+    rows = [" ".join(line.split()) for line in str(sliced.layers).splitlines()]
+    assert rows[0] == "layer kind whole on a rank"
+    assert "token_embedding vocabulary 61 x 32 31 x 32" in rows
+    assert "blocks.*.attention attention 4 x 2 2 x 1 2 layers" in rows
+    assert "blocks.*.attention.qkv qkv 64 x 32 32 x 32 2 layers" in rows
+    assert [row for row in rows if "mlp.down" in row] == [
+        "blocks.*.mlp.down row 32 x 128 32 x 64",
+        "blocks.*.mlp.down whole 32 x 128 32 x 128",
+    ], "of two layers one is not as the other"
 
 
 # logits

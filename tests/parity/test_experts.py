@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal import Engine, Plan
+from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from tests.parity.cases import ADAMW, CASES, Trace, train
 from tests.parity.covering import in_turn, thinned
@@ -149,3 +150,57 @@ def test_spread_experts_equal_one_process(case, plan, precision, accumulation):
             )
             assert moved <= (0 if precision == "fp64" else 4), "in fp32 a token may stand between two experts"
             assert dropped == pytest.approx(share, abs=0.02)
+
+
+STAGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pp2": ("moe-capacity", {"pp": 2}),
+    "dp2-pp2": ("moe-capacity", {"dp": 2, "pp": 2}),
+    "pp2-ep2-zbv": ("moe-deep", {"dp": 2, "pp": 2, "ep": 2, "schedule": "zbv"}),
+    "tp2-pp2": ("moe-deep", {"tp": 2, "pp": 2}),
+    "first-without": ("moe-top1", {"pp": 2, "recompute": "full"}),
+    "mixtral": ("mixtral", {"pp": 2}),
+}
+
+
+def counted(world, case: str, plan: dict[str, Any], steps: int) -> list[tuple[Any, ...]]:
+    running = under(world, case, "fp32" if case == "mixtral" else "fp64", 1, plan)
+    results = [running.step(batch) for batch in running.batches(CASES[case].data(), steps=steps)]
+    running.close()
+    return [(out.tokens_per_expert, out.dropped, out.imbalance) for out in results]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_counts_are_of_all_stages_in_the_order_of_the_model(name):
+    case, plan = STAGED[name]
+    found = run_ranks(counted, Plan(**plan).size, case, plan, 3)
+    assert all(each == found[0] for each in found)
+    assert found[0] == run_ranks(counted, 1, case, {}, 3)[0]
+
+
+@pytest.mark.parametrize(("case", "plan"), [("moe-top1", {"pp": 2}), ("moe-deep", {"dp": 2, "pp": 2})], ids=str)
+def test_counts_without_a_flush_are_those_of_the_step(case, plan):
+    """Steps 0 and 1 see the weights of the start, as one process does in step 0."""
+    found = run_ranks(counted, Plan(**plan).size, case, plan | {"schedule": "2bw"}, 4)
+    assert all(each == found[0] for each in found)
+    one = run_ranks(counted, 1, case, {}, 4)[0]
+    assert found[0][0] == one[0]
+    assert [sum(map(sum, tokens)) for tokens, *_ in found[0]] == [sum(map(sum, tokens)) for tokens, *_ in one]
+
+
+def refused(world, plan: dict[str, Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        under(world, "moe-capacity" if plan.get("schedule") else "gpt", "fp32", 1, plan)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ({"pp": 2, "schedule": "2bw", "stages": [1, 1]}, "balance_rate"),
+        ({"pp": 2, "dp": 2, "ep": 2}, "GPT has no experts"),
+    ],
+    ids=str,
+)
+def test_all_stages_refuse_alike(plan, why):
+    found = run_ranks(refused, Plan(**plan).size, plan)
+    assert why in found[0] and len(set(found)) == 1

@@ -16,7 +16,7 @@ from shoal.data import Cursor
 from shoal.data.loader import stack_samples
 from shoal.loss import call_loss
 from shoal.lr import cosine
-from shoal.models import GPT, LSTM, GPTConfig, LSTMConfig, causal_lm
+from shoal.models import GPT, LSTM, GPTConfig, LSTMConfig, MoEConfig, causal_lm
 from shoal.optimizer import decay_matrices_only
 from shoal.pipeline import kept_versions, make_schedule, stages_of, units_of
 from shoal.precision import cast_floating
@@ -26,7 +26,11 @@ from tests.pool import RankError, run_ranks
 
 STEPS, CLIP = 9, 0.5
 ADAMW = partial(torch.optim.AdamW, lr=3e-3, eps=1e-4)  # what is small does not decide by its rounding
-MODELS = {"gpt": partial(GPT, GPTConfig(61, 12, 8, 16, 4)), "lstm": partial(LSTM, LSTMConfig(61, 16, 16, 8))}
+MODELS = {
+    "gpt": partial(GPT, GPTConfig(61, 12, 8, 16, 4)),
+    "lstm": partial(LSTM, LSTMConfig(61, 16, 16, 8)),
+    "moe": partial(GPT, GPTConfig(61, 12, 4, 16, 4, moe=MoEConfig(4, balance_loss=0.0, capacity_factor=1.0, every=2))),
+}
 
 
 def engine(world, model: str, plan: dict[str, Any], batch: int = 8, microbatch: int = 2, **more: Any) -> Engine:
@@ -109,6 +113,7 @@ ROWS: list[tuple[str, dict[str, Any], int, int]] = [
     ("gpt", {"pp": 2, "schedule": "2bw", "recompute": "full"}, 8, 2),
     ("gpt", {"pp": 2, "schedule": "2bw", "compile": "aot_eager"}, 8, 2),
     ("lstm", {"pp": 4, "schedule": "2bw"}, 8, 2),
+    ("moe", {"pp": 2, "dp": 2, "schedule": "2bw"}, 8, 2),
     ("lstm", {"pp": 2, "schedule": "pipedream"}, 2, 2),
     ("lstm", {"pp": 4, "schedule": "pipedream"}, 2, 2),
     ("lstm", {"pp": 4, "schedule": {"name": "pipedream", "vertical_sync": True}}, 2, 2),

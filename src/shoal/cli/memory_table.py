@@ -40,6 +40,8 @@ def show(answer: Answer, as_json: bool) -> None:
     sizes = answer.prediction.sizes
     if sizes is not None:
         console.print("", size_table(sizes.candidates, answer.prediction.chunk_bytes), sep="\n")
+    if answer.layers.layers:
+        console.print("", str(answer.layers), sep="\n")
     console.print("", *verdict(answer), sep="\n")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settl
 from shoal.jobs.read import load_job
 from shoal.models import build
 from shoal.optimizer import decay_matrices_only
+from shoal.parallel.tensor import CutLayers
 from shoal.plan import Plan
 from shoal.planner import (
     DISK,
@@ -48,7 +49,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `prediction`: of a pipeline that of the place that needs most; `stages`: of each place."""
+    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `prediction`: of a pipeline that of the place that needs most; `stages`: of each place; `layers`: what plan.tp and plan.ep make of each layer."""
 
     settled: Settled
     machine: Machine
@@ -58,6 +59,7 @@ class Answer:
     instead: tuple[Prediction, ...]
     largest: Largest | None
     stages: tuple[Prediction, ...] = ()
+    layers: CutLayers = field(default_factory=CutLayers)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: bytes as numbers."""
@@ -68,6 +70,7 @@ class Answer:
             **_prediction(self.prediction),
             "instead": [_prediction(each) for each in self.instead],
             "stages": [_prediction(each) for each in self.stages],
+            "layers": [asdict(each) for each in self.layers.layers],
             "largest": None if self.largest is None else asdict(self.largest),
         }
 
@@ -106,9 +109,19 @@ def plan_memory(
     plan = settled.job.plan
     prediction = asked.predict(plan)
     instead = that_fit(others(plan), asked.predict) if prediction.free < 0 else []
-    parameters = asked.recording(settled.job.model, plan).num_parameters
+    recording = asked.recording(settled.job.model, plan)
     stages = tuple(asked.predict_each(plan)) if plan.pp > 1 else ()
-    return Answer(settled, machine, parameters, asked.microbatch, prediction, tuple(instead), asked.largest(), stages)
+    return Answer(
+        settled,
+        machine,
+        recording.num_parameters,
+        asked.microbatch,
+        prediction,
+        tuple(instead),
+        asked.largest(),
+        stages,
+        recording.layers,
+    )
 
 
 def needed(prediction: Prediction) -> int:

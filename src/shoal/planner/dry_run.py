@@ -32,7 +32,7 @@ from shoal.loss import Loss, call_loss
 from shoal.mesh import Mesh
 from shoal.optimizer import GroupRule, group_options
 from shoal.parallel.parted import Parted
-from shoal.parallel.tensor import Rules, check_rules
+from shoal.parallel.tensor import CutLayers, Rules, check_rules
 from shoal.plan import Plan, option_name
 from shoal.planner.stages import OwnStages
 from shoal.planner.workspace import with_workspace
@@ -65,7 +65,7 @@ class Subject:
 class Recording:
     """Of a dry run: of the model `num_parameters` in all; the parameters, as the rank has them, in the order in which chunks are cut, each
     optimizer group's options, bytes of the buffers, the events in order, and bytes of payload to and from other ranks in forward and backward, by purpose. `stages`: those
-    that the rank has, each with the bytes that backward keeps of one microbatch."""
+    that the rank has, each with the bytes that backward keeps of one microbatch; `layers`: what plan.tp and plan.ep made of each layer."""
 
     num_parameters: int
     parameters: tuple[Described, ...]
@@ -74,6 +74,7 @@ class Recording:
     events: tuple[Event, ...]
     sent: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[tuple[int, int], ...] = ()
+    layers: CutLayers = field(default_factory=CutLayers)
 
     @property
     def activations(self) -> int:
@@ -127,7 +128,7 @@ def _record(built: Built, subject: Subject) -> Recording:
     sent: dict[str, int] = {}
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept)
+    return Recording(ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.parted.layers)
 
 
 @dataclass(frozen=True)

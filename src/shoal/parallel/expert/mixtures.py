@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.elsewhere import whole_model
 from shoal.errors import UserError
 
 ROUTERS = ("router", "gate")
@@ -30,8 +31,9 @@ class Mixture:
 
 
 def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
-    """All of `module`, in order: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what is not so."""
-    modules = dict(module.named_modules())
+    """All of `module`, in order, those of other stages among them: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what
+    is not so."""
+    modules = dict(whole_model(module))
     found = []
     for name, each in modules.items():
         why = _unlike(each)
@@ -40,7 +42,7 @@ def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
         if why is None:
             around = modules[name.rpartition(".")[0]]
             router = next((child for key, child in around.named_children() if key in ROUTERS), None)
-            found.append(Mixture(name, each, router, int(each.num_experts)))
+            found.append(Mixture(name, each, router, int(each.num_experts)))  # type: ignore[arg-type]
     return found
 
 

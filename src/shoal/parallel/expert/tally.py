@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,21 +16,31 @@ from shoal.parallel.expert.mixtures import Mixture
 
 
 class Tally:
-    """Of `routers`, and of `others`, whose routers are not ours, by what their experts are asked for. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
+    """Of `routers`, and of `others`, whose routers are not ours, by what their experts are asked for: those of the whole model, of which this rank has the modules `here`, and counts nothing of the
+    rest. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
     were; `among` have other tokens of the same layers (sequence parallel). Forwards in evaluation, inside transforms of torch.func, and those that backward runs again are not counted."""
 
     def __init__(
-        self, routers: Sequence[Router], others: Sequence[Mixture], device: torch.device, among: Group | None = None
+        self,
+        routers: Sequence[Router],
+        others: Sequence[Mixture],
+        here: Collection[nn.Module],
+        device: torch.device,
+        among: Group | None = None,
     ) -> None:
-        self._layers: list[tuple[Router | None, int]] = [(router, router.cfg.experts) for router in routers]
+        self._layers: list[tuple[Router | None, int]] = [
+            (router if router in here else None, router.cfg.experts) for router in routers
+        ]
         self._layers += [(None, mixture.number) for mixture in others]
         self._device, self._muted = device, False
         self._among, self._sums = among, list[Tensor]()
         self.begin()
         for place, router in enumerate(routers):
-            router.register_forward_hook(partial(self._routed, place))
+            if router in here:
+                router.register_forward_hook(partial(self._routed, place))
         for place, mixture in enumerate(others, len(routers)):
-            mixture.experts.register_forward_pre_hook(partial(self._asked, place), with_kwargs=True)
+            if mixture.experts in here:
+                mixture.experts.register_forward_pre_hook(partial(self._asked, place), with_kwargs=True)
 
     def begin(self) -> None:
         """A new step."""
@@ -41,7 +51,7 @@ class Tally:
         return row if self._among is None else self._among.all_reduce(row, purpose="routing")
 
     def read(self, row: Tensor) -> list[Tensor]:
-        """`row`, added up over the ranks, by layer: what `balance` goes by."""
+        """`row`, added up over the ranks, stages among them, by layer: what `balance` goes by."""
         self._sums = list(row.split([number + 1 for _, number in self._layers]))
         return self._sums
 

@@ -1,9 +1,22 @@
 """Tensor parallel: the layers of a built module cut among the ranks along tp, by rules; the model file knows nothing of it."""
 
+from shoal.parallel.tensor.cut import CutLayer, CutLayers
 from shoal.parallel.tensor.logits import ShardedLogits
 from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, check_rules, kind_of, rules_for
 from shoal.parallel.tensor.slicing import Sliced, cut_among
 
-__all__ = ["Region", "Rules", "ShardedLogits", "Sliced", "TokenRing", "check_rules", "cut_among", "kind_of", "rules_for"]
+__all__ = [
+    "CutLayer",
+    "CutLayers",
+    "Region",
+    "Rules",
+    "ShardedLogits",
+    "Sliced",
+    "TokenRing",
+    "check_rules",
+    "cut_among",
+    "kind_of",
+    "rules_for",
+]

@@ -2,6 +2,8 @@
 
     Column      y_r = x W_r^T                   the rows of W are cut: of heads, of a wide layer
     Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
+    Gathered    as Column, and all ranks get y whole
+    Split       as Row, of an x that all ranks have whole
     Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
     Tokens      what it gives of a sequence is cut to this rank's tokens (sequence parallel)
     Head        as Column, and the logits stay cut
@@ -71,6 +73,24 @@ class Row(Cut):
         else:  # the product is not the region's: compiled blocks compile it
             y = self._region.leave(x @ self.weight if self._inputs_first else F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
+
+
+class Gathered(Cut):
+    """`_lengths`: how many of its rows each rank has."""
+
+    _lengths: Sequence[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._region.whole(self._product(x), self._lengths)
+
+
+class Split(Row):
+    """`_start`: its first column."""
+
+    _start: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self._region.enter(x).narrow(-1, self._start, self.weight.shape[0 if self._inputs_first else 1]))
 
 
 class Vocabulary(Cut):

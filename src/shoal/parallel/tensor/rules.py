@@ -2,6 +2,8 @@
 
     "vocabulary"  an embedding, its rows cut            "head"    the last linear layer, its rows cut; its logits stay cut
     "column"      a linear layer, its rows cut          "row"     the linear layer behind it, its columns cut
+    "gathered"    a linear layer, its rows cut; what it gives is put together, and all ranks go on with the whole
+    "split"       a linear layer that all ranks give the same whole input, its columns cut: each takes its part of it
     "qkv"         queries, keys and values in one linear layer: the rows of each cut by heads
     "packed"      two linear layers in one (gate and up): the rows of each cut
     "attention"   a module that keeps numbers of heads: they are set to what is here. Linear layers in it are cut by heads
@@ -12,17 +14,20 @@
     "inside"      a layer between column and row whose weights all ranks have (a norm of each head)
     "whole"       left as it is
 
-The tables of our own models and of GPT-2 stand here, those of other models of `transformers` come with them (`tp_plan`), a user's own are laid over
-them. Of the patterns that match a name the last one counts; `*` stands for one part of a name.
+The tables of our own models, of GPT-2 and of Phi-3 stand here, those of other models of `transformers` come with them (`tp_plan`), a user's own are laid over
+them. Of the patterns that match a name the last one counts. A name is parts with dots between them (`blocks.0.attention`); in a pattern `*` stands for one part, or some of its characters
+(`*_proj`), and `**` for any number of whole parts, also none: `**.attention` is every module of that name, at any depth.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from torch import nn
 
+from shoal.elsewhere import whole_model
 from shoal.errors import UserError, did_you_mean
 
 Rules = Mapping[str, str]
@@ -31,6 +36,8 @@ KINDS = (
     "head",
     "column",
     "row",
+    "gathered",
+    "split",
     "qkv",
     "packed",
     "attention",
@@ -78,6 +85,15 @@ TABLES: dict[str, Rules] = {
         "transformer.h.*.mlp.c_fc": "column",
         "transformer.h.*.mlp.c_proj": "row",
     },
+    "Phi3ForCausalLM": {
+        "model.embed_tokens": "vocabulary",
+        "lm_head": "head",
+        "model.layers.*.self_attn": "attention",
+        "model.layers.*.self_attn.qkv_proj": "qkv",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp.gate_up_proj": "packed",
+        "model.layers.*.mlp.down_proj": "row",
+    },
 }
 
 _STYLES = {
@@ -85,8 +101,9 @@ _STYLES = {
     "rowwise": "row",
     "packed_colwise": "packed",
     "embedding_rowwise": "vocabulary",
-    "colwise_gather_output": "head",
-    "colwise_rep": "head",
+    "colwise_gather_output": "gathered",
+    "rowwise_split_input": "split",
+    "colwise_rep": "gathered",
     "moe_tp_experts": "experts",
     "replicated_with_grad_allreduce": "inside",
     "replicate": "whole",
@@ -97,26 +114,33 @@ _STYLES = {
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     """The rules of `module`, with those `given` behind them, which are checked by `check_rules`. UserError if there are none."""
     own, given = TABLES.get(type(module).__name__), given or {}
-    found = {**(own if own is not None else _of_transformers(module)), **given}
-    if not found:
+    known = own if own is not None else _of_transformers(module, given)
+    found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}  # given ones come last
+    if not any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)):
         raise UserError(
             f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give Engine(tensor_rules={{pattern of module names: "
-            f"one of {', '.join(KINDS)}}})"
+            f"one of {', '.join(KINDS)}}}), such as {{'**.attention': 'attention', '**.query': 'column', '**.out': 'row'}}"
         )
     return found
 
 
 def check_rules(module: nn.Module, given: Rules) -> None:
     """UserError for a rule of a kind that is not known, or of a module that is not there."""
+    names = [name for name, _ in whole_model(module)]
     for pattern, kind in given.items():
+        if any("**" in part and part != "**" for part in pattern.split(".")):
+            raise UserError(f"tensor_rules[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name")
         if kind not in KINDS:
             raise UserError(
                 f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
             )
         if kind in ("sequence", "overlap") and pattern:
             raise UserError(f'tensor_rules[{pattern!r}] = "{kind}": it is said of the whole model, tensor_rules[""]')
-        if not any(matches(pattern, name) for name, _ in module.named_modules()):
-            raise UserError(f"tensor_rules[{pattern!r}]: the model has no module of such a name")
+        if not any(matches(pattern, name) for name in names):
+            raise UserError(
+                f"tensor_rules[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any number of them)."
+                f"{did_you_mean(pattern, names)}"
+            )
 
 
 def kind_of(name: str, rules: Rules) -> str:
@@ -129,36 +153,40 @@ def kind_of(name: str, rules: Rules) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern`, with `*` for one part, is the whole of `name`."""
-    return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None
+    """Whether `pattern` (`*` one part or some of its characters, `**` any number of parts) is the whole of `name`."""
+    return pattern == name or bool(name and _compiled(pattern).fullmatch(f"{name}."))
 
 
-def _of_transformers(module: nn.Module) -> Rules:
-    """From the plan that a model of `transformers` brings. Its embeddings are cut too where the head is, which it mostly leaves whole."""
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Of names with a dot behind each part."""
+    parts = [r"([^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", r"[^.]+") + r"\." for part in pattern.split(".")]
+    return re.compile("".join(parts))
+
+
+def _of_transformers(module: nn.Module, given: Rules) -> Rules:
+    """From the plan that a model of `transformers` brings, but for modules that the user's rules name. Its embeddings are cut too where the head is, which it mostly leaves whole."""
     plan = getattr(module, "tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
-    names = [name for name, _ in module.named_modules()]
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    names = [name for name, _ in whole_model(module)]
     rules: dict[str, str] = {}
     output: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
     head = output() if output is not None else None
+    at = {id(each): name for name, each in module.named_modules()}
     for pattern, style in plan.items():
-        of_parameters = not any(matches(pattern, name) for name in names) and any(matches(pattern, name) for name in parameters)
-        if of_parameters:
-            continue  # of experts, which are cut as one module
+        named = [name for name in names if matches(pattern, name)]
+        if all(any(matches(own, name) for own in given) for name in named):
+            continue  # as the user says; or parameters of experts, which are cut as one module, or what this model has not
         if style not in _STYLES:
             raise UserError(
-                f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give tensor_rules with another kind, or "
-                "plan.tp = 1"
+                f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give tensor_rules={{{pattern!r}: another kind}} "
+                f"({', '.join(KINDS)}), or plan.tp = 1"
             )
-        if _STYLES[style] == "head" and not any(matches(pattern, name) for name, each in module.named_modules() if each is head):
-            raise UserError(
-                f"the plan of {type(module).__name__} gathers what {pattern} gives, which is not its head: give tensor_rules, or plan.tp = 1"
-            )
-        rules[pattern] = _STYLES[style]
+        is_head = head is not None and matches(pattern, at.get(id(head), ""))
+        kind = rules[pattern] = "head" if is_head and _STYLES[style] == "gathered" else _STYLES[style]
         owner, _, last = pattern.rpartition(".")
-        if last in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+        if last in ("q_proj", "k_proj", "v_proj", "qkv_proj") and kind == "column":
             rules[owner] = "attention"
     find: Callable[[], nn.Module] | None = getattr(module, "get_input_embeddings", None)
     embedding = find() if find is not None else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,20 @@ from shoal.build import Built
 from shoal.errors import UserError
 from shoal.parallel.expert import Dispatched, Spread
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor.layers import Attention, Column, Experts, Head, Inside, Row, Tokens, Vocabulary, become
+from shoal.parallel.tensor.cut import CutLayer, CutLayers
+from shoal.parallel.tensor.layers import (
+    Attention,
+    Column,
+    Experts,
+    Gathered,
+    Head,
+    Inside,
+    Row,
+    Split,
+    Tokens,
+    Vocabulary,
+    become,
+)
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, kind_of, matches
 from shoal.parallel.tensor.spans import Span, even, heads
@@ -25,10 +40,11 @@ _COUNTS |= {"kv_heads": "keys", "num_kv_heads": "keys", "num_key_value_heads": "
 
 @dataclass(frozen=True)
 class Sliced:
-    """A module whose parameters have the shapes of this rank's parts; `built.value` gives these parts. `layouts`: of all parameters, by first name."""
+    """A module whose parameters have the shapes of this rank's parts; `built.value` gives these parts. `layouts`: of all parameters, by first name; `layers`: what became of each module."""
 
     built: Built
     layouts: dict[str, Layout]
+    layers: CutLayers
 
 
 def cut_among(
@@ -66,6 +82,8 @@ class _Slicing:
             "head": self._head,
             "column": self._column,
             "row": self._row,
+            "gathered": self._gathered,
+            "split": self._split,
             "qkv": self._qkv,
             "packed": self._packed,
             "experts": self._experts,
@@ -88,7 +106,18 @@ class _Slicing:
             self._check_inside(modules)
         for found in self._attentions.values():
             found.set_to(self._region)
-        return Sliced(self._built_anew(), self._replace())
+        kinds = {name: kind_of(name, self._rules) for name, _ in modules}
+        kinds |= {name: "experts" for name in self._mixtures if name in kinds}
+        before = {name: _weight(module) for name, module in modules}
+        built, layouts = self._built_anew(), self._replace()
+        layers = [
+            CutLayer(name, kinds[name], before[name], _weight(module))
+            for name, module in modules
+            if name not in self._attentions and (kinds[name] != "whole" or before[name])
+        ]
+        layers += [CutLayer(name, "attention", found.numbers, found.own) for name, found in self._attentions.items()]
+        order = {name: place for place, name in enumerate(kinds)}
+        return Sliced(built, layouts, CutLayers(tuple(sorted(layers, key=lambda each: order[each.name]))))
 
     def _check_inside(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """UserError for parameters inside attention that no rule names: ranks would have other gradients of them, and nobody would sum those."""
@@ -165,6 +194,27 @@ class _Slicing:
         self._cut(name, module, "weight", dim, [span])
         become(module, Row, _region=self._region, _inputs_first=inputs_first)
         _set(module, span.length, "in_features", "nx")
+
+    def _gathered(self, name: str, module: nn.Module) -> None:
+        self._check_all_tokens(name)
+        rows, region = self._rows(name, module), self._region
+        spans = [even(rows, region.size, rank, f"the width of {name}") for rank in range(region.size)]
+        self._cut_rows(name, module, [spans[region.rank]])
+        become(module, Gathered, _region=region, _lengths=tuple(span.length for span in spans))
+
+    def _split(self, name: str, module: nn.Module) -> None:
+        self._check_all_tokens(name)
+        inputs_first = self._inputs_first(name, module)
+        dim = 0 if inputs_first else 1
+        span = even(_shape(module, "weight")[dim], self._region.size, self._region.rank, f"the width of {name}")
+        self._cut(name, module, "weight", dim, [span])
+        become(module, Split, _region=self._region, _inputs_first=inputs_first, _start=span.start)
+
+    def _check_all_tokens(self, name: str) -> None:
+        if self._region.sequence:
+            raise UserError(
+                f'{name} is {kind_of(name, self._rules)!r} by the rules, behind which all ranks compute the same of all tokens: give tensor_rules={{"": "whole"}} too'
+            )
 
     def _experts(self, name: str, module: nn.Module, inside: bool = True) -> None:
         """Some of the experts, for ep; or a part of each, for tp, where they are cut `inside`; or both."""
@@ -254,8 +304,10 @@ class _Slicing:
         raise self._cannot(name, module, "nn.Linear")
 
     def _cannot(self, name: str, module: nn.Module, wanted: str) -> UserError:
+        inside = [f"{name}.{key}" for key, each in module.named_modules() if isinstance(each, nn.Linear | nn.Embedding)]
+        more = f"; name what is in it ({', '.join(inside)}), and the module itself \"whole\"" if inside else ""
         return UserError(
-            f"{name} is {kind_of(name, self._rules)!r} by the rules, which is for {wanted}: it is a {type(module).__name__}"
+            f"{name} is {kind_of(name, self._rules)!r} by the rules, which is for {wanted}: it is a {type(module).__name__}{more}"
         )
 
     def _cut(self, name: str, module: nn.Module, attribute: str, dim: int, spans: Sequence[Span]) -> None:
@@ -303,7 +355,7 @@ class _Heads:
     """The numbers of heads that the module `name` keeps: `queries`, `keys` (of values too; 0: as many) and the rows of one, `size` (0: not said)."""
 
     def __init__(self, name: str, module: nn.Module, ranks: int) -> None:
-        self._module = module
+        self._module, self._ranks = module, ranks
         numbers: dict[str, list[str]] = {"queries": [], "keys": []}
         for attribute, what in _COUNTS.items():
             if isinstance(getattr(module, attribute, None), int):
@@ -328,6 +380,16 @@ class _Heads:
                 f"{name} has {self.queries} heads, which do not come out even among tp = {ranks} ranks: take one of {fits}"
             )
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of the whole: queries, and keys where they are other than those."""
+        return (self.queries, self.keys) if self.keys not in (0, self.queries) else (self.queries,)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Of a rank."""
+        return (self.queries // self._ranks, *(max(1, keys // self._ranks) for keys in self.numbers[1:]))
+
     def set_to(self, region: Region) -> None:
         """Sets the numbers to those of a rank; where keys are fewer than ranks a rank has one."""
         ranks = region.size
@@ -337,12 +399,24 @@ class _Heads:
         keys = max(1, self.keys // ranks) if self.keys else 0
         for attribute in self._names["keys"]:
             setattr(self._module, attribute, keys)
+        config = getattr(self._module, "config", None)
+        if not self._names["queries"] and hasattr(config, "num_attention_heads"):  # its forward may look there
+            own: Any = copy(config)
+            self._module.config = own
+            own.num_attention_heads = self.queries // ranks
+            if keys and not self._names["keys"] and hasattr(own, "num_key_value_heads"):
+                own.num_key_value_heads = keys
         if self._groups is not None and keys:
             self._module.num_key_value_groups = self.queries // ranks // keys  # type: ignore[assignment]
         if isinstance(getattr(self._module, "split_size", None), int):
             self._module.split_size = self.queries // ranks * self.size  # type: ignore[assignment]
         with suppress(AttributeError):
             self._module.inner_dim = self._module.inner_dim // ranks  # type: ignore[assignment,operator]
+
+
+def _weight(module: nn.Module) -> tuple[int, ...]:
+    """The shape of the first of a module's own parameters; () where it has none."""
+    return next((tuple(each.shape) for each in module.parameters(recurse=False)), ())
 
 
 def _shape(module: nn.Module, attribute: str) -> torch.Size:
