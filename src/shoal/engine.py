@@ -35,6 +35,7 @@ from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
+from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.rows import row_by_row
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
@@ -126,6 +127,7 @@ class Engine:
         self._check_cut(optimizer, options, sync_bn)
         check_rules(built.module, tensor_rules or {})
         self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, built.module, sync_bn)
+        self._even = microbatch is None or sync_bn
         pipeline = self._pipeline = cut_into_stages(built, self.plan, self.mesh, self.world) if self.plan.pp > 1 else None
         elsewhere = [] if pipeline is None else pipeline.split.elsewhere
         parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
@@ -229,6 +231,7 @@ class Engine:
             group,
             microbatch=self._microbatch,
             whole=sync_bn,
+            even=self._even,
             clip=clip,
             device=self.device,
             keyed=self._keyed,
@@ -291,7 +294,7 @@ class Engine:
 
     def rounds(self, batch: Batch) -> int:
         """The most microbatches that a rank has of `batch`."""
-        return self._runner.cut(batch.ids)[2]
+        return self._runner.cut(batch.ids).most
 
     def loop(self, microbatches: int = 1) -> Loop:
         """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank; ranks among whom a model is cut (plan.tp) are to be given the same. UserError for more than its `global_batch` has, where
@@ -357,7 +360,7 @@ class Engine:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline)
+            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline, self._even)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -451,6 +454,7 @@ class Engine:
             "precision": self.precision.name,
             "plan": self.plan.to_dict(),
             "per_sample": self._runner.per_sample,
+            "kept_of_mean": True,  # the unit of what exchanges keep back
             "loss_scale": self.loss_scale.state() if self.loss_scale else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
@@ -500,7 +504,10 @@ class Engine:
             versions.restart(step, [step - each for each in ago])
             state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, self._standing)
         kept = {name: (part.tensors, part.on_resize) for name, part in self._exchange.state().items()}
-        if not state.restore_exchange(path, kept, self._standing) and self._all.rank == 0:
+        complete = state.restore_exchange(path, kept, self._standing)
+        if not extra.get("kept_of_mean"):
+            from_older(self._exchange.state(), extra, not self._exchange.keeps_back)
+        if not complete and self._all.rank == 0:
             warnings.warn(
                 f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise: that starts anew",
                 stacklevel=2,

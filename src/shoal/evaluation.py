@@ -47,21 +47,25 @@ def evaluate(
     randomness: Randomness | None = None,
     alike: bool = False,
     pipeline: Runner | None = None,
+    even: bool = False,
 ) -> Evaluation:
     """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. With `context` its ranks share
     the tokens of each row, and attention is what `randomness` says. `alike`: every rank runs as many forwards, since they meet in them.
-    `pipeline`: runs the stages that this rank has.
+    `pipeline`: runs the stages that this rank has. `even`: ranks have as even shares as can be, and not whole microbatches of one cut.
 
     Raises UserError if nothing there counts.
     """
     started = time.perf_counter()
-    pieces = microbatches(range(samples), microbatch)
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     stack = collate or stack_samples
     streams = 1 if context is None else context.size
     ranks = group.size // streams
-    own = [pieces[place] for place in share(len(pieces), group.rank // streams, ranks)]
-    mine = with_idle(own, len(share(len(pieces), 0, ranks)) if alike and pieces else 0, pieces[0] if pieces else ())
+    dealt = [share(samples, place, ranks) for place in (group.rank // streams, 0)]
+    if not even:  # whole microbatches of the one cut that there is
+        whole = [share(-(-samples // microbatch), place, ranks) for place in (group.rank // streams, 0)]
+        dealt = [range(part.start * microbatch, min(part.stop * microbatch, samples)) for part in whole]
+    own, first = (microbatches(part, microbatch) for part in dealt)
+    mine = with_idle(own, len(first) if alike else 0, first[0] if first else ())
 
     def forward(loaded: Mapping[str, Tensor]) -> Sums:
         batch = {key: value.to(device) for key, value in loaded.items()}

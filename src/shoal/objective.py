@@ -41,7 +41,7 @@ class Objective:
     def __call__(self, parameters: Mapping[str, Tensor]) -> Tensor:
         module = _Functional(self._module, {name: copy_to(value, self._groups[name]) for name, value in parameters.items()})
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
-        mine, _, most = self._runner.cut(self._batch.ids)
+        mine, _, most, _ = self._runner.cut(self._batch.ids)
         with self._runner.rows():  # a rank without a microbatch runs one that does not count: its collectives are the others'
             for ids, counts in with_idle(mine, most if self._alike else 1, self._batch.ids[:1]):
                 if self._randomness is not None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,21 @@ def share(number: int, rank: int, size: int) -> range:
     each, more = divmod(number, size)
     start = rank * each + min(rank, more)
     return range(start, start + each + (rank < more))
+
+
+def even(ids: Sequence[int], ranks: int) -> list[Sequence[int]]:
+    """The shares of `ranks` ranks, as even as can be: one microbatch each, empty where there are fewer samples than ranks."""
+    parts = [share(len(ids), rank, ranks) for rank in range(ranks)]
+    return [ids[part.start : part.stop] for part in parts]
+
+
+class Share(NamedTuple):
+    """What a rank has of a global batch: its `microbatches`; how many its partners have that come `after` it, and the `most` that one has; `samples` of all of them."""
+
+    microbatches: list[Sequence[int]]
+    after: int
+    most: int
+    samples: int
 
 
 def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
@@ -94,7 +109,8 @@ def _routed_by_microbatch(module: nn.Module) -> str | None:
 
 
 class StepRunner:
-    """Runs steps on this rank's share of each global batch. `whole` makes each rank's share one microbatch, as SyncBN needs. `beside`: the ranks among whom a
+    """Runs steps on this rank's share of each global batch. `even`: the shares are as even as can be, each one microbatch, and not
+    runs of microbatches of a fixed size. `whole`: also a rank without samples runs one, as SyncBN needs. `beside`: the ranks among whom a
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
     of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
@@ -113,6 +129,7 @@ class StepRunner:
         *,
         microbatch: int,
         whole: bool,
+        even: bool,
         clip: float | None,
         device: torch.device,
         keyed: bool,
@@ -137,13 +154,12 @@ class StepRunner:
         self._parameters, self._algorithm = parameters, algorithm
         self._reducer = Reducer(parameters, algorithm)
         self._group, self._ledger = group, group.ledger
-        self._microbatch, self._whole, self._clip, self._device, self._keyed = microbatch, whole, clip, device, keyed
+        self._microbatch, self._whole, self._even, self._clip, self._device, self._keyed = microbatch, whole, even, clip, device, keyed
         self._partners = algorithm.partners
         self._statistics, self._buffers = RunningStatistics(module), OtherBuffers(module)
         self._aux_names: tuple[str, ...] | None = None
-        self.per_sample = (
-            1.0  # counts seen a sample, the expectation for the next step; residuals are in its unit, so it is saved
-        )
+        self.per_sample = 1.0  # counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits
+        self._samples = 0
         self._agreed = False
         self._unread: StepResult | None = None
 
@@ -157,16 +173,14 @@ class StepRunner:
         """The parameters in the order in which the last step's backward completed their gradients on this rank."""
         return self._reducer.arrivals
 
-    def cut(self, ids: Sequence[int]) -> tuple[list[Sequence[int]], int, int]:
-        """This rank's microbatches of a global batch, how many those of its partners have that come after it, and the most that one has."""
-        if self._whole:
-            mine = share(len(ids), self._group.rank, self._group.size)
-            return [ids[mine.start : mine.stop]], 0, 1
-        pieces = microbatches(ids, self._microbatch)
-        places = (self._group.rank, *(self._group.ranks.index(self._partners.ranks[place]) for place in (-1, 0)))
+    def cut(self, ids: Sequence[int]) -> Share:
+        """This rank's share of a global batch."""
         each = self._streams
-        mine, last, most = (share(len(pieces), place // each, self._group.size // each) for place in places)
-        return [pieces[i] for i in mine], last.stop - mine.stop, len(most)
+        pieces = even(ids, self._group.size // each) if self._even else microbatches(ids, self._microbatch)
+        places = (self._group.rank, *(self._group.ranks.index(self._partners.ranks[place]) for place in (-1, 0)))
+        mine, last, first = (share(len(pieces), place // each, self._group.size // each) for place in places)
+        samples = sum(len(piece) for piece in pieces[first.start : last.stop])
+        return Share([pieces[i] for i in mine if pieces[i] or self._whole], last.stop - mine.stop, len(first), samples)
 
     @contextmanager
     def rows(self) -> Iterator[None]:
@@ -191,17 +205,18 @@ class StepRunner:
     def run(self, batch: Batch) -> StepResult:
         """One step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
         started = time.perf_counter()
-        mine, after, most = self.cut(batch.ids)
-        self.begin(batch.step, most, self.per_sample * len(batch.ids))
+        mine, after, most, samples = self.cut(batch.ids)
+        self.settle()
+        if self._algorithm.holds(batch.step) is Holds.ALONE:
+            samples = sum(len(ids) for ids in mine)
+        self._samples = samples
+        self.begin(batch.step, most, self.per_sample * samples)
         self._module.train()
         with nullcontext() if self._passing is None else self._passing.step(("train", most)), self.rows():
             self._accumulate(batch, with_idle(mine, most if self._alike else 0, batch.ids[: self._microbatch]))
-        samples, alone = len(batch.ids), self._algorithm.holds(batch.step) is Holds.ALONE
-        if alone or self._partners.size < self._group.size:
-            samples = sum(len(ids) for ids in mine) * (1 if alone else self._partners.size // self._streams)
         result = self.end(batch.epoch, after, samples / len(batch.ids))
-        if self._device.type != "cuda":
-            self.per_sample = max(1e-6, result.tokens / max(1, samples))
+        if self._unread is None:
+            self._expect(result)
         result.seconds = time.perf_counter() - started
         return result
 
@@ -210,7 +225,7 @@ class StepRunner:
         before left unread on the device."""
         self.settle()
         self._ledger.step = self._step = step
-        self._ran, self._expected = 0, 2.0 ** round(math.log2(max(1.0, expected)))
+        self._ran, self._expected = 0, self._near(expected)
         self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
         self._algorithm.begin(step)
         if self._stages is not None:
@@ -220,6 +235,15 @@ class StepRunner:
         self._buffers.begin()
         if self._tally is not None:
             self._tally.begin()
+
+    def _near(self, expected: float) -> float:
+        """What sums are divided with before backward: a power of two near the expected count, or that count where gradients of other steps, in the unit of their mean, are added."""
+        return max(1e-6, expected) if self._algorithm.keeps_back else 2.0 ** round(math.log2(max(1.0, expected)))
+
+    def _expect(self, result: StepResult) -> None:
+        """Takes the counts of a sample from a step of `_samples` samples."""
+        if self._samples:
+            self.per_sample = max(1e-6, float(result._totals[1]) / self._samples)
 
     @contextmanager
     def keyed(self) -> Iterator[None]:
@@ -253,7 +277,8 @@ class StepRunner:
         """Around a backward: what is complete is exchanged while it goes on (see Reducer.backward)."""
         # turns this rank's sums so far into their means; in the last microbatch those of the whole step
         known = self._ran and (self._stages is None or self._stages.is_last)
-        own_mean = self._expected / self._totals[1].clamp(min=1e-300) if known else torch.ones_like(self._totals[1])
+        count = self._totals[1]
+        own_mean = torch.where(count > 0, self._expected / count, 0.0) if known else torch.ones_like(count)
         self._optimizer.settle()  # gradients are about to change
         with self._ledger.span("compute", "backward"), self._reducer.backward(own_mean, last, complete):
             yield
@@ -401,11 +426,12 @@ class StepRunner:
 
     def _clip_factor(self, step: int, count: Tensor, squares: Tensor, expected: float, holds: Holds) -> tuple[Tensor, Tensor]:
         """The gradient's norm, and what the gradient chunks are multiplied with: exact mean and clipping."""
-        to_mean = expected / count.clamp(min=1e-300)
+        to_mean = torch.where(count > 0, expected / count, 0.0)
         if holds is Holds.OWN:
             to_mean = to_mean * self._partners.size  # the replicas' means, weighted by their counts, average to the group's
         self._algorithm.exchanged(step, to_mean)
-        if holds is Holds.MEAN or holds is Holds.NOTHING:
+        self._to_mean = to_mean
+        if holds in (Holds.MEAN, Holds.LATE, Holds.NOTHING):
             to_mean = torch.ones_like(to_mean)
         if holds is Holds.SUM:
             norm = squares.sqrt() * to_mean
@@ -447,25 +473,31 @@ class StepRunner:
         stages = [names] if self._across is None else self._across.all_gather_object(names)
         return list(dict.fromkeys(name for each in stages for name in each))
 
-    def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: list[str], holds: Holds) -> None:
+    def _vote_and_apply(self, result: StepResult, factor: Tensor, untouched: Sequence[str], holds: Holds) -> None:
         """Applies the update if loss and norm are finite: where replicas are to stay equal they are the same bits on every rank, so all
         vote alike."""
         self._optimizer.rows, self._optimizer.turn = self._reducer.rows, result.step
-        update = partial(self._algorithm.update, result.step, factor)
+
+        late, untouched = holds is Holds.LATE, self._algorithm.due(result.step, untouched)
+
+        def update(skip: Tensor | None) -> None:
+            self._algorithm.update(result.step, factor, skip, untouched)
+            self._algorithm.renew(self._to_mean, skip, untouched)
+
         if holds is Holds.NOTHING:
             self._require_finite(result)
             return  # the schedule counts updates
         if self._device.type == "cuda" and self._algorithm.skips_on_device(result.step):
-            skip = result._overflow() | (result._totals[1] == 0)
-            update(skip.float(), untouched)
+            skip = ~torch.isfinite(result._norm) if late else result._overflow() | (result._totals[1] == 0)
+            update(skip.float())
             if self._tally is not None:
                 self._tally.balance(skip)
             self._unread = result
-        elif result.tokens == 0:
+        elif result.tokens == 0 and not (late and math.isfinite(result.grad_norm)):
             pass  # every label is ignored: there is no mean, and nothing to learn from
         elif not result.skipped:
             self._require_finite(result)
-            update(None, untouched)
+            update(None)
             if self._tally is not None:
                 self._tally.balance()
         if self._scale is not None:
@@ -486,6 +518,7 @@ class StepRunner:
         unread, self._unread = self._unread, None
         if unread is not None:
             self._require_finite(unread)
+            self._expect(unread)
 
     def _require_finite(self, result: StepResult) -> None:
         if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):

@@ -114,13 +114,13 @@ class Unflushed(StepRunner):
     def _forwards(self, batch: Batch) -> Step:
         """Those of `batch`, each followed by the oldest backward there is."""
         assert self._stages is not None
-        mine, after, most = self.cut(batch.ids)
+        mine, after, most, self._samples = self.cut(batch.ids)
         if not self._together and most > 1:
             raise UserError(
                 f'plan.schedule = "pipedream" updates after each microbatch, and this step has {most} of them on a rank: make global_batch = microbatch x dp, or take "2bw"'
             )
         self._ledger.step = self._step = batch.step
-        self._expected = 2.0 ** round(math.log2(max(1.0, self.per_sample * len(batch.ids))))
+        self._expected = self._near(self.per_sample * len(batch.ids))
         self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
         work = Training(self, batch, [(ids, True) for ids in mine], self._randomness)
         kinds = [kind_of(each, "train") for each in work.loaded]

@@ -396,3 +396,38 @@ def test_every_algorithm_is_either_served_or_refused():
         "none",
     }
     assert {*GRADIENTS, *refused, "local_sgd", "post_local_sgd", "diloco", "streaming_diloco"} == set(ALGORITHMS)
+
+
+def scaled_accounts(rank: int, exchange: Any) -> tuple[Tensor, Tensor]:
+    """(sum of what all gave, sum of what was applied and is kept) under a loss scale that a GradScaler would change from step to step; the third step overflows."""
+    ddp = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=SMALL)
+    scale = 1.0
+    state, hook = as_ddp_hook(exchange, ddp, loss_scale=lambda: scale)
+    ddp.register_comm_hook(state, hook)
+    gave, told = torch.zeros_like(weights(ddp)), torch.zeros_like(weights(ddp))
+    for step in range(6):
+        scale = 2.0**step
+        loss = ddp(given(rank, step)) * scale
+        if rank == 1 and step == 2:
+            loss = loss + ddp.module.parts[4][3] * torch.tensor(float("inf"))
+        loss.backward()
+        gradients = torch.cat([parameter.grad.flatten() for parameter in ddp.parameters()])
+        ddp.zero_grad()
+        if gradients.isfinite().all():
+            gave += torch.cat([tensor.flatten() for tensor in given(rank, step)])
+            told += gradients / scale  # of both ranks: twice the mean
+    for kind, tensors in state.state_dict()["tensors"].items():
+        if "residual" in kind:
+            for start, (name, parameter) in zip(offsets(ddp), ddp.module.named_parameters(), strict=True):
+                if name in tensors:
+                    told[start : start + parameter.numel()] += tensors[name].flatten()
+    dist.all_reduce(gave)
+    dist.all_reduce(told)
+    return gave, told
+
+
+def test_residuals_do_not_follow_the_loss_scale():
+    """A bucket that is finite in a step that is skipped for another one's gradients loses nothing either."""
+    for exchange in ({"name": "topk", "ratio": 0.1}, {"name": "bytegrad", "codec": "sign", "error_feedback": True}):
+        for gave, told in ranks(scaled_accounts, 2, exchange):
+            torch.testing.assert_close(told, gave, rtol=0, atol=1e-3)

@@ -4,6 +4,7 @@
     reduce(chunk, own_mean)      on the lane, chunk by chunk in order, while the last backward goes on, where a sum is held
     exchanged(step, to_mean)     after backward and ballot
     update(step, ...)            the local update
+    renew(to_mean, ...)          after an update that was made
     end(step)                    after it
 
 What the gradient chunks hold then, `holds(step)` says, and with it who clips and votes: the group together or each replica alone.
@@ -33,6 +34,7 @@ class Holds(Enum):
     OWN = "the sum over this replica's samples, weighted by the group's count: clipped and voted on alone"
     ALONE = "the same, weighted by this replica's own count: nothing of the step is shared"
     MEAN = "a finished mean, the same on every replica"
+    LATE = "the same, of an earlier step: whether that is applied does not depend on what this step counts"
     NOTHING = "no gradient yet: the step updates nothing"
 
 
@@ -130,6 +132,18 @@ class Algorithm:
     def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """Updates the masters with the gradient chunks times `factor` (mean and clipping in one)."""
         self.replica.optimizer.apply(factor, skip, untouched)
+
+    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
+        """Which parameters the gradients of the update have not touched; `untouched`: those of this step have not."""
+        return untouched
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether it adds to a step's gradients what it has kept back of those before: then sums come divided by the count as it is expected, which is nearest to the unit of the mean."""
+        return False
+
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        """After an update with the gradient chunks times `to_mean` (0-dim), clipping apart: what is kept back for later steps is renewed. `skip`, `untouched`: as in `update`."""
 
     def end(self, step: int) -> None:
         """After the update, or after a step without one."""

@@ -60,6 +60,17 @@ class Apart(Algorithm):
         for part in self._parts:
             part.exchanged(step, to_mean)
 
+    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
+        return [part.due(step, untouched) for part in self._parts][0]
+
+    @property
+    def keeps_back(self) -> bool:
+        return self.usual.keeps_back
+
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        for part in self._parts:
+            part.renew(to_mean, skip, untouched)
+
     def end(self, step: int) -> None:
         for part in self._parts:
             part.end(step)

@@ -12,7 +12,7 @@ DDP makes its buckets anew after the first iteration. The algorithm's state goes
 # Without `from __future__ import annotations`: DDP compares the annotations of a hook, and refuses strings.
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -32,13 +32,16 @@ from shoal.optimizer import ChunkOptimizer
 from shoal.plan import Option
 
 
-def as_ddp_hook(algorithm: Option | Algorithm, ddp: DistributedDataParallel) -> tuple["BucketExchange", Any]:
+def as_ddp_hook(
+    algorithm: Option | Algorithm, ddp: DistributedDataParallel, loss_scale: Callable[[], float] | None = None
+) -> tuple["BucketExchange", Any]:
     """The two arguments of `ddp.register_comm_hook`: the state, which may be saved and restored, and the hook. All ranks call it.
 
     `algorithm`: as a plan's `exchange`, or one of your own. It gives the mean of the replicas' gradients, as DDP does, except for Adasum,
-    which gives its own combination of them. UserError for an algorithm that works on more than gradients.
+    which gives its own combination of them. `loss_scale`: what the loss is multiplied with now, such as `scaler.get_scale` of a torch.amp.GradScaler: error feedback then keeps
+    what it owes in the unit of the gradients themselves, which a change of the scale leaves alone. UserError for an algorithm that works on more than gradients.
     """
-    return BucketExchange(gradient_algorithm(algorithm, "a hook of DistributedDataParallel"), ddp), exchange_bucket
+    return BucketExchange(gradient_algorithm(algorithm, "a hook of DistributedDataParallel"), ddp, loss_scale), exchange_bucket
 
 
 def exchange_bucket(state: "BucketExchange", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,7 +56,9 @@ class BucketExchange:
     restores its own, into a hook with the same algorithm and as many ranks.
     """
 
-    def __init__(self, algorithm: Algorithm, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, algorithm: Algorithm, ddp: DistributedDataParallel, loss_scale: Callable[[], float] | None = None
+    ) -> None:
         devices = {parameter.device for parameter in ddp.module.parameters()}
         if len(devices) > 1:
             raise UserError(
@@ -66,7 +71,8 @@ class BucketExchange:
         self._among = partial(_among, ddp.process_group, self.ledger)
         self._group = self._among("gradients", range(dist.get_world_size(ddp.process_group)))
         self._chunks: list[Chunk] = []
-        self._memory: list[list[Tensor]] = []  # the algorithm's state of each chunk
+        self._loss_scale, self._scale = loss_scale, 1.0
+        self._norms: list[Tensor] = []  # of this step's buckets
         self._arriving: list[tuple[Chunk, _Arrival]] = []  # buckets of a new layout, until all of them are known
         self._carried: dict[str, Mapping[str, Tensor]] | None = {}  # state that the algorithm takes over when it is attached next
         self._failures: list[Exception] = []
@@ -87,16 +93,18 @@ class BucketExchange:
             if self._chunks:
                 self._algorithm.begin(self.step)
             self.step += 1
+            self._norms.clear()
+            self._scale = 1.0 if self._loss_scale is None else float(self._loss_scale())
         arrival = _Arrival(buffer, self._failures)
         if not self._arriving and index < len(self._chunks) and names == [slot.name for slot in self._chunks[index].slots]:
-            self._submit(self._chunks[index], arrival)
+            self._submit(self._chunks[index], arrival, bucket.is_last())
             return arrival.answer
         self._arriving.append((_chunk(index, names, parameters, bucket.gradients(), buffer), arrival))
         if bucket.is_last():
             first = self._arriving[0][0].index
             self._attach([*self._chunks[:first], *(chunk for chunk, _ in self._arriving)])
             for chunk, waiting in self._arriving:
-                self._submit(chunk, waiting)
+                self._submit(chunk, waiting, waiting is arrival)
             self._arriving = []
         return arrival.answer
 
@@ -133,14 +141,11 @@ class BucketExchange:
                 if state.on_resize == "whole":  # each rank had a cut of it, and has another one now
                     self._group.all_reduce(tensor, purpose="state")
         self._algorithm.restored()
-        self._memory = [
-            [state.tensors[slot.name] for state in states.values() for slot in chunk.slots if slot.name in state.tensors]
-            for chunk in chunks
-        ]
 
-    def _submit(self, chunk: Chunk, arrival: "_Arrival") -> None:
+    def _submit(self, chunk: Chunk, arrival: "_Arrival", last: bool) -> None:
         divisor = self._group.size if self._algorithm.holds(self.step - 1) is Holds.SUM else 1
-        work = partial(_exchange, self._algorithm, chunk, self._memory[chunk.index], divisor, arrival)
+        norms = self._norms if self._algorithm.keeps_back else None
+        work = partial(_exchange, self._algorithm, chunk, self._scale, divisor, norms, last, arrival)
         self._lane.submit(work, f"gradients {chunk.index}")
 
 
@@ -161,17 +166,25 @@ class _Arrival:
 
 
 @torch.no_grad()
-def _exchange(algorithm: Algorithm, chunk: Chunk, memory: Sequence[Tensor], divisor: int, arrival: _Arrival) -> None:
-    """On the lane. After a failure the ranks are no longer at the same operation, so nothing further is tried."""
+def _exchange(
+    algorithm: Algorithm, chunk: Chunk, scale: float, divisor: int, norms: list[Tensor] | None, last: bool, arrival: _Arrival
+) -> None:
+    """On the lane. `norms`: of the step's buckets, where something is kept back; with the `last` it is renewed, unless one is not finite: a GradScaler skips such a step, and
+    nothing of it is to be seen in those that follow. After a failure the ranks are no longer at the same operation, so nothing further is tried."""
     flat, buffer = chunk.gradient, arrival.buffer
     elsewhere = flat.data_ptr() != buffer.data_ptr()
     try:
         if not arrival.failures:
             if elsewhere:
                 flat.copy_(buffer)
+            if scale != 1:
+                flat.div_(scale)
             algorithm.reduce(chunk, torch.ones(()))
-            flat.div_(divisor)
-            _forget_what_is_not_finite(memory, flat)
+            flat.div_(divisor / scale)
+            if norms is not None:
+                norms.append(torch.linalg.vector_norm(flat))
+                if last:
+                    _renew(algorithm, torch.stack(norms))
             if elsewhere:
                 buffer.copy_(flat)
     except Exception as error:  # for the trainer's thread, which waits for the answer
@@ -179,12 +192,12 @@ def _exchange(algorithm: Algorithm, chunk: Chunk, memory: Sequence[Tensor], divi
     arrival.done.set_result(buffer)
 
 
-def _forget_what_is_not_finite(memory: Sequence[Tensor], flat: Tensor) -> None:
-    """A step that a GradScaler skips for its gradients must not spoil those that follow through what the algorithm keeps of it."""
-    if not memory or (not flat.is_cuda and bool(torch.linalg.vector_norm(flat).isfinite())):
-        return  # a GPU would have to be waited for
-    for tensor in memory:
-        tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def _renew(algorithm: Algorithm, norms: Tensor) -> None:
+    bad, one = ~norms.isfinite().all(), torch.ones((), dtype=torch.float64, device=norms.device)
+    if norms.is_cuda:  # which would have to be waited for
+        algorithm.renew(one, bad.float(), ())
+    elif not bad:
+        algorithm.renew(one, None, ())
 
 
 def _chunk(index: int, names: Sequence[str], parameters: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor) -> Chunk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,8 +16,8 @@ from shoal.plan import Option
 
 @dataclass
 class Compressed(Algorithm):
-    """Scatter-gather through `codec`, sums in fp32. With `error_feedback` nothing is lost for good, only late (two more copies of the
-    gradients, in fp32)."""
+    """Scatter-gather through `codec`, sums in fp32. With `error_feedback` nothing is lost for good, only late (three more copies of the
+    gradients, in fp32, and one of this rank's cut)."""
 
     codec: Option = "u8"
     error_feedback: bool = False
@@ -30,9 +31,21 @@ class Compressed(Algorithm):
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         place = self._place[chunk.index]
-        residuals = (None, None) if self._feedback is None else (self._feedback.own[place], self._feedback.summed[place])
+        residuals = (None, None) if self._feedback is None else self._feedback.take(place)
         scatter_gather(chunk.gradient, self.replica.group, self._codec, f"gradients {chunk.index}", *residuals)
         chunk.clear_padding(chunk.gradient)
+
+    @property
+    def keeps_back(self) -> bool:
+        return self.error_feedback
+
+    def begin(self, step: int) -> None:
+        if self._feedback is not None:
+            self._feedback.drop()
+
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        if self._feedback is not None:
+            self._feedback.commit(to_mean, skip, untouched)
 
     def state(self) -> dict[str, State]:
         return {} if self._feedback is None else self._feedback.state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,9 +27,10 @@ class Delayed(Algorithm):
             raise UserError(f"plan.exchange: delay = {self.delay}: give at least 1 step")
         self._group = replica.background("delayed")
         self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
+        self._untouched: list[Sequence[str]] = [() for _ in range(self.delay)]
 
     def holds(self, step: int) -> Holds:
-        return Holds.MEAN if step >= self.delay else Holds.NOTHING
+        return Holds.LATE if step >= self.delay else Holds.NOTHING
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         """Nothing yet: gradients travel after backward, while the next steps compute."""
@@ -42,6 +44,11 @@ class Delayed(Algorithm):
             torch.mul(chunk.gradient, to_mean.to(waiting.dtype), out=waiting)
             chunk.gradient.copy_(due)
             self.replica.lane.submit(partial(self._sum, waiting, chunk.index), f"gradients {chunk.index}")
+
+    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
+        place = step % self.delay
+        due, self._untouched[place] = self._untouched[place], untouched
+        return due
 
     def _sum(self, flat: Tensor, index: int) -> None:
         self._group.all_reduce(flat, purpose=f"gradients {index}")

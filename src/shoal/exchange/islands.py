@@ -76,6 +76,17 @@ class Islands(Algorithm):
     def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         self._inside.update(step, factor, skip, untouched)
 
+    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
+        return self._inside.due(step, untouched)
+
+    @property
+    def keeps_back(self) -> bool:
+        return self._inside.keeps_back
+
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        self._inside.renew(to_mean, skip, untouched)
+        self._across.renew(to_mean, skip, untouched)
+
     def end(self, step: int) -> None:
         self._inside.end(step)
         self._across.end(step)

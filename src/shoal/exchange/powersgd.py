@@ -1,11 +1,13 @@
 """PowerSGD (https://arxiv.org/abs/1905.13727): the sum of gradient matrices as a product of two thin ones, by one step of subspace iteration.
 
 For a gradient M_r (n x m) of replica r, with error feedback already added: P = sum_r M_r Q; orthonormal columns; Q = sum_r M_r^T P; the
-sum is P Q^T. Each replica keeps M_r - P Q^T / W as its residual, so that the residuals add up to what was left out.
+sum is P Q^T. Each replica keeps M_r - P Q^T / W as its residual, so that the residuals add up to what was left out. Q is where the next step starts; P is
+made orthonormal, so the unit of Q does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
+from shoal.exchange.kept import Kept, parts_of
 from shoal.random import mix, name_key
 
 
@@ -40,9 +43,18 @@ class PowerSGD(Algorithm):
                     draw = torch.Generator().manual_seed(seed % 2**63)
                     q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.grad_dtype)
                     self._q[slot.name] = q.to(chunk.data.device)
+        self._kept = Kept(self._residual, [parts_of(chunk) for chunk in replica.chunks])
+        self._start = Kept(list(self._q.values()), [{name: slice(None)} for name in self._q])
+        self._place_of_q = {name: place for place, name in enumerate(self._q)}
+
+    @property
+    def keeps_back(self) -> bool:
+        return True
 
     def begin(self, step: int) -> None:
         self._step = step
+        self._kept.drop()
+        self._start.drop()
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         group, flat, purpose = self.replica.group, chunk.gradient, f"gradients {chunk.index}"
@@ -50,13 +62,14 @@ class PowerSGD(Algorithm):
         if self._step < self.start or not thin or group.size == 1:
             group.all_reduce(flat, purpose=purpose)
             return
-        residual = self._residual[self._place[chunk.index]]
+        residual = self._kept.take(self._place[chunk.index])
+        starts = [self._start.take(self._place_of_q[slot.name]) for slot in thin]
         rest = [slot for slot in chunk.slots if slot.name not in self._q]
         for slot in thin:
             slot.view(flat).add_(slot.view(residual))
         matrices = [slot.view(flat).view(slot.shape[0], -1) for slot in thin]
 
-        ps = [m @ self._q[slot.name] for m, slot in zip(matrices, thin, strict=True)]
+        ps = [m @ start for m, start in zip(matrices, starts, strict=True)]
         together = torch.cat([*(p.flatten() for p in ps), *(slot.view(flat).flatten() for slot in rest)])
         group.all_reduce(together, purpose=purpose)
         parts = together.split([*(p.numel() for p in ps), *(slot.numel for slot in rest)])
@@ -66,14 +79,19 @@ class PowerSGD(Algorithm):
 
         qs = torch.cat([(m.T @ p).flatten() for m, p in zip(matrices, ps, strict=True)])
         group.all_reduce(qs, purpose=purpose)
-        widths = [self._q[slot.name].numel() for slot in thin]
-        for slot, m, p, q in zip(thin, matrices, ps, qs.split(widths), strict=True):
-            self._q[slot.name].copy_(q.view_as(self._q[slot.name]))
-            approximation = p @ self._q[slot.name].T
+        widths = [start.numel() for start in starts]
+        for slot, m, p, q, start in zip(thin, matrices, ps, qs.split(widths), starts, strict=True):
+            start.copy_(q.view_as(start))
+            approximation = p @ start.T
             slot.view(residual).view_as(m).copy_(m - approximation / group.size)
             m.copy_(approximation)
 
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        self._kept.commit(to_mean, skip, untouched)
+        self._start.commit(None, skip, untouched)
+
     def state(self) -> dict[str, State]:
+        self.begin(self._step)
         residual = by_parameter(self.replica.chunks, self._residual)
         return {
             "residual": State({name: residual[name] for name in self._q}, "split"),

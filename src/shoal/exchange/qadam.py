@@ -66,13 +66,18 @@ class QAdam(Algorithm):
         options = {id(parameter): options for options in self._adam.param_groups for parameter in options["params"]}
         alone = frozenset(untouched)
         for place, chunk in enumerate(self.replica.chunks):
-            momentum = chunk.gradient.mul_(factor)
+            momentum = chunk.gradient.mul_(factor)  # clipped as a replica's own mean
             names = [slot.name for slot in chunk.slots if slot.name not in alone]
             for name in names:
                 self._take_in(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
-            residuals = (None, None) if self._feedback is None else (self._feedback.own[place], self._feedback.summed[place])
-            scatter_gather(momentum, group, self._codec, f"momentum {chunk.index}", *residuals)
-            chunk.clear_padding(momentum.div_(group.size))
+            waiting = [] if self._feedback is None else [self._feedback.own[place], self._feedback.summed[place]]
+            views = [slot.view(flat) for flat in waiting for slot in chunk.slots if slot.name in alone]
+            before = [view.clone() for view in views]  # nothing of an untouched parameter is applied, so all of it waits on
+            momentum.div_(group.size)  # before it is sent: what the codec loses is then of the mean, however many replicas there are
+            scatter_gather(momentum, group, self._codec, f"momentum {chunk.index}", *waiting)
+            for view, as_it_was in zip(views, before, strict=True):
+                view.copy_(as_it_was)
+            chunk.clear_padding(momentum)
             for name in names:
                 self._move(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
             chunk.publish()

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2107.01499, section 3). All ranks decode the same bytes, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from shoal.chunks import Chunk
 from shoal.comm import Group
 from shoal.comm.codecs import Codec, ErrorFeedback
 from shoal.exchange.algorithm import State, by_parameter
+from shoal.exchange.kept import Kept, parts_of
 
 ROW = 1024
 """Cuts start at multiples of this many elements, so that a codec's rows are the same however a tensor is cut."""
@@ -36,8 +37,27 @@ class Feedback:
         self.own = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
         # As long as the chunk, zero outside this rank's cut: a change of the number of replicas then adds up.
         self.summed = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
+        cuts = [cuts_of(chunk.size, group.size)[group.rank] for chunk in chunks]
+        mine = [flat[cut] for flat, cut in zip(self.summed, cuts, strict=True)]
+        parts = [parts_of(chunk, cut) for chunk, cut in zip(chunks, cuts, strict=True)]
+        self._kept = (Kept(self.own, [parts_of(chunk) for chunk in chunks]), Kept(mine, parts))
+
+    def drop(self) -> None:
+        for kept in self._kept:
+            kept.drop()
+
+    def take(self, place: int) -> tuple[Tensor, Tensor]:
+        """What `scatter_gather` takes of the chunk at `place`, for a step that may yet be left out."""
+        for kept in self._kept:
+            kept.take(place)
+        return self.own[place], self.summed[place]
+
+    def commit(self, to_mean: Tensor | None, skip: Tensor | None, untouched: Collection[str]) -> None:
+        for kept in self._kept:
+            kept.commit(to_mean, skip, untouched)
 
     def state(self) -> dict[str, State]:
+        self.drop()
         return {
             "own_residual": State(by_parameter(self._chunks, self.own), "split"),
             "summed_residual": State(by_parameter(self._chunks, self.summed), "whole"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.comm.codecs import ErrorFeedback, codec
 from shoal.exchange.algorithm import Algorithm, Replica, State, by_parameter
+from shoal.exchange.kept import Kept, parts_of
 from shoal.plan import Option
 
 
@@ -26,11 +28,20 @@ class TopK(Algorithm):
         self._codec = codec(chosen)
         self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
         self._residual = [chunk.like_gradient(torch.float32) for chunk in replica.chunks]
+        self._kept = Kept(self._residual, [parts_of(chunk) for chunk in replica.chunks])
+
+    @property
+    def keeps_back(self) -> bool:
+        return True
+
+    def begin(self, step: int) -> None:
+        self._kept.drop()
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        group, flat, residual = self.replica.group, chunk.gradient, self._residual[self._place[chunk.index]]
+        group, flat = self.replica.group, chunk.gradient
         if group.size == 1:
             return
+        residual = self._kept.take(self._place[chunk.index])
         sent = flat.new_empty(self._codec.encoded_bytes(flat.numel()), dtype=torch.uint8)
         ErrorFeedback.over(self._codec, residual).encode(flat, sent)
         gathered = sent.new_empty(sent.numel() * group.size)
@@ -39,5 +50,9 @@ class TopK(Algorithm):
         for data in gathered.split(sent.numel()):
             self._codec.decode_add(data, flat)
 
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        self._kept.commit(to_mean, skip, untouched)
+
     def state(self) -> dict[str, State]:
+        self._kept.drop()
         return {"residual": State(by_parameter(self.replica.chunks, self._residual), "split")}
