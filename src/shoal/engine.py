@@ -35,6 +35,7 @@ from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Replica
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
+from shoal.exchange.hooks import UserHooks, check_hooks, is_hooked
 from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.rows import row_by_row
@@ -122,6 +123,7 @@ class Engine:
             keep_freed_memory()
         built = build(model, seed)
         make_alike(built, self.world.everyone)
+        hooked = [name for name, parameter in built.module.named_parameters() if is_hooked(parameter)]
         options, member = group_options(built.module.named_parameters(), param_groups)
         self._randomness = Randomness(seed, self.device)
         self._check_cut(optimizer, options, sync_bn)
@@ -132,6 +134,7 @@ class Engine:
         elsewhere = [] if pipeline is None else pipeline.split.elsewhere
         parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
         built, self.layouts = parted.built, parted.layouts
+        check_hooks(hooked, self.layouts, self.plan)
         self._apart = {} if parted.experts is None else {"experts": parted.experts}
         unflushed = pipeline is not None and not pipeline.flushes
         if pipeline is not None:
@@ -235,6 +238,7 @@ class Engine:
             clip=clip,
             device=self.device,
             keyed=self._keyed,
+            users=UserHooks(self.parameters, self.layouts, self.plan),
             passing=self.passing,
             scale=self.loss_scale,
             beside=beside if not unflushed else self.world.group(f"tp-ballot{serial}", beside.ranks),

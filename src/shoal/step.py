@@ -24,6 +24,7 @@ from shoal.compiling import branching
 from shoal.data import Batch
 from shoal.errors import TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
+from shoal.exchange.hooks import UserHooks
 from shoal.exchange.reducer import Reducer
 from shoal.exchange.rows import as_rows
 from shoal.loss import Loss, Sums, call_loss
@@ -114,7 +115,7 @@ class StepRunner:
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
     of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
-    whose gradients are added up by rows."""
+    whose gradients are added up by rows. `users`: hooks on the parameters."""
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class StepRunner:
         clip: float | None,
         device: torch.device,
         keyed: bool,
+        users: UserHooks,
         passing: Passing | None = None,
         scale: LossScale | None = None,
         beside: Group | None = None,
@@ -152,7 +154,8 @@ class StepRunner:
         self._beside = beside if beside is not None and beside.size > 1 else None
         self._optimizer, self._scheduler, self._randomness = optimizer, scheduler, randomness
         self._parameters, self._algorithm = parameters, algorithm
-        self._reducer = Reducer(parameters, algorithm)
+        self._users = users
+        self._reducer = Reducer(parameters, algorithm, self._users)
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._even, self._clip, self._device, self._keyed = microbatch, whole, even, clip, device, keyed
         self._partners = algorithm.partners
@@ -166,7 +169,7 @@ class StepRunner:
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""
         self._reducer.detach()
-        self._reducer = Reducer(self._parameters, self._algorithm)
+        self._reducer = Reducer(self._parameters, self._algorithm, self._users)
 
     @property
     def arrivals(self) -> list[str]:
@@ -257,7 +260,7 @@ class StepRunner:
         self._randomness.replay()
         self.ran(counts)
         objective = self.objective(sums if counts else sums.counting_nothing())
-        with self.reducing(last):
+        with self._users.seeing(self._expected, sums.count, counts), self.reducing(last):
             objective.backward()
 
     def ran(self, counts: bool) -> None:
@@ -385,7 +388,7 @@ class StepRunner:
         if self._partners.size == 1 or holds is Holds.ALONE:
             untouched = [name for name, seen in self._reducer.touched.items() if not seen]
             return self._of_all_stages(totals, *experts), self._norm_squared(squares), untouched
-        flags = torch.tensor([*touched, self._buffers.changed()], dtype=torch.float64)
+        flags = torch.tensor([*touched, bool(self._users.reshaped), self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
         parts = [totals, squares, flags, *experts]
         if len(self._statistics) and not self._whole:
@@ -395,6 +398,8 @@ class StepRunner:
         experts = [statistics.pop(0) for _ in experts]
         if statistics:
             self._statistics.commit(statistics[0])
+        if self._users.hooked and flags[-2] > 0:
+            raise self._users.refusal()
         if len(self._buffers) and flags[-1] > 0:
             self._buffers.merge(self._partners, run_here)
         untouched = []

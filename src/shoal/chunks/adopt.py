@@ -45,6 +45,7 @@ def adopt(
                 if chunk.passes:
                     chunk.let_go()
                 parameter.__dict__.update(built.__dict__)
+                _take_over_hooks(parameter, built)
                 adopted[id(built)] = by_name[name] = parameter
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, adopted[id(built)])
@@ -71,6 +72,14 @@ def move(
             parameters[slot.name].data = slot.view(chunk.data)
             if slot.name in masters:
                 masters[slot.name].data = slot.view(chunk.master)
+
+
+def _take_over_hooks(parameter: nn.Parameter, built: Tensor) -> None:
+    """Those of users: the dicts themselves, so that their handles still remove them."""
+    if built._backward_hooks:
+        parameter._backward_hooks = built._backward_hooks
+    if built._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = built._post_accumulate_grad_hooks
 
 
 def _stay_in_the_chunk() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -16,4 +17,12 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
         if (alive := reference()) is not None:
             alive(*args)
 
+    call.__dict__["is_weak"] = True
     return call
+
+
+def is_weak(hook: Callable[..., Any]) -> bool:
+    """Whether it was made by `weakly`, as a `partial` or not: it is Shoal's own, not a user's."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return "is_weak" in getattr(hook, "__dict__", ())

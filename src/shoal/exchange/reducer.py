@@ -19,7 +19,9 @@ from torch import Tensor
 from shoal.chunks import Chunk, Slot, sum_of_squares, weakly
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
+from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum
 from shoal.exchange.rows import add_rows, clear, put, sum_rows
+from shoal.plan import Plan
 
 
 class Reducer:
@@ -28,13 +30,15 @@ class Reducer:
     `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `squares`
     are the exact sums of squares of this rank's part of each, taken on the lane while the chunk is still in the cache: the ranks share that work.
     `rows[name]` are the rows of a sparse chunk's gradient that are not zero, None for all. `arrivals` are the parameters in the order in
-    which the last backward completed them.
+    which the last backward completed them. `users`: the hooks on them.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm) -> None:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm, users: UserHooks | None = None) -> None:
         replica = algorithm.replica
         self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
         self._lender, self._beside = replica.lender, replica.beside
+        self._users = users or UserHooks({}, {}, Plan())
+        self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}
         self.squares: list[Tensor] = []
@@ -71,6 +75,7 @@ class Reducer:
         """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has.
         `unscale` (0-dim): what gradients are multiplied with before they are exchanged, where the loss is scaled."""
         self._unscale = unscale
+        self._users.begin(microbatches, self._borrowing.__contains__, unscale)
         if self._lender is not None:  # an error may have cut the step before short
             self._lender.forget(self._lent.values())
         for chunk in self._chunks:
@@ -130,7 +135,7 @@ class Reducer:
             for slot in chunk.slots:
                 if slot.name in missing and chunk.borrows:
                     slot.view(self._flat(place)).zero_()
-                elif not self.touched[slot.name] and not chunk.sparse:
+                elif not (self.touched[slot.name] or chunk.sparse or chunk.borrows):
                     slot.view(chunk.gradient).zero_()
             missing.clear()
         self._advance()
@@ -147,6 +152,8 @@ class Reducer:
         else:
             self._keep(name, self._views[name], gradient)
         parameter.grad, self.touched[name] = None, True
+        if hooks := self._users.of_sum(parameter):
+            self._show(place, slot, parameter, hooks)
         if not self._armed or (self._complete is not None and name not in self._complete):
             return
         self.arrivals.append(name)
@@ -159,6 +166,28 @@ class Reducer:
             self._missing[place].discard(name)
             if self._front < len(self._order) and place == self._order[self._front]:
                 self._advance()
+
+    def _show(self, place: int, slot: Slot, parameter: Tensor, hooks: Sequence[Hook]) -> None:
+        """Lets a user's `hooks` see, and change, what has been added up here of a gradient."""
+        name, rows = slot.name, self.rows.get(slot.name)
+        view = slot.view(self._flat(place)) if self._chunks[place].borrows else self._views[name]
+        total = view if rows is None else torch.sparse_coo_tensor(rows.unique()[None], view[rows.unique()], view.shape)
+        result = run_on_sum(hooks, parameter, total, self._own_mean if self._unscale is None else self._own_mean * self._unscale)
+        if result is total:
+            return
+        if result is None:  # as torch's optimizers take it
+            view.zero_()
+            self.touched[name] = False
+            return
+        if self._group.size > 1 and not only_zeroed(result, view):
+            self._users.reshaped = name
+        if name in self.rows:
+            clear(view, rows)
+            self.rows[name] = torch.empty(0, dtype=torch.int64) if result.is_sparse else None
+        if result.is_sparse:
+            self.rows[name] = add_rows(view, result.coalesce(), self.rows.get(name))
+        else:
+            view.copy_(result)
 
     def _keep(self, name: str, view: Tensor, gradient: Tensor) -> None:
         """Takes a gradient into the chunk's own: what comes in a step adds up there."""

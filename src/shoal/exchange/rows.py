@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Group
+from shoal.exchange.hooks import is_hooked
 
 
 def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch.device) -> list[nn.Embedding]:
     """The embeddings whose gradients can be had as rows where they are given whole: on CPU, since filling a vocabulary's gradient with zeros for each microbatch takes longer there than all
     that is computed of its tokens. Not those inside `compiled` blocks, where they would be traced, and not tied ones, whose other gradient is whole, or
-    those whose weight has hooks of the user's, which may take it for whole."""
+    (see as_rows) those whose weight has hooks of the user's, which may take it for whole."""
     if device.type != "cpu":
         return []
     inside = {id(part) for block in compiled for part in block.modules()}
@@ -27,13 +28,13 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
         and isinstance(part, nn.Embedding)
         and not (part.sparse or part.scale_grad_by_freq or part.max_norm is not None or id(part) in inside)
         and owners[id(part.weight)] == 1
-        and not part.weight._backward_hooks
     ]
 
 
 @contextmanager
 def as_rows(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
-    """What is computed of `embeddings` inside gives them gradients as rows."""
+    """What is computed of `embeddings` inside gives them gradients as rows, but for those whose weight has hooks by now."""
+    embeddings = [each for each in embeddings if not is_hooked(each.weight)]
     for embedding in embeddings:
         embedding.sparse = True
     try:

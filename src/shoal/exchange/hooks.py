@@ -1,0 +1,197 @@
+"""Hooks that users have registered on parameters, with torch's meaning.
+
+    parameter.register_hook(fn)                        fn(gradient) of each microbatch: that of the microbatch's own mean loss
+    parameter.register_post_accumulate_grad_hook(fn)   fn(parameter), whose `grad` then is that of the mean over what this rank has counted in the step so far
+
+Both are what a plain loop of `(sum / count).backward()` shows, in fp32 or wider: the power of two that losses are divided by, and the scale of fp16, are taken out for the hook and put back behind it.
+The hooks stay in torch's own dicts, under their own keys, so that `handle.remove()` works; there they are wrapped, since the engine has hooks of its own beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks.weakly import is_weak
+from shoal.errors import UserError
+from shoal.parallel.layout import Layout
+from shoal.plan import Plan
+
+Hook = Callable[[Tensor], Any]
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether it has a hook of a user's."""
+    return bool(parameter._backward_hooks or _after(parameter))
+
+
+def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
+    """Why `plan` cannot show a hook the gradient of the parameter `name`, if it cannot. `layout`: None for one that other ranks have."""
+    if plan.pp > 1:
+        return f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage knows the count"
+    if plan.cp > 1:
+        return f"plan.cp = {plan.cp}: each rank has the gradient of its part of the rows alone"
+    if layout is None or layout.of_experts:
+        return f"plan.ep = {plan.ep}: it lies on ranks that get tokens of several microbatches"
+    if not layout.alike:
+        return f"plan.tp = {plan.tp}: each rank has a part of it"
+    if plan.tp > 1 and "tp" in layout.reduce:
+        return f"plan.tp = {plan.tp}: each rank has the gradient of its tokens alone"
+    return None
+
+
+def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], plan: Plan) -> None:
+    """UserError if `plan` cannot give hooks of these parameters what they are to see."""
+    for name in names:
+        if (why := why_not(name, layouts.get(name), plan)) is not None:
+            raise UserError(
+                f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, or leave that to plan.dp and plan.zero"
+            )
+
+
+class _Unit:
+    """`value` (0-dim) turns a gradient, as it comes, into that of the microbatch's mean loss; None outside of a step's backward. `counts`: whether the microbatch does."""
+
+    value: Tensor | None = None
+    counts = True
+
+
+class _InUnit:
+    """A user's `hook` on a gradient, which it sees in the unit of the mean."""
+
+    def __init__(self, hook: Hook, unit: _Unit) -> None:
+        self._hook, self._unit = hook, unit
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        unit = self._unit.value
+        if unit is None:
+            return self._hook(gradient)
+        if not self._unit.counts:
+            return None
+        shown = _wide(gradient) * unit.to(gradient.device)
+        before = _version(shown)
+        result = self._hook(shown)
+        if result is None:
+            if _version(shown) == before:
+                return None
+            result = shown
+        return (result / unit.to(result.device)).to(gradient.dtype)
+
+
+class _Held:
+    """A user's `hook` on a parameter whose gradient has been added: torch does not run it in a step, the reducer does, which has the sum."""
+
+    def __init__(self, hook: Hook, unit: _Unit) -> None:
+        self.hook, self._unit = hook, unit
+
+    def __call__(self, parameter: Tensor) -> None:
+        if self._unit.value is None:
+            self.hook(parameter)
+
+
+class UserHooks:
+    """Those on `parameters`, also the ones that come later. `reshaped`: the parameter of which one changed a sum in this step, other than by zeros."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], plan: Plan) -> None:
+        self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
+        self._layouts, self._plan, self._unit = layouts, plan, _Unit()
+        self._unscale: Tensor | None = None
+        self.reshaped = ""
+
+    def begin(self, rounds: int, borrows: Callable[[str], bool], unscale: Tensor | None) -> None:
+        """A step begins. `borrows(name)`: whether of this parameter's gradient only a stretch is kept from one of the `rounds` to the next. `unscale`: as of Reducer.begin."""
+        self.reshaped, self._unscale = "", unscale
+        self._wrap()
+        for name, each in self._parameters.items():
+            if rounds > 1 and borrows(name) and _after(each):
+                raise UserError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of {rounds} microbatches: take register_hook, "
+                    "which sees each microbatch's gradient, one microbatch a rank (a larger microbatch=), or a plan with zero <= 1 and without memory"
+                )
+
+    @contextmanager
+    def seeing(self, expected: float, count: Tensor, counts: bool) -> Iterator[None]:
+        """Around the backward of a microbatch that `counts`, whose sum of `count` was divided by `expected`."""
+        self._wrap()
+        unit = torch.where(count > 0, expected / count.double(), 1.0)
+        self._unit.value, self._unit.counts = unit if self._unscale is None else unit * self._unscale, counts
+        try:
+            yield
+        finally:
+            self._unit.value = None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether there are hooks on sums, as on all ranks or on none."""
+        return any(len(each._post_accumulate_grad_hooks or ()) > 1 and _held(each) for each in self._parameters.values())
+
+    def refusal(self) -> UserError:
+        """Of a hook that changes sums whose other parts lie on other ranks."""
+        return UserError(
+            f"a hook of register_post_accumulate_grad_hook on {self.reshaped or 'a parameter of another rank'} changed the gradient, other than by zeros: it has the sum of this "
+            "rank's microbatches alone, so what comes of it depends on the number of ranks. Take register_hook, which sees each microbatch's gradient, or clip, clip_value"
+        )
+
+    def of_sum(self, parameter: Tensor) -> list[Hook]:
+        """Those that are to see the sum of its gradients now."""
+        if len(parameter._post_accumulate_grad_hooks) == 1 or not self._unit.counts:  # the reducer's own
+            return []
+        return _held(parameter)
+
+    def _wrap(self) -> None:
+        for name, each in self._parameters.items():
+            hooks, after = each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}
+            new = [key for key, hook in hooks.items() if not isinstance(hook, _InUnit)]
+            held = (
+                [key for key, hook in after.items() if not (isinstance(hook, _Held) or is_weak(hook))] if len(after) > 1 else []
+            )
+            if new or held:
+                check_hooks([name], self._layouts, self._plan)
+            for key in new:
+                hooks[key] = _InUnit(hooks[key], self._unit)
+            for key in held:
+                after[key] = _Held(after[key], self._unit)
+
+
+def _held(parameter: Tensor) -> list[Hook]:
+    return [each.hook for each in (parameter._post_accumulate_grad_hooks or {}).values() if isinstance(each, _Held)]
+
+
+def run_on_sum(hooks: Iterable[Hook], parameter: Tensor, total: Tensor, unit: Tensor) -> Tensor | None:
+    """Shows `hooks` the sum `total`, times `unit`, as the gradient of `parameter`. Returns what they made of it, `total` itself if nothing, None if they took it away."""
+    shown = total.to(torch.promote_types(total.dtype, parameter.dtype)) * unit.to(total.device)
+    before = _version(shown)
+    if shown.dtype != parameter.dtype:
+        parameter.grad_dtype = None  # any
+    parameter.grad = shown
+    for hook in hooks:
+        hook(parameter)
+    result, parameter.grad = parameter.grad, None
+    if result is shown and _version(shown) == before:
+        return total
+    return None if result is None else result / unit.to(result.device)
+
+
+def only_zeroed(result: Tensor, total: Tensor) -> bool:
+    """Whether `result` differs from `total` by zeros, and by rounding, alone: such a mask is the same of each part of a sum."""
+    result, total = (each.to_dense() if each.is_sparse else each for each in (result, total))
+    tolerance = 8 * torch.finfo(total.dtype).eps
+    return bool(((result == 0) | torch.isclose(result.to(total.dtype), total, rtol=tolerance, atol=0.0)).all())
+
+
+def _after(parameter: Tensor) -> list[Hook]:
+    """The users' hooks among those on the sum of its gradients."""
+    return [hook for hook in (parameter._post_accumulate_grad_hooks or {}).values() if not is_weak(hook)]
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Of a sparse tensor also that of its values, which may be written alone."""
+    return tensor._version, tensor._values()._version if tensor.is_sparse else 0
