@@ -19,6 +19,7 @@ from shoal.alike import make_alike
 from shoal.batchnorm import synchronise
 from shoal.build import build
 from shoal.checkpoint import state
+from shoal.checkpoint.given import Given
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
@@ -44,7 +45,7 @@ from shoal.heap import keep_freed_memory
 from shoal.launch import join
 from shoal.loop import Loop
 from shoal.loss import Loss
-from shoal.lr import Schedule
+from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_model
 from shoal.objective import Objective
@@ -209,6 +210,8 @@ class Engine:
             raise UserError(
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
+        settings = {"global_batch": global_batch, "seed": seed, "precision": self.precision.name, "clip": clip, "clip_value": clip_value}
+        self._given = Given(self.optimizer, Course(self.scheduler) if self.scheduler else None, settings)
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
@@ -462,6 +465,7 @@ class Engine:
             "loss_scale": self.loss_scale.state() if self.loss_scale else None,
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "source": self._source.state_dict() if isinstance(self._source, IterableSource) else self._source,
+            "given": self._given.record,
         }
 
     def _commit(self) -> None:
@@ -517,19 +521,18 @@ class Engine:
                 stacklevel=2,
             )
         self._exchange.restored()
-        self._go_on(extra, path.name)
+        self._go_on(extra)
         return extra["user"]
 
-    def _go_on(self, extra: Mapping[str, Any], what: str = "the disk's state") -> None:
-        """Takes over where a run was, from what `_place` said then."""
-        for key, now in (("seed", self.seed), ("global_batch", self.global_batch)):
-            if extra[key] != now:
-                warnings.warn(
-                    f"{what} was trained with {key} = {extra[key]}, now it is {now}: an epoch's samples will not come exactly once",
-                    stacklevel=3,
-                )
-        if self.scheduler is not None and extra["scheduler"] is not None:
-            self.scheduler.load_state_dict(state.in_the_form_of(self.scheduler.state_dict(), extra["scheduler"]))
+    def _go_on(self, extra: Mapping[str, Any]) -> None:
+        """Takes over where a run was, from what `_place` said then; warns of what is given otherwise now, which wins."""
+        saved = extra["scheduler"]
+        if self.scheduler is not None and saved is not None:
+            saved = state.in_the_form_of(self.scheduler.state_dict(), saved)
+        changes = self._given.go_on(extra, saved)
+        for change in [*changes, extra["anew"]] if extra.get("anew") else changes:
+            if self._all.rank == 0:
+                warnings.warn(change, stacklevel=3)
         self._source, self._runner.per_sample = extra["source"], extra["per_sample"]
         if self.loss_scale is not None and extra.get("loss_scale") is not None:
             self.loss_scale.load(extra["loss_scale"])

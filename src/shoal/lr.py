@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -49,3 +52,63 @@ def by_name(name: str, total: int, warmup: int, floor: float) -> Schedule:
     if name not in schedules:
         raise UserError(f'schedule "{name}" is not one of {", ".join(schedules)}.{did_you_mean(name, list(schedules))}')
     return schedules[name]
+
+
+PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial", "verbose")
+"""What a scheduler's state says of where it is, or of the optimizer's learning rates; the rest says which schedule it is."""
+
+
+class Course:
+    """What a schedule was when it was given, which a checkpoint records, and how it goes on from the middle.
+
+    To be made right after `scheduler`, before its first step.
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self._fresh = deepcopy(scheduler.state_dict())
+        self._options = [{key: deepcopy(value) for key, value in each.items() if key != "params"} for each in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._scheduler.optimizer.param_groups
+
+    def about(self) -> dict[str, Any]:
+        """The schedule as JSON: its class and what it was given. A plain function of the step is known by its name alone."""
+        settings = _settings(self._fresh)
+        if isinstance(self._scheduler, LambdaLR):
+            found = [_function(each) for each in self._scheduler.lr_lambdas]
+            settings["lr_lambdas"] = found if any(each != found[0] for each in found) else found[:1]
+        about = {"class": type(self._scheduler).__name__, **settings}
+        return json.loads(json.dumps(about, default=lambda value: type(value).__name__))
+
+    def begin_at(self, step: int) -> None:
+        """Puts the optimizer's learning rates, and what else the schedule moves, where they are after `step` steps from its start."""
+        for group, fresh in zip(self._groups, self._options, strict=True):
+            group.update(deepcopy(fresh))
+        self._scheduler.load_state_dict(deepcopy(self._fresh))
+        jump = isinstance(self._scheduler, LambdaLR) and step > 0  # a function of the step: no need to walk there
+        if jump:
+            self._scheduler.last_epoch, self._scheduler._step_count = step - 1, step
+        self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # updates came before, in another process
+        for _ in range(1 if jump else step):
+            self._scheduler.step()
+
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        """Takes over a state of the same schedule. A function of the step is asked again: it may be another one under the same name."""
+        self._scheduler.load_state_dict(dict(saved))
+        if isinstance(self._scheduler, LambdaLR):
+            self.begin_at(saved["last_epoch"])
+
+
+def _settings(state: Any) -> Any:
+    """Without its PLACE, also that of schedulers inside."""
+    if isinstance(state, Mapping):
+        return {key: _settings(value) for key, value in state.items() if key not in PLACE}
+    return [_settings(each) for each in state] if isinstance(state, list | tuple) else state
+
+
+def _function(each: Callable[[int], float]) -> dict[str, Any]:
+    inner = each.func if isinstance(each, partial) else each
+    given = each.keywords if isinstance(each, partial) else getattr(each, "__dict__", {})
+    return {"function": getattr(inner, "__name__", type(inner).__name__).strip("_"), **given}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,6 +21,9 @@ from shoal.fused.host_adam import HostAdam
 from shoal.fused.optimizer import OptimizerFactory, per_element_keys
 
 GroupRule = Callable[[str, nn.Parameter], Mapping[str, Any]]
+
+CHOICES = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how an optimizer runs here, not what it computes: never taken from a checkpoint."""
 
 
 def decay_matrices_only(weight_decay: float) -> GroupRule:
@@ -85,6 +89,7 @@ class ChunkOptimizer:
     `turn`: the step of the next update, where rounding draws. `slots[name]` says which part of the parameter that is, where chunks are
     cut; `members` names each group's parameters, whoever owns them.
     `clip_value`: the largest absolute value of an element of the gradient that it updates with.
+    `given`: the options of each group as they were at first; `kind`: the class of the torch optimizer.
     """
 
     def __init__(
@@ -126,7 +131,10 @@ class ChunkOptimizer:
         ]
         self.members = [names for names in members if names]
         groups = groups or [{"params": [], **options[0]}]  # a stage of a pipeline in which nothing is trained
+        self._factory = factory
         self.torch = self._choose(factory, groups)
+        own = ("params", *CHOICES)
+        self.given = [{key: copy(value) for key, value in each.items() if key not in own} for each in self.torch.param_groups]
         for page in self.pages:
             page.bind(self._parameters, lambda name: self.torch.state[self._parameters[name]])
         self._host = self._host_step()
@@ -157,6 +165,20 @@ class ChunkOptimizer:
     def _one(self) -> torch.optim.Optimizer:
         """The torch optimizer, or one of those of the chunks."""
         return self.torch.first if isinstance(self.torch, ChunkwiseOptimizer) else self.torch
+
+    @property
+    def kind(self) -> str:
+        return type(self.torch.inner if isinstance(self.torch, FlatOptimizer) else self._one).__name__
+
+    def keys_of(self, dims: int) -> set[str]:
+        """What it keeps for a parameter of so many dimensions, from two updates of a small one."""
+        trial = nn.Parameter(torch.zeros([2] * dims))
+        optimizer = make_optimizer(self._factory, [{**self.given[0], "params": [trial]}])
+        for _ in range(2):
+            grad = torch.zeros_like(trial)
+            trial.grad = grad.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else grad
+            optimizer.step()
+        return set(optimizer.state[trial])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

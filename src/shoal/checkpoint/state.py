@@ -6,13 +6,15 @@ optim.<parameter>.<key>    optimizer state, floating ones at least fp32
 replica.<r>.model ...      what replica r of those that have drifted apart has itself; the names without it then are means
 version.<k>.<parameter>    the weights k updates ago, where a schedule without a flush still needs them
 exchange.<r>.<state>.<parameter>   what replica r's exchange algorithm keeps
-extra["groups"]            options of each optimizer group with its members, by name
+extra["groups"]            options of each optimizer group, now and as they were given, with its members, by name
+extra["optimizer"]         the optimizer's class
 extra["optim"]             optimizer state that is not a tensor
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
 from shoal.checkpoint.pieces import Piece, Want, share
+from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import CheckpointError, UserError
-from shoal.optimizer import ChunkOptimizer
+from shoal.optimizer import CHOICES, ChunkOptimizer
 from shoal.parallel.layout import Box, Layout
-
-_CHOICES = ("fused", "foreach", "capturable", "differentiable")
-"""Options that say how an optimizer runs here, not what it computes: never taken from a checkpoint."""
-
 
 @dataclass(frozen=True)
 class Standing:
@@ -214,8 +214,12 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
 def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Group | None = None) -> dict[str, Any]:
     """Options and plain values of the optimizer, for JSON. `owners`: the ranks that have its parts, which all call it; `across`: those that have other stages."""
     groups = [
-        {"members": members, "options": {key: value for key, value in group.items() if key not in ("params", *_CHOICES)}}
-        for members, group in zip(optimizer.members, optimizer.torch.param_groups, strict=True)
+        {
+            "members": members,
+            "options": {key: value for key, value in group.items() if key not in ("params", *CHOICES)},
+            "given": as_json(given),
+        }
+        for members, group, given in zip(optimizer.members, optimizer.torch.param_groups, optimizer.given, strict=True)
     ]
     plain = {
         name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
@@ -228,7 +232,7 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Gro
         stages = across.all_gather_object((groups, plain))
         groups = [group for theirs, _ in stages for group in theirs]
         plain = {name: values for _, theirs in stages for name, values in theirs.items()}
-    return {"groups": groups, "optim": plain}
+    return {"groups": groups, "optim": plain, "optimizer": optimizer.kind}
 
 
 def restore(
@@ -239,7 +243,8 @@ def restore(
     standing: Standing,
     own: str = "",
 ) -> dict[str, Any]:
-    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`.
+    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`, with a line in "anew" where the optimizer
+    cannot take over its state.
 
     `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
     """
@@ -253,14 +258,17 @@ def restore(
         if chunk.is_cut and not any(page.chunk is chunk.owned and page.has_master for page in pages):
             wants += _masters_wanted(chunk.owned, standing)
     states: dict[str, dict[str, Tensor]] = {}
+    anew = ""
     if optimizer is not None:
+        saved, plain, anew = _that_fits(path, optimizer, saved)
         states = _empty_states(saved, optimizer, standing, own, optimizer.known.keys() - elsewhere)
         wants += _states_wanted(optimizer, states, standing, own)
     with torch.no_grad():
-        extra = load(path, wants)
+        extra = {**load(path, wants), "anew": anew}
         for chunk in chunks:
             chunk.publish()
     if optimizer is not None:
+        extra["optim"] = plain
         _put_back(optimizer, states, extra)
     for page in pages:  # one after the other: there is no room for all of them
         assert optimizer is not None
@@ -273,6 +281,21 @@ def restore(
                 optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
             page.chunk.rest()
     return extra
+
+
+def _that_fits(
+    path: Path, optimizer: ChunkOptimizer, saved: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, Any]], str]:
+    """The checkpoint's tensors, and its plain values, without optimizer state that `optimizer` does not take over; and a line about that."""
+    about = read_manifest(path).extra
+    keys, anew = state_that_fits(optimizer, about, saved)
+    kept = {title: shape for title, shape in saved.items() if not _is_optimizer_state(title) or title.rpartition(".")[2] in keys}
+    plain = {name: {key: value for key, value in each.items() if key in keys} for name, each in about["optim"].items()}
+    return kept, plain, anew
+
+
+def _is_optimizer_state(title: str) -> bool:
+    return (title.split(".", 2)[2] if title.startswith("replica.") else title).startswith("optim.")
 
 
 def _masters_wanted(owned: Chunk, standing: Standing) -> list[Want]:
@@ -431,14 +454,15 @@ def _empty_states(
 
 def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]], extra: Mapping[str, Any]) -> None:
     """Hands the state to the optimizer through its own `load_state_dict`, which knows where each key belongs."""
-    saved_options = {name: group["options"] for group in extra["groups"] for name in group["members"]}
+    saved = {name: group for group in extra["groups"] for name in group["members"]}
     names = {id(parameter): name for name, parameter in optimizer.known.items()}
     current = optimizer.torch.state_dict()
     state: dict[int, dict[str, Any]] = {}
-    described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, strict=True)
-    for group, packed, members in described:
-        options = saved_options.get(members[0], {})
-        packed.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+    described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, optimizer.given, strict=True)
+    for group, packed, members, given in described:
+        packed.update(deepcopy(given))
+        if members[0] in saved:
+            packed.update(options_to_go_on(packed, saved[members[0]], given))
         for parameter, index in zip(group["params"], packed["params"], strict=True):
             name = names[id(parameter)]
             values = {**states.get(name, {}), **extra["optim"].get(name, {})}

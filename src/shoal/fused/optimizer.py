@@ -54,6 +54,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._group_of_chunk = [self._group_of[id(self._named[chunk.slots[0].name])] for chunk in chunks]
         self._some_left_out = False
 
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer of `factory`."""
+        return self._inner
+
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Goes on with other chunks of the same parameters, which are views of their masters by now; the state moves too."""
         saved = self.state_dict()
