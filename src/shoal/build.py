@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from shoal.errors import ArgumentError
+
 _UNINITIALISED = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -55,15 +57,20 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), record, _rejection_sampling_whole(record):
             module = model()
-    except (
-        Exception
-    ) as error:  # a constructor may fail on fake tensors in its own way; if the model is wrong, the CPU build raises
-        torch.manual_seed(seed)
-        module = model()
+    except Exception as error:  # a constructor may fail on fake tensors in its own way
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})")
-    names = {_ref(t).storage: name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
-    return Built(module, lambda name, tensor: record.replay(tensor, name, names, seed), "recorded")
+    else:
+        names = {_ref(t).storage: name for name, t in reversed(_named_tensors(_made(module))) if isinstance(t, FakeTensor)}
+        return Built(module, lambda name, tensor: record.replay(tensor, name, names, seed), "recorded")
+    torch.manual_seed(seed)
+    module = _made(model())  # if the model is wrong this raises, and says it once
+    return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})")
+
+
+def _made(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError("model", f" returned a {type(module).__name__}: a factory returns the module that it made")
+    return module
 
 
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
