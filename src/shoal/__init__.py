@@ -6,6 +6,7 @@ Names are imported when they are first used: `shoal --help` and the launcher nee
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from shoal.optimizer import decay_matrices_only
     from shoal.plan import Plan
     from shoal.result import StepResult
+
+from shoal.errors import tell_plainly
+
+tell_plainly()
 
 _HOME = {
     "CheckpointError": "shoal.errors",
@@ -47,6 +52,7 @@ __all__ = [
     "StepResult",
     "TrainingError",
     "UserError",
+    "__version__",
     "as_ddp_hook",
     "as_fsdp2",
     "decay_matrices_only",
@@ -57,6 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("shoal")
     if name == "lr":
         return import_module("shoal.lr")
     if name not in _HOME:

@@ -11,7 +11,7 @@ built on the CPU instead, and said so. numpy's and Python's global generators ar
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.errors import ArgumentError
 from shoal.record import Record, Unrecordable, rejection_sampling_whole, seed_of, storage_of
 
 
@@ -46,13 +47,11 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
         return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))
     try:
         return _recorded(model, seed)
-    except (
-        Exception
-    ) as error:  # a constructor may fail on fake tensors in its own way; if the model is wrong, the CPU build raises
-        with _seeded(seed):
-            module = model()
+    except Exception as error:  # a constructor may fail on fake tensors in its own way
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", _only(_kept_tensors(module)))
+    with _seeded(seed):
+        module = _made(model())  # if the model is wrong this raises, and says it once
+    return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", _only(_kept_tensors(module)))
 
 
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
@@ -60,7 +59,7 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
         with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record):
-            module = factory()
+            module = _made(factory())
     kept = _kept_tensors(module)
     if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
         raise Unrecordable("it keeps modules that are not registered")
@@ -68,6 +67,12 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     sites = record.sites([(name, t) for name, t in kept if isinstance(t, FakeTensor)], names)
     given = [*record.constants, *(t for t in _only(kept) if not isinstance(t, FakeTensor))]
     return Built(module, lambda name, tensor: record.replay(tensor, name, sites, seed), "recorded", given)
+
+
+def _made(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError("model", f" returned a {type(module).__name__}: a factory returns the module that it made")
+    return module
 
 
 def _only(named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:

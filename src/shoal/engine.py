@@ -16,6 +16,7 @@ from torch import nn
 
 from shoal import checkpoint
 from shoal.alike import make_alike
+from shoal.arguments import check_arguments, check_batch, check_dataset
 from shoal.batchnorm import synchronise
 from shoal.build import build
 from shoal.checkpoint import state
@@ -109,6 +110,7 @@ class Engine:
         collate: Collate | None = None,
         world: World | None = None,
     ) -> None:
+        check_arguments(locals())
         self.world = world or join()
         self.plan = plan or Plan(dp=self.world.size)
         self.mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
@@ -265,6 +267,7 @@ class Engine:
         A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the epoch's last batch
         is short. Another order of it may be given as `cursor`, such as `data.BalancedCursor`. An iterable is read by rank 0 and dispatched; its place is saved in checkpoints.
         """
+        check_dataset(dataset, indexed=False)
         for batch in islice(
             self._endless(dataset, epochs, cursor), steps
         ):  # never asks for one more: an iterable's place would move on
@@ -291,10 +294,7 @@ class Engine:
         Raises TrainingError on a loss or gradient that is not finite; weights, optimizer and BatchNorm's statistics then are those of
         the step before.
         """
-        if batch.step != self.step_index:
-            raise UserError(
-                f"this batch is of step {batch.step}, the engine is at step {self.step_index}: take batches from engine.batches"
-            )
+        check_batch(batch, self.step_index)
         result = self._runner.run(batch)
         self._stepped()
         return result
@@ -363,6 +363,7 @@ class Engine:
 
     def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
+        check_dataset(dataset, indexed=True)
         self._runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
 
 class ShoalError(Exception):
     """Base of every error that Shoal raises on purpose; the CLI prints its message without a traceback.
@@ -16,6 +21,48 @@ class UserError(ShoalError, ValueError):
     """Wrong input: a file, a job key, a plan field, a model that does not fit its batch."""
 
     exit_code = 2
+
+
+class ArgumentError(UserError):
+    """An argument that is wrong in itself: `argument` is its name, `problem` what follows it in the message. A job says it by its key (see `in_section`)."""
+
+    def __init__(self, argument: str, problem: str) -> None:
+        super().__init__(argument, problem)
+        self.argument, self.problem = argument, problem
+
+    def __str__(self) -> str:
+        return self.argument + self.problem
+
+
+def told(error: ShoalError) -> str:
+    """What a person reads of it: the message, and the notes that were added on its way."""
+    return "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
+
+
+def tell_plainly() -> None:
+    """Has Python end a script that one of Shoal's own errors stops with its message alone and its exit code, as `shoal run` does. Other errors keep their
+    traceback. A hook that somebody else has set is left in place and gets them all; a prompt (`python -i`) stays open."""
+    if sys.excepthook is not sys.__excepthook__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ShoalError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        print(told(error), file=sys.stderr, flush=True)
+        if not (sys.flags.interactive or hasattr(sys, "ps1")):
+            raise SystemExit(error.exit_code)  # which Python takes from a hook as it does from a script
+
+    sys.excepthook = hook
+
+
+@contextmanager
+def in_section(section: str) -> Iterator[None]:
+    """Inside, an argument is called what the job file calls it: `microbatch` is `train.microbatch` where the section is "train"."""
+    try:
+        yield
+    except ArgumentError as error:
+        raise UserError(f"{section}.{error}") from error
 
 
 class TrainingError(ShoalError):

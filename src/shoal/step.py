@@ -22,7 +22,7 @@ from shoal.chunks import Passing, sum_of_squares, value_of
 from shoal.comm import Group
 from shoal.compiling import branching
 from shoal.data import Batch
-from shoal.errors import TrainingError, UserError
+from shoal.errors import ArgumentError, TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.hooks import UserHooks
 from shoal.exchange.reducer import Reducer
@@ -74,24 +74,27 @@ def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int
 def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
     """Samples a forward: as `given`, else a rank's whole share. UserError where that would change what the model computes."""
     if global_batch < 1:
-        raise UserError(f"global_batch = {global_batch}: a step needs at least one sample")
+        raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
-        raise UserError(f"microbatch = {given}: give 1 to global_batch ({global_batch}) samples")
+        raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
     whole = -(-global_batch // ranks)
     if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
-        raise UserError(
-            f"the model's experts have {what}, which is of one microbatch: give microbatch=, the same under every plan, and no sync_bn"
+        raise ArgumentError(
+            "microbatch",
+            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and no sync_bn",
         )
     if sync_bn:
         if given not in (None, whole):
-            raise UserError(
-                f"microbatch = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch"
+            raise ArgumentError(
+                "microbatch",
+                f" = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch",
             )
         return whole
     if given is None and has_batch_statistics(module):
-        raise UserError(
-            "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
-            "for statistics over the global batch"
+        raise ArgumentError(
+            "microbatch",
+            " is not given, and the model has BatchNorm, whose result depends on which samples share one: give it, or switch on sync_bn "
+            "for statistics over the global batch",
         )
     return given or whole
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import shoal as package
 from shoal.cli import doctor
 from shoal.comm import Link
 from shoal.jobs.read import load_job
@@ -20,6 +22,31 @@ def test_help_does_not_import_torch():
     """What makes `shoal --help` slow."""
     code = "import sys; import shoal.cli; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_version(shoal):
+    assert shoal("--version").out == f"shoal {version('shoal')}\n"
+    assert package.__version__ == version("shoal")
+    assert "__version__" in dir(package)
+
+
+def test_a_reason_is_listed_whole(shoal, tmp_path):
+    """Wider than any terminal, and with what rich would take for its own markup."""
+    damaged = tmp_path / ("[red]run[/red] " + "x" * 150) / "step-00000004"
+    damaged.mkdir(parents=True)
+    (damaged / "manifest.json").write_text("{")
+    (line,) = shoal("ckpt", "ls", damaged.parent).out.splitlines()[1:]
+    assert line.split()[0] == "4" and "damaged" in line and str(damaged) in line
+
+
+def test_values_in_brackets_are_printed_as_they_are(shoal, job_file, monkeypatch):
+    monkeypatch.setattr(doctor, "_missing", lambda package: True)
+    doctor.show(doctor._versions(), [], {}, as_json=False)
+    run_dir = job_file.parent / "[red]run[/]"
+    answer = shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={run_dir}", "--set", "run.sample=[/]", "--set", "train.steps=1")
+    assert "pip install 'shoal[hf]'" in answer.out.replace("\n", "").replace("  ", "")
+    assert answer.code == 0 and answer.out.splitlines()[-1] == f"report: {run_dir / 'report.html'}"
+    assert '"[/]"' in answer.out and "─ sample ─" in answer.out
 
 
 def test_help_lists_the_commands(shoal):
@@ -42,6 +69,14 @@ def test_help_lists_the_commands(shoal):
             ["train", "{job}", "--nproc", "1", "--set", "data.source=/nowhere.txt"],
             "no such file, directory or glob: /nowhere.txt",
         ),
+        (["train", "{job}", "--nproc", "1", "--set", "data.validation=1.5"], "error: data.validation is 1.5: give"),
+        (["train", "{job}", "--nproc", "1", "--set", "data.tokenizer=bpe:3"], "error: data.tokenizer is 'bpe:3': give"),
+        (["train", "{job}", "--nproc", "1", "--set", "data.attend=all"], "error: data.attend is 'all': give"),
+        (["train", "{job}", "--nproc", "1", "--set", "train.microbatch=9"], "error: train.microbatch = 9: give"),
+        (["train", "{job}", "--nproc", "1", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
+        (["plan", "{job}", "--memory", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
+        (["train", "{job}", "--set", 'run.trackers=["wand"]'], 'run.trackers: unknown tracker "wand". Did you mean "wandb"?'),
+        (["train", "{job}", "--nproc", "1", "--set", "model.name=llama"], 'is written name = "hf", config ='),
         (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),

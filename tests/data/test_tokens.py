@@ -116,7 +116,7 @@ def test_bad_bpe_size(spec, tmp_path):
 @pytest.mark.fast
 def test_refuses(tmp_path):
     options = {"validation": 0, "seed": 0, "cache_dir": tmp_path}
-    with pytest.raises(UserError, match="no tokenizer at"):
+    with pytest.raises(UserError, match="tokenizer: there is none at"):
         open_tokenizer(tmp_path / "none", corpus(), **options)
     with pytest.raises(UserError, match="tokenizer is a int"):
         open_tokenizer(3, corpus(), **options)

@@ -78,6 +78,7 @@ def test_an_error_of_shoal_is_its_message_alone_with_its_notes() -> None:
         (RuntimeError("[...pair.cc:547] Connection closed by peer [127.0.0.1]:3"), True),
         (LaunchError("collective 3 failed"), True),
         (ConnectionResetError("Connection reset by peer"), True),
+        (RuntimeError("wait timeout after 300000ms, keys: /shoal/gen0/world0/host/1"), True),
         (RuntimeError("mat1 and mat2 shapes"), False),
         (UserError("Connection closed by peer"), False),
     ],
@@ -117,6 +118,17 @@ def ending(
 
 
 VERDICTS = {
+    "a rank that left before the others were done": (
+        [
+            ending(0, 4, failure=failure(0, 5.0, "gone", exit_code=4, lost_peer=True)),
+            ending(1, 0, seconds=4.0),
+            ending(2, stopped=True),
+            ending(3, 0, seconds=6.0),
+        ],
+        "error: rank 1 on host h ended with exit code 0 while the others were still at work: every rank runs the script to its end "
+        "(look for sys.exit or return)\nrank 0: lost its peer: gone\nrank 2: stopped by the launcher",
+        4,
+    ),
     "all well": ([ending(0), ending(1)], "", 0),
     "the first by time, the second in a line": (
         [

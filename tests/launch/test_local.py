@@ -103,6 +103,27 @@ def test_a_user_s_mistake_is_its_message_alone_and_said_once(script, capfd) -> N
     assert capfd.readouterr().err == "error: the corpus is empty: name another\n"
 
 
+def test_an_error_of_the_factory_is_shown_once(script, capfd) -> None:
+    """Not once a rank, nor once for each way in which the engine tries to build the model."""
+    program = script(
+        "import shoal, torch\ndef make():\n    raise KeyError('my own')\n"
+        "shoal.Engine(make, lambda model, mb: (0, 0), torch.optim.SGD, global_batch=4)"
+    )
+    assert launch(program, 2) == 1
+    said = capfd.readouterr().err
+    assert said.count("KeyError: 'my own'") == 1 and said.count("Traceback") == 1 and "every rank failed" in said
+
+
+def test_a_rank_that_leaves_is_named(script, capfd) -> None:
+    program = script(
+        "import torch\nfrom shoal.launch import join\nworld = join()\nworld.everyone.barrier()\n"
+        "if rank == 1: sys.exit(0)\nworld.everyone.all_reduce(torch.ones(3))"
+    )
+    assert launch(program, 2) == 4
+    said = capfd.readouterr().err
+    assert said.startswith("error: rank 1 on host ") and "ended with exit code 0 while the others" in said
+
+
 def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, capfd, monkeypatch) -> None:
     monkeypatch.setattr(local, "PEER_GRACE", 0.2)
     program = script("import atexit\natexit.register(time.sleep, 600)\nraise KeyError('stuck')\n")

@@ -1,3 +1,6 @@
+import re
+import tomllib
+
 import pytest
 import torch
 
@@ -83,3 +86,21 @@ def test_a_wrong_table_is_explained(table, message):
     with pytest.raises(UserError) as error:
         build(table)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "llama"), ("meta-llama/Llama-3.2-1B", "llama"), ("gpt-2", "gpt2"), ("qwen2-moe", "qwen2_moe"), ("Mistral-7B", "mistral")],
+)
+def test_a_name_of_transformers_is_told_how_to_be_written(name, kind):
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(UserError, match=rf'written name = "hf", config = \{{model_type = "{kind}"\}}') as refused:
+        build({"name": name})
+    table = tomllib.loads(re.search(r'name = "hf".*?(?=, config)', str(refused.value))[0] + f'\nconfig = {{model_type = "{kind}"}}')
+    assert isinstance(transformers.AutoConfig.for_model(kind), type(build({**table, "num_hidden_layers": 1}).factory.args[0]))
+
+
+def test_a_name_of_nobody_s_gets_no_such_hint():
+    with pytest.raises(UserError) as refused:
+        build({"name": "my-model"})
+    assert "hf," in str(refused.value) and "transformers" not in str(refused.value)

@@ -122,10 +122,10 @@ def test_small_gradients_survive():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("fp17", 'precision "fp17" is not one of'),
-        ({"name": "fp16", "hystresis": 2}, 'precision "fp16" has no parameter "hystresis". Did you mean "hysteresis"?'),
+        ("fp17", 'precision = "fp17" is not one of'),
+        ({"name": "fp16", "hystresis": 2}, 'precision = "fp16" has no parameter "hystresis". Did you mean "hysteresis"?'),
         ({"name": "fp16", "hysteresis": 0}, "hysteresis = 0: give at least 1"),
-        ({"name": "fp32", "loss_scale": 1}, 'precision "fp32" has no parameter "loss_scale". It has: none'),
+        ({"name": "fp32", "loss_scale": 1}, 'precision = "fp32" has no parameter "loss_scale". It has: none'),
         ({"name": "bf16", "master": "halved"}, "master = 'halved' is not one of whole, split, kahan, stochastic"),
     ],
 )

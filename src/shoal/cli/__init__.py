@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shoal.cli.app import app
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, told
 
 __all__ = ["app", "main"]
 
@@ -15,5 +15,5 @@ def main() -> None:
     try:
         app()
     except ShoalError as error:
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        print(told(error), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -15,9 +15,6 @@ def list_checkpoints(
     directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of checkpoints.", metavar="DIR")],
 ) -> None:
     """Lists the checkpoints of a directory, judged by the sizes of their files."""
-    from rich.console import Console
-    from rich.table import Table
-
     from shoal.checkpoint import listing
     from shoal.errors import UserError
     from shoal.report import units
@@ -25,9 +22,8 @@ def list_checkpoints(
     rows = listing(checkpoints_of(directory))
     if not rows:
         raise UserError(f"there are no checkpoints in {directory}")
-    table = Table("step", "saved", "size", "ranks", "state", "", box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(
+    cells = [("step", "saved", "size", "ranks", "state", "")] + [
+        (
             str(row.step),
             f"{row.when:%Y-%m-%d %H:%M:%S}",
             units.size(row.bytes),
@@ -35,7 +31,11 @@ def list_checkpoints(
             row.state,
             row.detail,
         )
-    Console(highlight=False, soft_wrap=True).print(table)
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:  # as wide as it is: a reason that is cut off helps nobody
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 @app.command()

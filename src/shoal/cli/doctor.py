@@ -19,6 +19,7 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shoal import native
 from shoal.cli.format_table import format_table, measure_formats
@@ -65,9 +66,8 @@ def show(checks: list[Check], links: list[Link], peaks: dict[str, float], as_jso
     colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
     table = Table(show_header=False, box=None, pad_edge=False)
     for check in checks:
-        table.add_row(
-            f"[{colours[check.state]}]{check.state}", check.name, check.found + (f"\n-> {check.fix}" if check.fix else "")
-        )
+        found = check.found + (f"\n-> {check.fix}" if check.fix else "")
+        table.add_row(Text(check.state, colours[check.state]), check.name, Text(found))
     console = Console(highlight=False)
     console.print(table)
     if links:

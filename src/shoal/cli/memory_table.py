@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from shoal.chunks.search import Candidate
 from shoal.chunks.tier import nbytes
@@ -45,10 +47,10 @@ def show(answer: Answer, as_json: bool) -> None:
     console.print("", *verdict(answer), sep="\n")
 
 
-def _title(answer: Answer) -> str:
+def _title(answer: Answer) -> Text:
     job, plan = answer.settled.job, answer.prediction.plan
     precision = job.train.precision if isinstance(job.train.precision, str) else _toml(job.train.precision)
-    return (
+    return Text(
         f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch {answer.microbatch}, "
         f"{plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
     )
@@ -97,14 +99,14 @@ def verdict(answer: Answer) -> Iterator[str]:
     for fit in answer.prediction.fits:
         colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
         rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
-        yield f"[{colour}]{word}[/]  {fit.memory}: {units.size(fit.needed)} of {units.size(fit.available)}, {rest}"
+        yield f"[{colour}]{word}[/]  {escape(fit.memory)}: {units.size(fit.needed)} of {units.size(fit.available)}, {rest}"
     if answer.stages:
         yield f"by place along pp a rank needs {', '.join(units.size(needed(each)) for each in answer.stages)}"
     smallest = answer.prediction.smallest
     if smallest is not None:
         yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"
     for other in answer.instead:
-        change = spoken(changes(answer.prediction.plan, other.plan))
+        change = escape(spoken(changes(answer.prediction.plan, other.plan)))
         if other.free >= 0:
             yield f"it would fit with {change}, {units.size(other.free)} left"
         else:
@@ -112,7 +114,7 @@ def verdict(answer: Answer) -> Iterator[str]:
     largest = answer.largest
     if largest is not None and largest.table is not None:
         settings = {key: value for key, value in largest.table.items() if key not in ("name", "preset")}
-        yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {spoken(settings)}"
+        yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {escape(spoken(settings))}"
     elif largest is not None:
         yield f"no model of this family fits ({largest.rule})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError, did_you_mean
+from ..errors import ArgumentError, UserError, did_you_mean
 from .cache import fingerprint_of
 
 Document = str | NDArray[np.int64]
@@ -127,10 +128,28 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start} of a block): convert it, or leave it out"
+            f"{path} is not UTF-8: {_first_bad_byte(path)}. Convert it (iconv -f LATIN1 -t UTF-8, if that is what it is), or leave it out"
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Check the file and its permissions") from error
+
+
+def _first_bad_byte(path: Path) -> str:
+    """Where the file stops being UTF-8: what the decoder of a stream says counts from its own block."""
+    decoder, offset, lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
+    with open(path, "rb") as file:
+        while True:
+            block = file.read(TEXT_PIECE)
+            held = decoder.getstate()[0]
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                lines += error.object[: error.start].count(b"\n")
+                place = offset - len(held) + error.start
+                return f"byte 0x{error.object[error.start]:02x} at offset {place:,}, in line {lines:,} ({error.reason})"
+            if not block:  # another process has mended it
+                return "it was not when it was read"
+            offset, lines = offset + len(block), lines + block.count(b"\n")
 
 
 def _txt_documents(path: Path, field: str) -> Iterator[str]:
@@ -156,7 +175,7 @@ def _jsonl_text(line: str, field: str, where: str) -> str:
     if not isinstance(row, dict):
         raise UserError(f"{where} is a {type(row).__name__}: a .jsonl file has one object a line")
     if field not in row:
-        raise UserError(_missing_field(where, field, list(row)))
+        raise _missing_field(where, field, list(row))
     # JSON can spell half of a surrogate pair, which no tokenizer takes
     return _text(row[field], field, where).encode("utf-8", "replace").decode()
 
@@ -169,7 +188,7 @@ def _parquet_documents(path: Path, field: str) -> Iterator[str]:
         raise UserError(f"{path} cannot be read as Parquet: {error}") from error
     with file:
         if field not in file.schema_arrow.names:
-            raise UserError(_missing_field(str(path), field, file.schema_arrow.names))
+            raise _missing_field(str(path), field, file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=READ_BATCH, columns=[field]):
             for value in batch.column(0).to_pylist():
                 yield _text(value, field, str(path))
@@ -187,13 +206,15 @@ def _text(value: Any, field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{where}: {field} is a {type(value).__name__}, not text. Name the field of the documents by field=")
+        raise ArgumentError("field", f' is "{field}", which is a {type(value).__name__} in {where}, not text. Name the one that holds the documents')
     return value
 
 
-def _missing_field(where: str, field: str, names: list[str]) -> str:
+def _missing_field(where: str, field: str, names: list[str]) -> ArgumentError:
     known = ", ".join(names) or "nothing"
-    return f'{where} has no field "{field}", but {known}.{did_you_mean(field, names)} Name the field of the documents by field='
+    return ArgumentError(
+        "field", f' is "{field}", but {where} has {known}.{did_you_mean(field, names)} Name the one that holds the documents'
+    )
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
@@ -219,7 +240,7 @@ def _from_dataset(dataset: Any, field: str) -> Corpus:
         )
     column = field if field in columns else "input_ids"
     if column not in columns:
-        raise UserError(_missing_field("the dataset", field, columns))
+        raise _missing_field("the dataset", field, columns)
     tokenised = column != field
 
     def stream() -> Iterator[Document]:

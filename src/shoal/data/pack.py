@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import ArgumentError, UserError
 from .shards import Shards
 
 IGNORED = -100  # the label that torch's cross_entropy leaves out
@@ -35,9 +35,9 @@ class PackedText:
 
     def __init__(self, shards: Shards, documents: NDArray[np.int64], *, sequence: int, eos: int, attend: Attend = "row") -> None:
         if sequence < 1:
-            raise UserError(f"sequence is {sequence}: give the number of tokens in a row, at least 1")
+            raise ArgumentError("sequence", f" is {sequence}: give the number of tokens in a row, at least 1")
         if attend not in ("row", "document"):
-            raise UserError(f'attend is {attend!r}: give "row" or "document"')
+            raise ArgumentError("attend", f' is {attend!r}: give "row" or "document"')
         self.sequence = sequence
         self.attend = attend
         self._shards = shards

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
+from ..errors import ArgumentError
 from .keyed import derive_key, keyed_hash
 
 
@@ -27,14 +27,15 @@ def split_documents(documents: int, validation: float, seed: int) -> Split:
     would have to be on both sides.
     """
     if not 0 <= validation < 1:
-        raise UserError(f"validation is {validation}: give the share of documents to hold out, from 0 (none) to below 1")
+        raise ArgumentError("validation", f" is {validation}: give the share of documents to hold out, from 0 (none) to below 1")
     numbers = np.arange(documents, dtype=np.int64)
     if validation == 0:
         return Split(numbers, numbers[:0])
     if documents < 2:
-        raise UserError(
-            f"the corpus has {documents} document(s): a validation part of {validation} needs at least 2. "
-            "Give more documents, or validation=0 to train on all"
+        raise ArgumentError(
+            "validation",
+            f" is {validation}, but the corpus has {documents} document(s), and to hold some out needs at least 2. "
+            "Give more documents, or 0 here to train on all",
         )
     draw = keyed_hash(numbers.astype(np.uint64), derive_key("split", seed)) / 2.0**64
     held_out = draw < validation

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UserError
+from ..errors import ArgumentError, UserError
 from .cache import build_once, fingerprint_of
 from .corpus import Corpus
 from .split import split_documents
@@ -92,8 +92,8 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> Library
     if file.is_dir():
         file /= "tokenizer.json"
     if not file.is_file():
-        raise UserError(
-            f"no tokenizer at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
+        raise ArgumentError(
+            "tokenizer", f": there is none at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
             "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))"
         )
     import tokenizers
@@ -139,15 +139,15 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
     if isinstance(spec, Tokenizer):
         return spec
     if not isinstance(spec, str | Path):
-        raise UserError(f"tokenizer is a {type(spec).__name__}: give 'bytes', 'bpe:SIZE', a path, or a shoal.data.Tokenizer")
+        raise ArgumentError("tokenizer", f" is a {type(spec).__name__}: give 'bytes', 'bpe:SIZE', a path, or a shoal.data.Tokenizer")
     if str(spec) == "bytes":
         return ByteTokenizer()
     if not str(spec).startswith("bpe:"):
         return load_tokenizer(spec)
     vocab_size = _bpe_size(str(spec))
     if corpus.tokenised:
-        raise UserError(
-            f"tokenizer is {spec}, but {corpus.name} is tokenised already: give the tokenizer that made its input_ids"
+        raise ArgumentError(
+            "tokenizer", f" is {spec}, but {corpus.name} is tokenised already: give the tokenizer that made its input_ids"
         )
     key = fingerprint_of("bpe", corpus.fingerprint, vocab_size, validation, seed, TRAINING_CHARACTERS)
     directory = cache_dir / "tokenizers" / key
@@ -162,8 +162,8 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
 def _bpe_size(spec: str) -> int:
     size = spec.removeprefix("bpe:")
     if not size.isdecimal() or int(size) < 257:
-        raise UserError(
-            f"tokenizer is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096"
+        raise ArgumentError(
+            "tokenizer", f" is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096"
         )
     return int(size)
 

@@ -10,7 +10,7 @@ import torch
 
 from shoal.comm import World
 from shoal.engine import Engine
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, did_you_mean, in_section
 from shoal.jobs.config import Job
 from shoal.lr import by_name
 from shoal.models import ModelSpec
@@ -29,21 +29,22 @@ def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> 
     """The engine that trains `model` as the job says; `total`: the steps over which the learning rate falls."""
     train = job.train
     assert train.schedule is not None and train.warmup is not None
-    return Engine(
-        model.factory,
-        model.loss,
-        optimizer_named(train.optimizer, train.lr),
-        job.plan,
-        global_batch=train.global_batch,
-        microbatch=train.microbatch,
-        precision=train.precision,
-        seed=train.seed,
-        clip=train.clip or None,
-        schedule=by_name(train.schedule, total or 1, train.warmup, FLOOR),
-        param_groups=decay_matrices_only(train.weight_decay),
-        sync_bn=train.sync_bn,
-        world=world,
-    )
+    with in_section("train"):
+        return Engine(
+            model.factory,
+            model.loss,
+            optimizer_named(train.optimizer, train.lr),
+            job.plan,
+            global_batch=train.global_batch,
+            microbatch=train.microbatch,
+            precision=train.precision,
+            seed=train.seed,
+            clip=train.clip or None,
+            schedule=by_name(train.schedule, total or 1, train.warmup, FLOOR),
+            param_groups=decay_matrices_only(train.weight_decay),
+            sync_bn=train.sync_bn,
+            world=world,
+        )
 
 
 def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory:

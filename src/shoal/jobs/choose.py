@@ -12,7 +12,7 @@ import torch
 
 from shoal.comm import World
 from shoal.data import Cursor, TextData, open_text
-from shoal.errors import UserError
+from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.config import Job, Origins
 from shoal.mesh import Mesh
@@ -90,15 +90,16 @@ def _open(job: Job) -> TextData:
     assert data.sequence is not None
     if not isinstance(data.sequence, int):
         raise UserError(f"model.sequence = {data.sequence!r}: expected a whole number")
-    return open_text(
-        data.source,
-        tokenizer=data.tokenizer,
-        sequence=data.sequence,
-        validation=data.validation,
-        attend=data.attend,  # type: ignore[arg-type]  # open_text refuses another word
-        seed=job.train.seed,
-        field=data.field,
-    )
+    with in_section("data"):
+        return open_text(
+            data.source,
+            tokenizer=data.tokenizer,
+            sequence=data.sequence,
+            validation=data.validation,
+            attend=data.attend,  # type: ignore[arg-type]  # open_text refuses another word
+            seed=job.train.seed,
+            field=data.field,
+        )
 
 
 def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, Any]:
@@ -168,7 +169,9 @@ def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData, wo
             microbatch, microbatches = microbatches_of(job)
             sample = model.prepare_data(data.train)[0]
             groups = decay_matrices_only(train.weight_decay)
-            subject = Subject(model.factory, model.loss, sample, microbatch, precision(train.precision), job.plan, groups)
+            with in_section("train"):
+                numbers = precision(train.precision)
+            subject = Subject(model.factory, model.loss, sample, microbatch, numbers, job.plan, groups)
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             found = with_stages(job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device).stages
         except Exception as error:  # all ranks are to raise it

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.errors import UserError
 from shoal.plan import Plan
+from shoal.report.trackers import check_trackers
 
 Origins = Mapping[str, str]
 """Where each value comes from, by dotted key: "file", "cli" or "planner"; a key that is not there has its default."""
@@ -94,6 +95,7 @@ class Run:
             value = getattr(self, key)
             if value is not None and value < 1:
                 raise UserError(f"run.{key} = {value}: give at least 1")
+        check_trackers(self.trackers)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from shoal.errors import in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
 from shoal.jobs.read import load_job
@@ -135,7 +136,8 @@ class _Asked:
     def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
         self._settled, self._machine, self._process = settled, machine, process
         train = settled.job.train
-        self._precision = precision(train.precision)
+        with in_section("train"):
+            self._precision = precision(train.precision)
         self._optimizer = optimizer_named(train.optimizer, train.lr)
         self.microbatch, self._microbatches = microbatches_of(settled.job)
         self._sample = settled.model.prepare_data(settled.data.train)[0]

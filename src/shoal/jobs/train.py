@@ -76,7 +76,7 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
         console.print(origin_table(settled.job, settled.origins))
         if engine.link is not None:
             mebibytes = engine.chunk_bytes / 2**20
-            console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})")
+            console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})", markup=False)
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem

@@ -42,7 +42,7 @@ def origin_table(job: Job, origins: Origins) -> RenderableType:
         if entry["origin"] == "default":
             defaults.append(f"{key} {_value(entry['value'])}")
         else:
-            table.add_row(key, Text(_value(entry["value"])), Text(entry["origin"], "cyan"))
+            table.add_row(Text(key), Text(_value(entry["value"])), Text(entry["origin"], "cyan"))
     return Group(table, Text(f"defaults: {', '.join(defaults)}", "bright_black"))
 
 

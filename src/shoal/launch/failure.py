@@ -22,6 +22,7 @@ _LOST_PEER = (
     "Broken pipe",
     "remote process exited",
     "NCCL communicator was aborted",
+    "wait timeout after",  # of the store: what the other rank was to leave there never came
 )
 
 

@@ -54,6 +54,8 @@ def verdict(endings: list[Ending]) -> tuple[str, int]:
     failed = sorted((ending for ending in endings if ending.failed), key=_blame)
     if not failed:
         return "", 0
+    if (gone := _left_early(endings, failed)) is not None:
+        failed.insert(0, gone)
     first = failed[0]
     lines: dict[str, list[int]] = defaultdict(list)
     for ending in endings:
@@ -66,6 +68,15 @@ def verdict(endings: list[Ending]) -> tuple[str, int]:
         parts += _tail(first.rank, first.log)
     parts += [f"rank {rank_list(ranks)}: {line}" for line, ranks in lines.items()]
     return "\n".join(parts), first.exit_code
+
+
+def _left_early(endings: list[Ending], failed: list[Ending]) -> Ending | None:
+    """The first rank that ended as if all were well, where the others failed only because one had gone."""
+    if not all(ending.failure is not None and ending.failure.lost_peer for ending in failed):
+        return None
+    since = min(_blame(ending)[1] for ending in failed)
+    gone = [each for each in endings if not each.failed and not each.stopped and each.seconds < since]
+    return min(gone, key=lambda ending: ending.seconds, default=None)
 
 
 def _blame(ending: Ending) -> tuple[bool, float]:
@@ -92,7 +103,9 @@ def _one_line(ending: Ending, first: Ending) -> str:
 
 
 def _cause(returncode: int) -> str:
-    if returncode >= 0:
+    if returncode == 0:
+        return "ended with exit code 0 while the others were still at work: every rank runs the script to its end (look for sys.exit or return)"
+    if returncode > 0:
         return f"ended with exit code {returncode}"
     name = signal.Signals(-returncode)
     hint = _HINTS.get(name)

@@ -66,7 +66,7 @@ def build(spec: Mapping[str, Any]) -> ModelSpec:
     name, loss = settings.pop("name", None), settings.pop("loss", None)
     if not isinstance(name, str) or name not in BUILDERS:
         hint = did_you_mean(str(name), list(BUILDERS))
-        raise UserError(f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}")
+        raise UserError(f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}{of_transformers(str(name))}")
     model = BUILDERS[name](settings)
     return model if loss is None else replace(model, loss=find_loss(loss))
 
@@ -133,6 +133,27 @@ def _chess(settings: dict[str, Any]) -> ModelSpec:
     if settings:
         raise UserError(f"model 'chess' has no settings; remove {', '.join(settings)}.")
     return ModelSpec("chess", chess_evaluator, find_loss("regression"), {})
+
+
+def of_transformers(name: str) -> str:
+    """How a job file names the causal language model of `transformers` that `name` seems to mean, such as "meta-llama/Llama-3-8B"; '' for none."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return " Those of transformers have name = \"hf\" and need it installed: pip install 'shoal[hf]'."
+    bare = _letters(name.rsplit("/", 1)[-1])
+    kinds = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if bare.startswith(_letters(kind))]
+    if not kinds:
+        return ""
+    kind = max(kinds, key=len)
+    return (
+        f' One of transformers is written name = "hf", config = {{model_type = "{kind}"}}, with more of its configuration in that table, or '
+        "config = the path of its config.json."
+    )
+
+
+def _letters(name: str) -> str:
+    return "".join(each for each in name.lower() if each.isalnum())
 
 
 BUILDERS: dict[str, Callable[[dict[str, Any]], ModelSpec]] = {

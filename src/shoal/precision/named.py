@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import ArgumentError, did_you_mean
 from shoal.precision.fp8 import products_in_fp8
 from shoal.precision.scaling import Scaling
 
@@ -75,20 +75,20 @@ def precision(option: str | Mapping[str, Any]) -> Precision:
     name = option if isinstance(option, str) else option.get("name")
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     if name not in PRECISIONS:
-        raise UserError(f'precision "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}')
+        raise ArgumentError("precision", f' = "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}')
     chosen = PRECISIONS[name]
     known = [field.name for field in fields(Scaling)] if chosen.scaling else ["master"] if name == "bf16" else []
     for key in parameters:
         if key not in known:
-            raise UserError(
-                f'precision "{name}" has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known) or "none"}'
+            raise ArgumentError(
+                "precision", f' = "{name}" has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known) or "none"}'
             )
     if chosen.scaling is not None:
         return replace(chosen, scaling=Scaling(**parameters))
     keep = parameters.get("master", "whole")
     if keep not in KEEPS:
-        raise UserError(
-            f'precision "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}'
+        raise ArgumentError(
+            "precision", f' = "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}'
         )
     return replace(chosen, keep=keep)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.errors import UserError
+from shoal.errors import ArgumentError
 
 STATIC_PATIENCE = 20
 """Overflows in a row after which a static scale is given up."""
@@ -31,12 +31,12 @@ class Scaling:
     def __post_init__(self) -> None:
         for key in ("loss_scale", "initial_scale_power"):
             if getattr(self, key) < 0:
-                raise UserError(f"precision: {key} = {getattr(self, key)}: give 0 or more")
+                raise ArgumentError("precision", f": {key} = {getattr(self, key)}: give 0 or more")
         for key in ("loss_scale_window", "hysteresis"):
             if getattr(self, key) < 1:
-                raise UserError(f"precision: {key} = {getattr(self, key)}: give at least 1")
+                raise ArgumentError("precision", f": {key} = {getattr(self, key)}: give at least 1")
         if self.min_loss_scale <= 0:
-            raise UserError(f"precision: min_loss_scale = {self.min_loss_scale}: give a number above 0")
+            raise ArgumentError("precision", f": min_loss_scale = {self.min_loss_scale}: give a number above 0")
 
 
 class LossScale:

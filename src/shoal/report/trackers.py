@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from types import ModuleType
 from typing import Any, Protocol
 
 from shoal.errors import UserError, did_you_mean
 
 from .metrics import EvalRecord, Record, RunRecord, SampleRecord, StepRecord
+
+BEHIND = 10_000
+"""Records that may wait for a tracker, whose server may be away."""
+CLOSING = 30.0
+"""Seconds that the end of a run waits for its trackers."""
 
 
 class Tracker(Protocol):
@@ -129,45 +137,87 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
 }
 
 
-def make_trackers(names: Sequence[str], run_dir: Path) -> dict[str, Tracker]:
-    """The trackers of those names, not started. Raises UserError for an unknown one."""
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UserError for a name that is none."""
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)
-            raise UserError(f'unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}')
+            raise UserError(f'run.trackers: unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}')
+
+
+def make_trackers(names: Sequence[str], run_dir: Path) -> dict[str, Tracker]:
+    """The trackers of those names, not started."""
     return {name: TRACKERS[name](run_dir) for name in names}
 
 
 class Trackers:
-    """Hands every record to each tracker. One that raises is reported through `warn`, once, and then left alone.
+    """Hands every record to each tracker, which runs in a thread of its own: none of them holds up or ends a training.
 
-    Only a package that is not installed stops the run, with UserError from `start`: that is known before the first step.
+    One that raises, whose package is not there, or that is more than BEHIND records late is switched off. That is reported through `warn`, once, in the thread
+    that calls these methods.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
-        self._working = dict(trackers)
+        self._working = [_Aside(name, tracker) for name, tracker in trackers.items()]
         self._warn = warn
 
     def start(self, run: RunRecord) -> None:
-        self._each("start", lambda tracker: tracker.start(run))
+        for each in self._working:
+            each.put("start", run)
 
     def log(self, record: Record) -> None:
-        self._each("log", lambda tracker: tracker.log(record))
+        for each in self._working:
+            each.put("log", record)
+        self._tell()
 
     def close(self) -> None:
-        self._each("close", lambda tracker: tracker.close())
+        """Waits for what is under way, CLOSING seconds at most for all."""
+        until = time.monotonic() + CLOSING
+        for each in self._working:
+            each.put("close")
+        for each in self._working:
+            each.end(until)
+        self._tell()
 
-    def _each(self, action: str, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._working.items()):
-            try:
-                call(tracker)
-            except UserError:
-                raise
-            except Exception as error:
-                # First taken out: `warn` may log a record, which comes back here.
-                del self._working[name]
-                reason = f"{type(error).__name__}: {error}"
-                self._warn(f"tracker {name} failed in {action}() and is switched off; training goes on ({reason})")
+    def _tell(self) -> None:
+        failed = [each for each in self._working if each.failure is not None]
+        # First taken out: `warn` may log a record, which comes back here.
+        self._working = [each for each in self._working if each.failure is None]
+        for each in failed:
+            self._warn(f"tracker {each.name} {each.failure}")
+
+
+class _Aside:
+    """A tracker and its thread, which calls it until something raises. `failure`: what then happened, for a person."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self.failure: str | None = None
+        self._tracker = tracker
+        self._calls: Queue[tuple[str, tuple[Any, ...]]] = Queue(BEHIND)
+        self._thread = Thread(target=self._run, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, action: str, *values: Any) -> None:
+        try:
+            self._calls.put_nowait((action, values))
+        except Full:
+            self.failure = f"does not keep up ({BEHIND} records late) and is switched off; training goes on"
+
+    def end(self, until: float) -> None:
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive() and self.failure is None:
+            self.failure = f"has not answered for {CLOSING:.0f} s at the end of the run and is left behind: its last records may be missing"
+
+    def _run(self) -> None:
+        action = ""
+        try:
+            while action != "close" and self.failure is None:
+                action, values = self._calls.get()
+                getattr(self._tracker, action)(*values)
+        except BaseException as error:  # of a thread, in which nobody else would see it
+            said = str(error) if isinstance(error, UserError) else f"failed in {action}() ({type(error).__name__}: {error})"
+            self.failure = f"{said} and is switched off; training goes on"
 
 
 def _import(module: str, package: str) -> ModuleType:
@@ -175,7 +225,7 @@ def _import(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         remedy = "pip install tensorboard" if package == "tensorboard" else "pip install 'shoal[trackers]'"
-        raise UserError(f'the tracker needs the package "{package}", which cannot be imported ({error}): {remedy}') from error
+        raise UserError(f'needs the package "{package}", which cannot be imported ({error}; {remedy})') from error
 
 
 def _flat(run: RunRecord) -> dict[str, Any]:
