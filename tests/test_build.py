@@ -155,6 +155,7 @@ class Shares(nn.Module):
         self.older = nn.utils.weight_norm(nn.Linear(5, 4))
         self.online, self.target = nn.Linear(3, 3), nn.Linear(3, 3)
         self.target.load_state_dict(self.online.state_dict())
+        self.double = copy.deepcopy(self.online).to(torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,7 @@ def test_what_is_drawn_once_is_one_value_wherever_it_flows(shared):
     assert shared["permuted"][shared["inverse"].long()].tolist() == list(range(17))
     assert torch.equal(shared["sine.features"], shared["cosine.features"])
     assert torch.equal(shared["target.weight"], shared["online.weight"])
+    assert torch.equal(shared["double.weight"], shared["online.weight"].double())
 
 
 def test_a_constant_that_is_changed_in_place_is_changed_once(shared):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.record import Record, Unrecordable, rejection_sampling_whole, seed_of, storage_of
+from shoal.errors import UserError
+from shoal.record import Record, Unrecordable, conversion_by_data, rejection_sampling_whole, seed_of, storage_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
         return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))
     try:
         return _recorded(model, seed)
+    except UserError:
+        raise
     except (
         Exception
     ) as error:  # a constructor may fail on fake tensors in its own way; if the model is wrong, the CPU build raises
@@ -59,7 +62,7 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     """Runs `factory` on fake tensors. Raises whatever it does if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
-        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record):
+        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
             module = factory()
     kept = _kept_tensors(module)
     if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
