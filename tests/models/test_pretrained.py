@@ -235,3 +235,26 @@ def test_the_factory_can_be_called_without_an_engine(llama):
         model = from_pretrained(directory)()
     assert model.training and not model.config.use_cache
     assert plain(model) == pytest.approx(losses, rel=1e-6)
+
+
+def test_adapters_do_not_hide_what_the_model_takes(llama):
+    """Positions that start again tell packed documents apart; peft's forward does not name them."""
+    model = from_pretrained(llama[0], lora=LORA)().eval()
+    ids = torch.randint(0, 61, (1, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    total, _ = causal_lm(model, batch)
+    assert float(total) == pytest.approx(float(causal_lm(model.get_base_model(), batch)[0]))
+    assert float(total) != pytest.approx(float(causal_lm(model, {**batch, "position_ids": torch.arange(8)[None]})[0]), rel=1e-4)
+
+
+def cut_adapters(world, directory: str) -> str:
+    with pytest.raises(UserError) as error:
+        trained(world, directory, {"dp": 1, "tp": 2}, LORA, "")
+    return str(error.value)
+
+
+def test_adapters_under_tp_are_refused_and_under_cp_train(llama):
+    one, other = run_ranks(cut_adapters, 2, llama[0])
+    assert one == other and "does not cut the adapters" in one
+    losses = [run_ranks(trained, 2, llama[0], plan, LORA, "")[0] for plan in ({"dp": 2}, {"dp": 1, "cp": 2})]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shoal.models.adapted import unadapted
 from shoal.models.gpt import GPT
 from shoal.models.hf import export_hf
 from shoal.models.hf_map import unmapped
-from shoal.models.pretrained import export_adapter, is_adapted
+from shoal.models.pretrained import export_adapter
 
 
 def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
@@ -22,7 +23,7 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     becomes `model.safetensors`, with the reason and the class in `model.json`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if is_adapted(model):
+    if unadapted(model) is not model:
         export_adapter(model, weights, directory)
         return
     if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):

@@ -226,11 +226,6 @@ def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str
         raise UserError(f"model.lora = {settings!r} does not go with a {type(model).__name__}: {error}") from error
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` is one of peft, whose adapters are published without the rest."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
 def export_adapter(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Writes adapter_config.json and adapter_model.safetensors to `directory`, for `peft.PeftModel.from_pretrained(base, directory)`.
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from shoal.errors import UserError, did_you_mean
+from shoal.models.adapted import unadapted
 
 Rules = Mapping[str, str]
 KINDS = (
@@ -96,6 +97,11 @@ _STYLES = {
 
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     """The rules of `module`, with those `given` behind them, which are checked by `check_rules`. UserError if there are none."""
+    if unadapted(module) is not module and not given:
+        raise UserError(
+            "plan.tp > 1 does not cut the adapters of peft by itself: take plan.tp = 1 (zero = 3, pp or offload for a model that is too large), or "
+            "train without model.lora"
+        )
     own, given = TABLES.get(type(module).__name__), given or {}
     found = {**(own if own is not None else _of_transformers(module)), **given}
     if not found:
