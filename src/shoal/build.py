@@ -42,7 +42,19 @@ class Built:
 
 
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
-    """Builds `model`, a factory without arguments or a ready module."""
+    """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be trained."""
+    built = _build(model, seed)
+    for name, parameter in built.module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: keep "
+                "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under bf16 or fp16 of "
+                "self.w.float()); what is not trained can be a buffer"
+            )
+    return built
+
+
+def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     if isinstance(model, nn.Module):
         return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))
     try:

@@ -79,6 +79,19 @@ TABLES: dict[str, Rules] = {
         "transformer.h.*.mlp.c_fc": "column",
         "transformer.h.*.mlp.c_proj": "row",
     },
+    "CLIPModel": {
+        f"{side}_model.encoder.layers.*.{name}": kind
+        for side in ("text", "vision")
+        for name, kind in (
+            ("self_attn", "attention"),
+            ("self_attn.q_proj", "column"),
+            ("self_attn.k_proj", "column"),
+            ("self_attn.v_proj", "column"),
+            ("self_attn.out_proj", "row"),
+            ("mlp.fc1", "column"),
+            ("mlp.fc2", "row"),
+        )
+    },
 }
 
 _STYLES = {
@@ -167,7 +180,7 @@ def _of_transformers(module: nn.Module) -> Rules:
         if last in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
             rules[owner] = "attention"
     find: Callable[[], nn.Module] | None = getattr(module, "get_input_embeddings", None)
-    embedding = find() if find is not None else None
-    if "head" in rules.values() and isinstance(embedding, nn.Embedding):
+    embedding = find() if find is not None and "head" in rules.values() else None  # not every model without a head has just one
+    if isinstance(embedding, nn.Embedding):
         rules[next(name for name, each in module.named_modules() if each is embedding)] = "vocabulary"
     return rules
