@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ import torch
 from torch import nn
 
 from shoal.build import build
-from shoal.models import from_config
+from shoal.comm import World
+from shoal.engine import Engine
+from shoal.errors import UserError
+from shoal.models import from_config, regression
 
 
 class Everything(nn.Module):
@@ -155,6 +159,7 @@ class Shares(nn.Module):
         self.older = nn.utils.weight_norm(nn.Linear(5, 4))
         self.online, self.target = nn.Linear(3, 3), nn.Linear(3, 3)
         self.target.load_state_dict(self.online.state_dict())
+        self.double = copy.deepcopy(self.online).to(torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +177,7 @@ def test_what_is_drawn_once_is_one_value_wherever_it_flows(shared):
     assert shared["permuted"][shared["inverse"].long()].tolist() == list(range(17))
     assert torch.equal(shared["sine.features"], shared["cosine.features"])
     assert torch.equal(shared["target.weight"], shared["online.weight"])
+    assert torch.equal(shared["double.weight"], shared["online.weight"].double())
 
 
 def test_a_constant_that_is_changed_in_place_is_changed_once(shared):
@@ -270,3 +276,43 @@ def test_a_module_that_is_not_registered_is_real():
     built = build(Hides, 0)
     assert built.how == "built on CPU (it keeps modules that are not registered)"
     assert torch.equal(built.module.target[0].weight, built.value("online.weight", built.module.online.weight))
+
+
+class Spectral(nn.Module):
+    """A spectral convolution: its weights are complex, or a `pair` of real ones, as the refusal says."""
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        weight = torch.randn(5, 5, dtype=torch.complex64)
+        self.weight, self.pair = nn.Parameter(torch.view_as_real(weight) if pair else weight), pair
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight.float()) if self.pair else self.weight
+        return torch.fft.irfft(torch.fft.rfft(x.float()) @ weight, n=8)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_complex_parameters_are_refused_with_what_to_do(ready):
+    model = Spectral(False) if ready else lambda: Spectral(False)
+    with pytest.raises(UserError, match="weight is complex64.*view_as_real"):
+        build(model, 0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_complex_numbers_as_pairs_train_as_in_torch(precision):
+    samples = [{"inputs": torch.randn(8), "targets": torch.randn(8)} for _ in range(4)]
+    torch.manual_seed(0)
+    whole, adamw = Spectral(False), partial(torch.optim.AdamW, lr=1e-1)
+    ready = Spectral(True)
+    ready.load_state_dict({"weight": torch.view_as_real(whole.weight.detach().clone())})
+    engine = Engine(ready, regression, adamw, global_batch=4, precision=precision, world=World.single("cpu"))
+    losses = [engine.step(batch).loss for batch in engine.batches(samples, steps=3)]
+    engine.close()
+    batch, optimizer, expected = {k: torch.stack([s[k] for s in samples]) for k in samples[0]}, adamw(whole.parameters()), []
+    for _ in range(3):
+        total, count = regression(whole, batch)
+        expected.append(float(total / count))
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 3e-2)

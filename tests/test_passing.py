@@ -289,3 +289,50 @@ def keep_a_graph(world: World) -> str:
 def test_a_graph_that_outlives_its_step_is_refused():
     for message in simulate_world(2, keep_a_graph):
         assert "weights of a step that is over" in message
+
+
+# Parts that the model's author has compiled
+
+
+class PartCompiled(nn.Module):
+    """The middle is compiled as `how` says; it has a dropout layer and a layer inside a layer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+        self.inward, self.middle = nn.Linear(teacher.INPUTS, WIDTH), middle
+        self.outward = nn.Linear(WIDTH, teacher.OUTPUTS)
+        if how == "wrapped":
+            self.middle = torch.compile(middle, backend="aot_eager")
+        elif how == "forward":
+            middle.forward = torch.compile(middle.forward, backend="aot_eager")
+        elif how == "in place":
+            middle.compile(backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outward(self.middle(self.inward(x)))
+
+
+def of_compiled_parts(world: World, how: str, **plan) -> list[float]:
+    torch._dynamo.reset()
+    model = partial(PartCompiled, how)
+    running = Engine(model, regression, teacher.ADAMW, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world)
+    losses = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
+    running.close()
+    return losses
+
+
+@pytest.mark.parametrize("plan", [{"memory": {"device": "64KiB"}}, {"zero": 3}], ids=["budget", "zero 3"])
+def test_weights_come_for_parts_that_are_compiled(plan):
+    """Under ZeRO 3 of two ranks; a budget with one. Names differ where a part is wrapped, and draws and dropout with them."""
+    size = 2 if "zero" in plan else 1
+    expected = simulate_world(size, partial(of_compiled_parts, how="no"))[0]
+    assert simulate_world(size, partial(of_compiled_parts, how="forward", **plan))[0] == pytest.approx(expected, rel=1e-6)
+    wrapped = simulate_world(size, partial(of_compiled_parts, how="wrapped"))[0]
+    assert simulate_world(size, partial(of_compiled_parts, how="wrapped", **plan))[0] == pytest.approx(wrapped, rel=1e-6)
+
+
+def test_parts_compiled_in_place_are_refused_by_name():
+    with pytest.raises(UserError, match=r"middle \(Sequential\) is compiled by compile\(\).*torch.compile\(part\)"):
+        of_compiled_parts(World.single("cpu"), "in place", memory={"device": "64KiB"})
+    assert len(of_compiled_parts(World.single("cpu"), "in place")) == 3

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal import Engine, Plan, UserError
+from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.compiling import recomputable
 from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
@@ -218,3 +219,37 @@ def budget_of_uneven_ranks(world) -> list[int]:
 def test_ranks_agree_on_a_budget():
     first, second = simulate_world(2, budget_of_uneven_ranks)
     assert first == second and 0 < len(first) <= LAYERS
+
+
+# Models of transformers that keep keys and values unless they are told not to
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+CACHING = {
+    "bloom": ("Bloom", "ForCausalLM", SIZES),
+    "falcon": ("Falcon", "ForCausalLM", {**SIZES, "alibi": True}),
+    "t5": ("T5", "ForConditionalGeneration", {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+}  # fmt: skip
+
+
+def caching(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    name, role, sizes = CACHING[kind]
+    return getattr(transformers, name + role)(getattr(transformers, f"{name}Config")(**sizes))
+
+
+def of_its_logits(model: nn.Module, mb: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    more = {"decoder_input_ids": mb["input_ids"]} if model.config.is_encoder_decoder else {}
+    logits = model(input_ids=mb["input_ids"], **more).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] >= 0).sum()
+
+
+@pytest.mark.parametrize("kind", CACHING)
+def test_a_second_forward_finds_no_cache(kind):
+    losses = []
+    for option in ("none", "full"):
+        engine = Engine(
+            partial(caching, kind), of_its_logits, partial(torch.optim.AdamW, lr=1e-3), Plan(recompute=option), global_batch=2, world=World.single("cpu")
+        )  # fmt: skip
+        losses.append([engine.step(batch).loss for batch in engine.batches(text()[:4], steps=2)])
+        engine.close()
+    assert losses[0] == losses[1]

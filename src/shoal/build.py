@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.errors import ArgumentError
-from shoal.record import Record, Unrecordable, rejection_sampling_whole, seed_of, storage_of
+from shoal.errors import ArgumentError, UserError
+from shoal.record import Record, Unrecordable, conversion_by_data, rejection_sampling_whole, seed_of, storage_of
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,25 @@ class Built:
 
 
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
-    """Builds `model`, a factory without arguments or a ready module."""
+    """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be trained."""
+    built = _build(model, seed)
+    for name, parameter in built.module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: keep "
+                "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under bf16 or fp16 of "
+                "self.w.float()); what is not trained can be a buffer"
+            )
+    return built
+
+
+def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     if isinstance(model, nn.Module):
         return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))
     try:
         return _recorded(model, seed)
+    except UserError:
+        raise
     except Exception as error:  # a constructor may fail on fake tensors in its own way
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     with _seeded(seed):
@@ -58,7 +72,7 @@ def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     """Runs `factory` on fake tensors. Raises whatever it does if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
-        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record):
+        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
             module = _made(factory())
     kept = _kept_tensors(module)
     if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.elsewhere import StandIn
@@ -64,6 +65,25 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
     for block in blocks(module):
         choice: dict[str, Any] = {} if backend is True else {"backend": backend}
         block.forward = torch.compile(block.forward, **choice)
+
+
+def compiled_parts(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that the model's author has compiled (`torch.compile(part)`, or of its forward): what watches modules must stay
+    outside of them, where it would be traced into their graphs. UserError for those compiled by `part.compile()`, which have no outside."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for name, part in module.named_modules():
+        if id(part) in inside:
+            continue
+        if part._compiled_call_impl is not None:
+            raise UserError(
+                f"{name or 'the model'} ({type(part).__name__}) is compiled by compile(), which would trace the gathering of weights (plan.zero = 3, plan.memory) into its "
+                "graph: wrap it, torch.compile(part), compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
+            )
+        if isinstance(part, OptimizedModule) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+            found.append(part)
+            inside |= {id(inner) for inner in part.modules()}
+    return found
 
 
 _torch_cond = torch.cond

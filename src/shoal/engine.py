@@ -65,7 +65,7 @@ from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
 from shoal.random import Randomness, attention
-from shoal.recompute import Recompute
+from shoal.recompute import Recompute, without_caches
 from shoal.result import StepResult
 from shoal.step import StepRunner, choose_microbatch
 from shoal.storage import Storage
@@ -147,6 +147,7 @@ class Engine:
         if unflushed:
             check_unflushed(self.plan, self.precision, parted, group.size, sync_bn, bool(pipeline and pipeline.tied))
         self.module, self.build_note = built.module, built.how
+        without_caches(self.module)
         if sync_bn:
             synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
         if parted.parts is not None:

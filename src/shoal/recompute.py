@@ -11,6 +11,7 @@ the same again; hooks on the block itself, which the first forward is inside of,
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
@@ -42,6 +43,15 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
 """Called at a block's forward; gives what makes a context in which the block draws and finds all as in that forward, as often as it is entered."""
+
+
+def without_caches(module: nn.Module) -> None:
+    """Turns off what models of `transformers` keep of keys and values for the next token: a second forward would find there what the first one put."""
+    transformers = sys.modules.get("transformers")  # a model of it has imported it
+    for part in module.modules() if transformers is not None else ():
+        config = getattr(part, "config", None)
+        if isinstance(config, transformers.PretrainedConfig) and getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 class Recompute:

@@ -58,6 +58,24 @@ def rejection_sampling_whole(record: Record) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = original
 
 
+@contextmanager
+def conversion_by_data() -> Iterator[None]:
+    """`Module.to` swaps fake parameters with converted ones, which it cannot while a record has them: they take the converted storage instead."""
+    original = torch.utils.swap_tensors
+
+    def stand_in(one: Tensor, other: Tensor) -> None:
+        if isinstance(one, FakeTensor) and isinstance(other, FakeTensor) and one.device == other.device:
+            one.data = other
+        else:
+            original(one, other)
+
+    torch.utils.swap_tensors = stand_in
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
+
+
 @dataclass(frozen=True)
 class _Ref:
     """How a fake tensor lay in its storage when it was seen: in-place operations may change the object's shape later."""

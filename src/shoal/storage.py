@@ -13,7 +13,7 @@ from shoal.chunks.allocate import Private, Shards, Shared
 from shoal.chunks.make import Keeping
 from shoal.chunks.saved import OnHost
 from shoal.comm import Group, World
-from shoal.compiling import blocks
+from shoal.compiling import blocks, compiled_parts
 from shoal.exchange import Algorithm
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.mesh import Mesh
@@ -94,7 +94,7 @@ class Storage:
         on_host = None
         if offload is not None and offload.allowed.activations:
             on_host = partial(OnHost, offload.allowed.activations, self._lane, offload.host)
-        together = blocks(module) if self._plan.compile else []
+        together = [*(blocks(module) if self._plan.compile else []), *compiled_parts(module)]
         return Passing(module, passing, executor, together, tier, on_host)
 
     @torch.no_grad()

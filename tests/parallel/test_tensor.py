@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.build import Built, build
-from shoal.comm import Group
+from shoal.comm import Group, World
 from shoal.comm.silent import Silent
 from shoal.data import stack_samples
+from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
 from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, kind_of, rules_for
 from shoal.parallel.tensor.rules import matches
 from shoal.parallel.tensor.spans import even, heads
+from shoal.plan import Plan
 from tests.parity.cases import LLAMA, MIXTRAL, text
 from tests.pool import run_ranks
 
@@ -367,3 +369,39 @@ def looks(world) -> None:
 
 def test_cut_logits_look_like_whole_ones():
     run_ranks(looks, 3)
+
+
+# CLIP: two towers and no head
+
+
+def clip() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    words = {"vocab_size": 61, "max_position_embeddings": 16, "eos_token_id": 60, **tower}
+    config = transformers.CLIPConfig(text_config=words, vision_config={"image_size": 16, "patch_size": 8, **tower}, projection_dim=16)
+    return transformers.CLIPModel(config)
+
+
+def contrast(model: nn.Module, mb: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    count = len(mb["input_ids"])
+    logits = model(input_ids=mb["input_ids"], pixel_values=mb["pixel_values"]).logits_per_text
+    return torch.nn.functional.cross_entropy(logits, torch.arange(count), reduction="sum"), torch.tensor(count)
+
+
+def of_pairs(world, tp: int) -> list[tuple[float, float]]:
+    draw = torch.Generator().manual_seed(0)
+    ends = torch.tensor([60])
+    pairs = [
+        {"input_ids": torch.cat([torch.randint(0, 60, (7,), generator=draw), ends]), "pixel_values": torch.randn(3, 16, 16, generator=draw)}
+        for _ in range(4)
+    ]
+    engine = Engine(clip, contrast, partial(torch.optim.SGD, lr=1e-2), Plan(tp=tp), global_batch=4, world=world)
+    results = [engine.step(batch) for batch in engine.batches(pairs, steps=3)]
+    engine.close()
+    return [(result.loss, result.grad_norm) for result in results]
+
+
+def test_the_towers_of_clip_are_cut():
+    expected = of_pairs(World.single("cpu"), 1)
+    for results in run_ranks(of_pairs, 2, 2):
+        assert [pytest.approx(each, rel=1e-4) for each in results] == expected

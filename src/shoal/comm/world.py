@@ -43,6 +43,8 @@ class World:
         self.generation, self.timeout = generation, timeout
         self.host, self._host_id = socket.gethostname(), host_id or this_host()
         self.device = torch.device(device) if device is not None else _default_device(local_rank)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", local_rank if size > 1 else torch.cuda.current_device())
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._signed = signed(store) if store is not None else None  # held here, since a PrefixStore does not keep it alive

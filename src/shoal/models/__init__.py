@@ -12,6 +12,7 @@ from shoal.models.losses import LOSSES, causal_lm, classification, find_loss, ma
 from shoal.models.lstm import LSTM, LSTMConfig
 from shoal.models.mlp import MLP
 from shoal.models.moe import MoE, MoEConfig
+from shoal.models.pretrained import from_pretrained
 from shoal.models.presets import PRESETS, count_parameters, flops_per_token
 from shoal.models.registry import ModelSpec, build
 from shoal.models.resnet import ResNet, ResNetConfig
@@ -42,6 +43,7 @@ __all__ = [
     "find_loss",
     "flops_per_token",
     "from_config",
+    "from_pretrained",
     "generate",
     "masked_lm",
     "regression",

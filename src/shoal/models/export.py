@@ -9,18 +9,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shoal.models.adapted import unadapted
 from shoal.models.gpt import GPT
 from shoal.models.hf import export_hf
 from shoal.models.hf_map import unmapped
+from shoal.models.pretrained import export_adapter
 
 
 def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
     """Writes `weights` (parameters and buffers by the names of `model.state_dict()`, each tied one once) to `directory`.
 
-    A model of `transformers`, or a GPT whose configuration maps to one, is loaded by `AutoModelForCausalLM.from_pretrained`; any other
+    Of a model of `peft` the adapters alone, for `PeftModel.from_pretrained`. A model of `transformers`, or a GPT whose configuration maps to one, is loaded by `AutoModelForCausalLM.from_pretrained`; any other
     becomes `model.safetensors`, with the reason and the class in `model.json`.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    if unadapted(model) is not model:
+        export_adapter(model, weights, directory)
+        return
     if hasattr(model, "save_pretrained") or (isinstance(model, GPT) and unmapped(model.cfg) is None):
         export_hf(model, weights, directory)
         return

@@ -84,7 +84,7 @@ def export_hf(model: nn.Module | GPTConfig | PretrainedConfig, state_dict: Mappi
     for setting in ("use_cache", "output_router_logits"):
         if hasattr(defaults, setting):
             setattr(architecture.config, setting, getattr(defaults, setting))
-    with _no_progress_bar():
+    with quiet():
         architecture.save_pretrained(directory, state_dict=_own_tensors(architecture, weights), max_shard_size="5GB")
 
 
@@ -97,15 +97,17 @@ def _transformers() -> Any:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keeps the bars of `transformers` out of the progress line of a run."""
+def quiet() -> Iterator[None]:
+    """Keeps the bars and reports of `transformers` out of the progress line of a run."""
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    was_on, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if was_on:
             logging.enable_progress_bar()
 
@@ -166,16 +168,34 @@ def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Pretrain
 
 def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Returns the model of `config` as `from_config` describes; `config` stays as it is."""
-    transformers = _transformers()
+    config, _, attention = _for_training(config)
+    return _transformers().AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
+
+
+def load_model(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns the model of `config` with `weights`, which have the names of a published model, and transformers' report of what did not fit."""
+    config, model_class, attention = _for_training(config)
+    return model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+
+
+def _for_training(config: PretrainedConfig) -> tuple[PretrainedConfig, Any, str]:
+    """A copy of `config` with the settings of training, the class of its model, and the attention that it has."""
     config = deepcopy(config)
     config.use_cache = False
     if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = True
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    attention = "sdpa" if model_class._supports_sdpa else "eager"
-    return transformers.AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
-    )
+    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return config, model_class, "sdpa" if model_class._supports_sdpa else "eager"
 
 
 def _config_to_publish(model: Any) -> PretrainedConfig:

@@ -59,7 +59,7 @@ def build(spec: Mapping[str, Any]) -> ModelSpec:
     """Returns the model of a table with `name` and the settings of that model, and perhaps `loss`, which replaces the model's own.
 
     An unknown name, preset or setting, a missing setting or one of a wrong type raises `UserError`. Settings by name:
-    gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it; bert, lstm, resnet: the fields of their
+    gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it, `weights` and `lora`; bert, lstm, resnet: the fields of their
     configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
     """
     settings = dict(spec)
@@ -86,17 +86,27 @@ def _gpt(settings: dict[str, Any]) -> ModelSpec:
 
 
 def _hf(settings: dict[str, Any]) -> ModelSpec:
-    from shoal.models import hf
+    from shoal.models import hf, pretrained
 
-    if "config" not in settings:
+    weights, lora = settings.pop("weights", None), settings.pop("lora", None)
+    if not isinstance(weights, str | None):
+        raise UserError(f'model.weights = {weights!r} of hf must be a directory, or "{pretrained.RANDOM}" for random weights.')
+    directory = None if weights == pretrained.RANDOM else weights
+    source = settings.pop("config", directory)
+    if source is None:
         raise UserError("model 'hf' needs `config`: a JSON file, a directory with config.json, or a table with model_type.")
-    config = hf.config_of(settings.pop("config"), **settings)
+    if not isinstance(lora, Mapping | None):
+        raise UserError(f"model.lora = {lora!r} of hf must be a table of fields of peft's LoraConfig, such as {{r = 8}}.")
+    if lora is not None:
+        pretrained.check_lora(lora)
+    pretrained.check_said(source, weights)
+    config = hf.config_of(source, **settings)
     text = config.get_text_config()
     return ModelSpec(
         "hf",
-        partial(hf.build_model, config),
+        pretrained.with_weights(config, directory, lora),
         find_loss("causal_lm"),
-        config.to_dict(),
+        config.to_dict() | {"weights": weights} | ({} if lora is None else {"lora": dict(lora)}),
         text.vocab_size,
         getattr(text, "max_position_embeddings", None),
         hf.flops_per_token(config),

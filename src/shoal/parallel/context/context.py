@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shoal.comm import Group, Lane
 from shoal.comm.functional import gather_from, swap
 from shoal.errors import UserError
+from shoal.models.adapted import unadapted
 from shoal.parallel.context.ring import Ring, ring_attention
 
 PURPOSE = "attention"
@@ -46,6 +47,7 @@ class Context:
 
     def watch(self, module: nn.Module) -> None:
         """Sees to it that `module` is told where its tokens stand. UserError for one that cannot be told."""
+        module = unadapted(module)
         parameters = list(inspect.signature(module.forward).parameters)
         if "position_ids" not in parameters:
             raise UserError(

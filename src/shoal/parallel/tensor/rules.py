@@ -29,6 +29,7 @@ from torch import nn
 
 from shoal.elsewhere import whole_model
 from shoal.errors import UserError, did_you_mean
+from shoal.models.adapted import unadapted
 
 Rules = Mapping[str, str]
 KINDS = (
@@ -94,6 +95,19 @@ TABLES: dict[str, Rules] = {
         "model.layers.*.mlp.gate_up_proj": "packed",
         "model.layers.*.mlp.down_proj": "row",
     },
+    "CLIPModel": {
+        f"{side}_model.encoder.layers.*.{name}": kind
+        for side in ("text", "vision")
+        for name, kind in (
+            ("self_attn", "attention"),
+            ("self_attn.q_proj", "column"),
+            ("self_attn.k_proj", "column"),
+            ("self_attn.v_proj", "column"),
+            ("self_attn.out_proj", "row"),
+            ("mlp.fc1", "column"),
+            ("mlp.fc2", "row"),
+        )
+    },
 }
 
 _STYLES = {
@@ -113,6 +127,11 @@ _STYLES = {
 
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     """The rules of `module`, with those `given` behind them, which are checked by `check_rules`. UserError if there are none."""
+    if unadapted(module) is not module and not given:
+        raise UserError(
+            "plan.tp > 1 does not cut the adapters of peft by itself: take plan.tp = 1 (zero = 3, pp or offload for a model that is too large), or "
+            "train without model.lora"
+        )
     own, given = TABLES.get(type(module).__name__), given or {}
     known = own if own is not None else _of_transformers(module, given)
     found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}  # given ones come last
@@ -189,7 +208,7 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
         if last in ("q_proj", "k_proj", "v_proj", "qkv_proj") and kind == "column":
             rules[owner] = "attention"
     find: Callable[[], nn.Module] | None = getattr(module, "get_input_embeddings", None)
-    embedding = find() if find is not None else None
-    if "head" in rules.values() and isinstance(embedding, nn.Embedding):
+    embedding = find() if find is not None and "head" in rules.values() else None  # not every model without a head has just one
+    if isinstance(embedding, nn.Embedding):
         rules[next(name for name, each in module.named_modules() if each is embedding)] = "vocabulary"
     return rules

@@ -1,0 +1,245 @@
+"""Trained weights of `transformers` models, from safetensors files on this machine, and adapters of `peft` on top of them.
+
+Reading a tensor is one operation of the recorded build (see `shoal.record`): so each rank reads, one at a time, the tensors that it
+has a part of, and what transformers and peft do to them on the way (renaming, stacking of experts, tying) is done to each alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError, did_you_mean
+from shoal.models import hf
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+RANDOM = "none"
+"""The value of `weights` for a model that starts from random ones."""
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_NO_FLOATS = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "C64": torch.complex64,
+}
+"""By the names that safetensors has for them."""
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def from_pretrained(
+    directory: str | Path,
+    config: str | Path | Mapping[str, Any] | None = None,
+    lora: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> Callable[[], nn.Module]:
+    """Returns a factory of the model in `directory`, with its trained weights, in fp32.
+
+    `directory` holds `model.safetensors`, or its parts and their index, and `config.json`, unless `config` is given as to `from_config`,
+    whose `overrides` these are. `lora`: fields of `peft.LoraConfig`; then its adapters alone are trained.
+
+    Raises UserError for what is missing or broken, and the factory for tensors that the model has and the files have not, or in another
+    shape. A warning names those that the model has no place for.
+    """
+    if lora is not None:
+        check_lora(lora)
+    return with_weights(hf.config_of(directory if config is None else config, **overrides), directory, lora)
+
+
+def with_weights(
+    config: PretrainedConfig, directory: str | Path | None, lora: Mapping[str, Any] | None = None
+) -> Callable[[], nn.Module]:
+    """Returns a factory of the model of `config`: with the weights in `directory` (None: random ones) and the adapters of `lora`, if any."""
+    if directory is not None:
+        build: Callable[[], nn.Module] = partial(_load, config, str(directory), _files(Path(directory)))
+    else:
+        build = partial(hf.build_model, config)
+    return build if lora is None else partial(_adapted, build, dict(lora), None if directory is None else str(directory))
+
+
+def check_said(config: Any, weights: str | None) -> None:
+    """Raises UserError where a model's configuration lies beside weights and nothing says whether it starts from them."""
+    if weights is not None or not isinstance(config, str | Path):
+        return
+    directory = Path(config) if Path(config).is_dir() else Path(config).parent
+    found = next((path.name for pattern in ("*.safetensors", *_PICKLES) for path in sorted(directory.glob(pattern))), None)
+    if found is not None:
+        raise UserError(
+            f"model.config = {str(config)!r} lies beside weights ({found}), and nothing says whether to start from them: give "
+            f'weights = "{directory}" to train on from them, or weights = "{RANDOM}" for random ones'
+        )
+
+
+def _files(directory: Path) -> dict[str, str]:
+    """The file of each tensor in `directory`, which may also be one file."""
+    if directory.is_file() and directory.suffix == ".safetensors":
+        return dict.fromkeys(_header(directory), str(directory))
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the index {index} cannot be read ({error!r}): it must be JSON with a weight_map") from error
+        if gone := sorted({name for name in places.values() if not (directory / name).is_file()}):
+            raise UserError(f"{index} names parts that are not there: {', '.join(gone)}. Copy all parts of the model")
+        return {tensor: str(directory / name) for tensor, name in places.items()}
+    if (directory / _ONE_FILE).is_file():
+        return dict.fromkeys(_header(directory / _ONE_FILE), str(directory / _ONE_FILE))
+    pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
+    if directory.suffix in (".bin", ".pt", ".pth", ".ckpt") or pickles:
+        raise UserError(
+            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run any code when it is read, so it is not read. "
+            "If you trust it, write it anew as safetensors: "
+            f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT), then weights = OUT"
+        )
+    raise UserError(
+        f"weights = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts and {_INDEX}, "
+        f'or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"'
+    )
+
+
+def _header(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
+
+
+@contextmanager
+def _opened(file: str | Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"the weights {file} cannot be read ({error}): copy or write the file again") from error
+
+
+@torch.library.custom_op("shoal::read_tensor", mutates_args=())
+def _read_tensor(file: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The tensor `name` of a safetensors file, as `dtype`. `shape` is what it has there, for those who only plan to read it."""
+    with _opened(file) as tensors:
+        return tensors.get_tensor(name).to(dtype)
+
+
+@_read_tensor.register_fake
+def _(file: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _to_read(files: Mapping[str, str]) -> dict[str, Tensor]:
+    """All tensors of `files`; floating ones in fp32, since precision belongs to the job."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no dict)
+                piece = tensors.get_slice(name)
+                dtype = _NO_FLOATS.get(piece.get_dtype(), torch.float32)
+                found[name] = _read_tensor(file, name, piece.get_shape(), dtype)
+    return found
+
+
+def _load(config: PretrainedConfig, directory: str, files: Mapping[str, str]) -> nn.Module:
+    """The model of `config` as `hf.build_model` makes it, with the tensors of `files`, by transformers' own rules for names and layouts."""
+    with _one_thread(), hf.quiet():
+        model, report = hf.load_model(config, _to_read(files))
+    lacking = [f"missing {name}" for name in sorted(report["missing_keys"])]
+    shapes = sorted(report["mismatched_keys"], key=lambda each: each[0])
+    lacking += [f"{name} is {list(there)}, the model's is {list(here)}" for name, there, here in shapes]
+    unknown = sorted(report["unexpected_keys"])
+    if lacking:
+        lacking += [f"the model has no {name}" for name in unknown]
+        more = f", and {len(lacking) - 8} more" if len(lacking) > 8 else ""
+        raise UserError(
+            f"the weights in {directory} do not fit the model of {config.model_type}: {'; '.join(lacking[:8])}{more}. "
+            f'Give the config of these weights, or weights = "{RANDOM}"'
+        )
+    if unknown:
+        warnings.warn(
+            f"{len(unknown)} tensors in {directory} have no place in the model of {config.model_type} and are left out: "
+            f"{', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}",
+            stacklevel=2,
+        )
+    return model.train()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets transformers load in this thread, whose operations are recorded, and tensor after tensor."""
+    key = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before
+
+
+# ---- Adapters ----
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(f"model.lora needs peft installed ({error}). Run: pip install 'shoal[hf]'") from error
+    return peft
+
+
+def check_lora(settings: Mapping[str, Any]) -> None:
+    """Raises UserError for what `peft.LoraConfig` does not take."""
+    config = _peft().LoraConfig
+    known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type", "inference_mode", "runtime_config")]
+    for key in settings:
+        if key not in known:
+            raise UserError(f"model.lora.{key} is no field of peft's LoraConfig.{did_you_mean(key, known)}")
+    try:
+        config(**settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.lora = {dict(settings)!r} is refused by peft: {error}") from error
+
+
+def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str | None) -> nn.Module:
+    """What `build` gives with LoRA adapters, which alone are trained; `base`: where its weights come from, for those who load the adapters."""
+    peft = _peft()
+    model: Any = build()
+    model.name_or_path = base or ""
+    try:
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    except ValueError as error:
+        raise UserError(f"model.lora = {settings!r} does not go with a {type(model).__name__}: {error}") from error
+
+
+def export_adapter(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
+    """Writes adapter_config.json and adapter_model.safetensors to `directory`, for `peft.PeftModel.from_pretrained(base, directory)`.
+
+    `weights` as of `model.state_dict()`; those that are no adapter's are left out.
+    """
+    from safetensors.torch import save_file
+
+    peft, adapted = _peft(), model
+    for name, config in adapted.peft_config.items():  # type: ignore[union-attr, operator]
+        own = peft.get_peft_model_state_dict(adapted, dict(weights), name, save_embedding_layers=False)
+        place = directory if name == "default" else directory / name
+        place.mkdir(parents=True, exist_ok=True)
+        tensors = {key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in own.items()}
+        save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
+        training, config.inference_mode = config.inference_mode, True
+        config.save_pretrained(place)
+        config.inference_mode = training
