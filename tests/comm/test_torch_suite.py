@@ -31,7 +31,7 @@ QUICK = [
     "test_gather_object_subgroup",
 ]
 COLLECTIVES = tuple(
-    "all_ barrier batch broadcast coalescing gather get_ irecv isend monitored new_ reduce scatter send sparse".split()
+    ["all_", "barrier", "batch", "broadcast", "coalescing", "gather", "get_", "irecv", "isend", "monitored", "new_", "reduce", "scatter", "send", "sparse"]
 )
 """How the tests that are about collectives begin, after "test_"; the others are about DDP."""
 
