@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm import World
-from tests.pool import run_ranks
+from tests.pool import disposable_ranks, run_ranks
 
 _started = count()
 
@@ -109,6 +109,32 @@ def messages() -> list[Tensor]:
     return [got, small, blocking]
 
 
+def sparse() -> list[Tensor]:
+    """Entries that some ranks have in common, in hybrid form, not coalesced; none at all on rank 0."""
+    rank = dist.get_rank()
+    places = torch.tensor([[rank, rank, 0], [1, 1, 2]])[:, : 3 * min(rank, 1)]
+    tensor = torch.sparse_coo_tensor(places, row(3 * 2).view(3, 2)[: places.size(1)], (4, 3, 2), check_invariants=True)
+    dist.all_reduce(tensor)
+    return [tensor.coalesce().indices().double(), tensor.coalesce().values()]
+
+
+def any_source() -> list[Tensor]:
+    """Rank 0 hears of all others, each of whose letters has its number; what has another tag stays for whom it is meant."""
+    if dist.get_rank() > 0:
+        dist.send(torch.full((3,), 100.0 + dist.get_rank()), 0, tag=7)
+        dist.send(torch.full((3,), 200.0 + dist.get_rank()), 0, tag=8)
+        return []
+    letters = {}
+    for _ in range(dist.get_world_size() - 1):
+        letter = torch.empty(3)
+        source = dist.recv(letter, tag=7)
+        assert float(letter[0]) == 100 + source
+        letters[source] = letter
+    for other in letters:
+        dist.recv(letters[other], other, tag=8)
+    return [letters[other] for other in sorted(letters)]
+
+
 def asynchronous() -> list[Tensor]:
     """Works finish in order, also before a call that waits."""
     tensors = [row(1000) for _ in range(20)]
@@ -145,7 +171,7 @@ def same_on_both(world: World, fn: Callable[..., list[Tensor]]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("fn", [reductions, gathers, scatters, messages, asynchronous, subgroups], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", [reductions, gathers, scatters, messages, sparse, any_source, asynchronous, subgroups], ids=lambda fn: fn.__name__)
 def test_the_results_are_those_of_gloo(fn, size):
     assert run_ranks(same_on_both, size, fn) == [[]] * size
 
@@ -243,9 +269,9 @@ def refusals(world: World) -> None:
         with pytest.raises(NotImplementedError, match="not by"):
             dist.all_reduce(torch.ones(1, dtype=torch.int32), dist.ReduceOp.BAND)
         with pytest.raises(TypeError, match="dense CPU tensors"):
-            dist.all_reduce(torch.ones(2, 2).to_sparse())
-        with pytest.raises(NotImplementedError, match="give `src`"):
-            dist.recv(torch.ones(1))
+            dist.broadcast(torch.ones(2, 2).to_sparse(), 0)
+        with pytest.raises(NotImplementedError, match="summed"):
+            dist.all_reduce(torch.ones(2, 2).to_sparse(), dist.ReduceOp.MAX)
         with pytest.raises(RuntimeError, match="no collectives for tensors on cuda"):
             dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
         work = dist.all_reduce(torch.ones(2 + world.rank), async_op=True)
@@ -276,6 +302,39 @@ def _no_space(*_: object) -> None:
 def test_without_shared_memory_the_user_is_sent_to_gloo():
     for message in run_ranks(without_shared_memory, 2):
         assert message.endswith('Use the backend "gloo"')
+
+
+def nobody_sends(world: World, how: str) -> str:
+    with process_group(world, "shm"):
+        transport = dist.group.WORLD._transport  # type: ignore[union-attr]
+        dist.barrier()
+        if world.rank == 1:
+            if how == "leaves":
+                transport.close()
+            elif how == "dies":
+                os._exit(9)
+            else:
+                dist.recv(torch.empty(1), 0, tag=3)
+            return ""
+        if how == "late":
+            transport._view.watch._timeout = 0.3
+        try:
+            dist.recv(torch.empty(3), tag=7)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            if how == "late":
+                transport.close()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [("leaves", "rank 1 has closed the group"), ("dies", "process of the group's rank 1 has ended"), ("late", "rank 1 until the timeout")],
+)
+def test_who_waits_for_any_rank_learns_that_none_will_send(how, said):
+    with disposable_ranks(nobody_sends, 2, how) as ranks:
+        assert said in ranks[0].result(20)
 
 
 def start_and_stop(world: World, times: int) -> list[tuple[int, int]]:

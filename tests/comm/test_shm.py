@@ -297,7 +297,7 @@ def come_late(world: World) -> str:
 
 def test_a_late_rank_is_named_and_learns_that_the_others_gave_up():
     first, late = run_ranks(come_late, 2)
-    assert first == "timed out after 0.5 s waiting for the group's rank 1"
+    assert first == "waited for the group's rank 1 until the timeout of 0.5 s was over"
     assert late == "the group's rank 0 has failed: it waited in vain for rank 1"
 
 

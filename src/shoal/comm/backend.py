@@ -20,6 +20,7 @@ from shoal.comm.backend_work import Line
 from shoal.comm.flat import flat_of, write_back
 from shoal.comm.shm import Shared
 from shoal.comm.signed import signed
+from shoal.comm.sparse import sum_sparse
 from shoal.errors import UserError
 
 _OPS = {
@@ -49,6 +50,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
     group.signed = own  # held as long as the group, since a PrefixStore does not keep it alive
     return group
 
+
+_ANY = -1  # in the place of a peer: any of them
 
 _ProcessGroup: Any = dist.ProcessGroup  # its stubs declare overloads of which torch calls one: the one with lists and options
 
@@ -247,7 +250,14 @@ class SharedProcessGroup(_ProcessGroup):
         return self._message("recv", src, tensors, run)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
-        raise NotImplementedError('the backend "shm" receives from a rank that is named, not from any: give `src`')
+        flat, source = _flat(tensors[0]), -1
+
+        def run() -> None:
+            nonlocal source
+            source = self._transport.recv_any(flat, tag)
+            write_back(tensors[0], flat)
+
+        return self._message("recv", _ANY, tensors, run, lambda: source)
 
     # The end
 
@@ -269,6 +279,9 @@ class SharedProcessGroup(_ProcessGroup):
     alltoall_base = all_to_all_single
 
     def _reduce_all(self, tensor: Tensor, op: str) -> None:
+        if tensor.is_sparse:
+            sum_sparse(self._transport, tensor, op)
+            return
         flat = _flat(tensor)
         self._transport.all_reduce(flat, op)
         write_back(tensor, flat)
@@ -299,9 +312,18 @@ class SharedProcessGroup(_ProcessGroup):
     def _collective(self, opts: Any, result: Any, run: Callable[[], object]) -> dist.Work:
         return self._collectives.run(run, result, wait=not getattr(opts, "asyncOp", True))
 
-    def _message(self, direction: str, peer: int, result: Any, run: Callable[[], object]) -> dist.Work:
+    def _message(
+        self,
+        direction: str,
+        peer: int,
+        result: Any,
+        run: Callable[[], object],
+        source: Callable[[], int] | None = None,
+    ) -> dist.Work:
         line = self._messages.setdefault((direction, peer), Line(f"shm-{direction}-{peer}"))
-        return line.run(run, result, wait=False)
+        work = line.run(run, result, wait=False)
+        work.source = source or (lambda: peer)
+        return work
 
 
 def _op(opts: Any) -> str:

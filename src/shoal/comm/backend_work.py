@@ -20,6 +20,8 @@ class Pending(dist.Work):
     def __init__(self, future: Future) -> None:
         super().__init__()
         self._future = future
+        self.source: Callable[[], int] | None = None
+        """Of a receive that is done: the sender's rank in the group."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises RuntimeError if the call failed. The group's timeout is that of the call; a shorter one is not kept here."""
@@ -45,6 +47,11 @@ class Pending(dist.Work):
     def result(self) -> Any:
         return self._future.wait()
 
+    def _source_rank(self) -> int:
+        if self.source is None:
+            raise RuntimeError("only a receive has a source")
+        return self.source()
+
 
 class Line:
     """Runs calls one after the other, in the order in which threads made them: here if the caller waits anyway, else in a thread of the line."""
@@ -56,7 +63,7 @@ class Line:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Callable[[], object], result: Any, wait: bool) -> dist.Work:
+    def run(self, call: Callable[[], object], result: Any, wait: bool) -> Pending:
         """The work whose future gets `result`, or the error of `call`. With `wait` it has been done, or has raised, when this returns."""
         if wait:
             self._free_thread()

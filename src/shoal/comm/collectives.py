@@ -20,6 +20,7 @@ from shoal.comm.flat import flat_of, write_back
 from shoal.comm.ledger import Ledger
 from shoal.comm.links import Link, measure
 from shoal.comm.reductions import check_reduction
+from shoal.comm.stalls import Stalls
 from shoal.comm.transport import Transport, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
 from shoal.errors import LaunchError, UserError
@@ -45,12 +46,14 @@ class Group:
         ledger: Ledger,
         transports: Mapping[str, Transport],
         store: dist.Store | None = None,
+        stalls: Stalls | None = None,
     ) -> None:
         self.name, self.ranks, self.ledger, self.transports = name, ranks, ledger, transports
         self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store
         self._calls = 0
         self._turns = Turns()
+        self._open = stalls.watch(name, self.rank, ranks, store) if stalls is not None and self.size > 1 else None
         self._links: dict[str, Link] = {}
 
     @classmethod
@@ -132,19 +135,19 @@ class Group:
     def send(self, tensor: Tensor, dst: int, purpose: str = "") -> None:
         """Hands `tensor` to rank `dst`, which calls `recv`."""
         flat = flat_of(tensor)
-        self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=flat.nbytes)
+        self._run("send", purpose, flat, lambda transport: transport.send(flat, dst), wire=flat.nbytes, peer=dst)
 
     def recv(self, tensor: Tensor, src: int, purpose: str = "") -> Tensor:
         """Fills `tensor` with what rank `src` sends; returns it."""
         flat = flat_of(tensor)
-        self._run("recv", purpose, flat, lambda transport: transport.recv(flat, src), wire=0)
+        self._run("recv", purpose, flat, lambda transport: transport.recv(flat, src), wire=0, peer=src)
         return write_back(tensor, flat)
 
     def exchange(self, out: Tensor, source: int, tensor: Tensor, target: int, purpose: str = "") -> Tensor:
         """Sends `tensor` to rank `target` and fills `out` from rank `source` at the same time; returns `out`."""
         into, flat = flat_of(out), flat_of(tensor)
         wire = flat.nbytes if target != self.rank else 0
-        self._run("exchange", purpose, flat, lambda transport: transport.exchange(into, source, flat, target), wire=wire)
+        self._run("exchange", purpose, flat, lambda transport: transport.exchange(into, source, flat, target), wire=wire, peer=source)
         return write_back(out, into)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -205,24 +208,28 @@ class Group:
         root: int = 0,
         times: int = 1,
         wire: int | None = None,
+        peer: int | None = None,
     ) -> None:
         """Books and times one call, `times` the bytes of `flat`, and names those who are missing when it fails.
 
-        `wire`: bytes handed to others, where no table of `sent_bytes` has them.
+        `wire`: bytes handed to others, where no table of `sent_bytes` has them. `peer`: of a message.
         """
         payload = times * flat.nbytes
         if wire is None:
             wire = sent_bytes(operation, payload, self.size, self.rank, root)
         self.ledger.count(self.name, operation, purpose, payload, wire)
         if operation in _MESSAGES:
-            self._carry(operation, purpose, payload, flat, call)
+            self._carry(operation, purpose, payload, flat, call, peer)
             return
         with self._turns:
             self._calls += 1
             self._carry(operation, purpose, payload, flat, call)
 
-    def _carry(self, operation: str, purpose: str, payload: int, flat: Tensor, call: Callable[[Transport], None]) -> None:
+    def _carry(
+        self, operation: str, purpose: str, payload: int, flat: Tensor, call: Callable[[Transport], None], peer: int | None = None
+    ) -> None:
         started = time.monotonic()
+        under_way = self._open and self._open.begin(_what(operation, purpose), self._calls if peer is None else None, peer)
         try:
             transport = self.transports["cuda" if flat.is_cuda else "cpu"]
             if not self.ledger.recording:
@@ -231,7 +238,12 @@ class Group:
             with self.ledger.span("comm", purpose or operation, payload, "transfer"):
                 call(transport)
         except RuntimeError as error:
+            if under_way is not None:
+                under_way.failed = True
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
+        finally:
+            if self._open is not None:
+                self._open.end()
 
     def _fits(self, operation: str, whole: Tensor | None, cut: Tensor) -> None:
         elements = 0 if whole is None else whole.numel()
@@ -254,7 +266,7 @@ class Group:
 
     def _autopsy(self, operation: str, purpose: str, waited: float, error: RuntimeError) -> str:
         """Says what failed; where there is a store, calls the roll of the ranks that stopped too, so that it can name the others."""
-        what = f"{operation} ({purpose})" if purpose else operation
+        what = _what(operation, purpose)
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         if operation in _MESSAGES:
             where, roll = f"in group {self.name}, {what}", ""
@@ -277,6 +289,10 @@ class Group:
             if not here:
                 missing.append(self.ranks[rank])
         return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
+
+
+def _what(operation: str, purpose: str) -> str:
+    return f"{operation} ({purpose})" if purpose else operation
 
 
 def _packed(value: Any) -> tuple[Tensor, int]:

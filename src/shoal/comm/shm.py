@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -43,6 +45,8 @@ _BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}  # as bytes
 _OF_OUT = 1 << 62  # as in native/shm.c
 _ALL_TO_ALL, _SCATTER, _GATHER = -1, -2, -3  # tags of messages
 _LEFT, _FAILED = -1, -2  # why a rank stopped; 1 + r: it gave up waiting for rank r
+
+_LOOK_SECONDS, _REST_SECONDS = 0.1, 2e-4  # between looks at the awaited ranks' processes; between looks for a message of any
 
 _Look = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
 
@@ -173,6 +177,34 @@ class Shared:
         with self._turns[src, False]:
             self._mail("recv", _recv(flat, src, tag))
 
+    def recv_any(self, flat: Tensor, tag: int = 0) -> int:
+        """Fills `flat` with the next message of this tag, whoever sends it; returns the sender. Later receives wait for it."""
+        with ExitStack() as stack:
+            for rank in range(self.size):
+                stack.enter_context(self._turns[rank, False])
+            source = self._first_sender(tag)
+            self._mail("recv", _recv(flat, source, tag))
+            return source
+
+    def _first_sender(self, tag: int) -> int:
+        """Looks again and again, since C waits for one rank at a time. Ranks that have closed the group are waited for no more while there are others."""
+        started = looked = time.monotonic()
+        while True:
+            view, now = self._usable(), time.monotonic()
+            stopped = {}
+            for rank in self._others():
+                why = ctypes.c_int64()
+                if self._c.shoal_shm_has_come(view.address, rank, tag, ctypes.addressof(why)):
+                    return rank
+                stopped[rank] = why.value
+            if now - looked >= _LOOK_SECONDS:
+                looked = now
+                for rank in [rank for rank in stopped if stopped[rank] != _LEFT] or stopped:
+                    go_on = (ctypes.c_int64 * 1)()
+                    view.watch.look(rank, int((now - started) * 1e9), stopped[rank], go_on)
+                    self._check(view, "recv", 0 if go_on[0] else 1 + rank)
+            time.sleep(_REST_SECONDS)
+
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
         with self._turns[target, True], self._turns[source, False]:
             self._mail("exchange", _send(flat, target, 0), _recv(out, source, 0))
@@ -276,7 +308,7 @@ class _Watch:
         if stopped:
             return f"the group's rank {late} has failed" + (f": it waited in vain for rank {stopped - 1}" if stopped > 0 else "")
         if waited > self._timeout:
-            return f"timed out after {self._timeout:g} s waiting for the group's rank {late}"
+            return f"waited for the group's rank {late} until the timeout of {self._timeout:g} s was over"
         return ""
 
 

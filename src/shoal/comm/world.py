@@ -14,6 +14,7 @@ from shoal.comm.connect import connect, this_host
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
 from shoal.comm.signed import signed
+from shoal.comm.stalls import Say, Stalls, to_stderr
 from shoal.errors import UserError
 
 
@@ -23,6 +24,7 @@ class World:
     `generation` counts memberships: every group's keys stand under it, so a later generation never reads an earlier one's.
     The store's server lives in the launcher (or the cluster), `None` for a single process; its values are signed (see `signed`). `device` defaults to
     `cuda:local_rank` where there is CUDA, else the CPU. Ranks whose `host_id` is equal share a host (default: see `connect.this_host`).
+    `say`: where a line goes that tells of a long wait.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class World:
         device: torch.device | str | None = None,
         host_id: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        say: Say = to_stderr,
     ) -> None:
         assert size == 1 or store is not None, "ranks need a store to meet"
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
@@ -52,8 +55,9 @@ class World:
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._serials: dict[str, int] = {}
+        self._stalls = Stalls(say)
         # At the latest when Python ends, before its modules go: NCCL's threads abort the process when they outlive that.
-        weakref.finalize(self, _close, self._groups)
+        weakref.finalize(self, _close, self._groups, self._stalls)
 
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
@@ -66,7 +70,7 @@ class World:
         if key not in self._groups:
             store = dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store) if self.store is not None else None
             transports = connect(store, ranks.index(self.rank), self._hosts(ranks), self.device, self.timeout)
-            self._groups[key] = Group(name, ranks, self.ledger, transports, store)
+            self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls)
         return self._groups[key]
 
     def serial(self, name: str) -> int:
@@ -92,7 +96,8 @@ class World:
         return self.group("world", list(range(self.size)))
 
 
-def _close(groups: dict[tuple[str, tuple[int, ...]], Group]) -> None:
+def _close(groups: dict[tuple[str, tuple[int, ...]], Group], stalls: Stalls) -> None:
+    stalls.close()
     for group in groups.values():
         group.close()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.distributed as dist
 
+from shoal.comm.stalls import to_stderr
 from shoal.comm.world import World
 from shoal.launch.environment import MPI, SLURM, Identity, discover
 from shoal.launch.local import launch
@@ -38,7 +40,14 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
         store=dist.PrefixStore(f"world{next(arrival.worlds)}", store) if store is not None else None,
         generation=identity.generation,
         device="cuda:0" if own_gpu else None,  # a scheduler that gives each task a GPU shows it as the first one
+        say=to_terminal if "SHOAL_TERMINAL" in os.environ else to_stderr,
     )
+
+
+def to_terminal(line: str) -> None:
+    """Where the person sees it who started the ranks, whose own output may go to files: the launcher's stderr, which it left open for them."""
+    with suppress(OSError):
+        os.write(int(os.environ["SHOAL_TERMINAL"]), f"{line}\n".encode())
 
 
 @dataclass(frozen=True)

@@ -83,14 +83,15 @@ class _Rank:
         self.ended: float | None = None
         self.stopped = False
         command = [sys.executable, "-m", "shoal.launch.rank", *program]
-        with open(log or os.devnull, "wb") as output:
+        with open(log or os.devnull, "wb") as output, _terminal() as terminal:
             self.process = subprocess.Popen(
                 command,
-                env=variables,
+                env={**variables, "SHOAL_TERMINAL": str(terminal)},
                 stdin=subprocess.DEVNULL,
                 stdout=output if log else None,
                 stderr=output if log else None,
                 start_new_session=True,
+                pass_fds=(terminal,),
             )
 
     @property
@@ -122,6 +123,16 @@ class _Rank:
         failure: Failure | None = read_failure(self.failure_file)
         assert self.process.returncode is not None and self.ended is not None
         return Ending(self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log)
+
+
+@contextmanager
+def _terminal() -> Iterator[int]:
+    """This process's stderr under another number, for a rank whose own goes to a file."""
+    terminal = os.dup(2)
+    try:
+        yield terminal
+    finally:
+        os.close(terminal)
 
 
 def _check(program: list[str], nproc: int) -> None:

@@ -45,6 +45,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "shoal_shm_all_gather": (_INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT),
     "shoal_shm_broadcast": (_INT, _POINTER, _POINTER, _INT, _INT),
     "shoal_shm_mail": (_INT, _POINTER, _POINTER, _INT),
+    "shoal_shm_has_come": (_INT, _POINTER, _INT, _INT, _POINTER),
     "shoal_tcp_swap": (_INT, _POINTER, _INT, _INT),
 }
 """name: (result, *arguments), one line a function of the C files."""

@@ -101,3 +101,12 @@ int64_t shoal_shm_mail(struct shoal_shm *shm, struct parcel *parcels, int64_t co
     int64_t late = shoal_await(shm, move_all, &job);
     return job.wrong ? -1 - job.wrong->peer : 1 + late;
 }
+
+/* Whether the next message of rank `from` has come and has this tag; `stopped`: what that rank said when it stopped, or 0. */
+int64_t shoal_shm_has_come(struct shoal_shm *shm, int64_t from, int64_t tag, int64_t *stopped) {
+    struct ring *ring = (struct ring *)shoal_mail_start(shm) + ((tag < 0) * shm->size + from) * shm->size + shm->rank;
+    *stopped = atomic_load_explicit(&shm->ranks[from].stopped, memory_order_acquire); /* before: it may have sent, then stopped */
+    int64_t sent = atomic_load_explicit(&ring->sent, memory_order_acquire);
+    int64_t taken = atomic_load_explicit(&ring->taken, memory_order_acquire);
+    return sent != taken && ring->heads[taken % CELLS].tag == tag;
+}

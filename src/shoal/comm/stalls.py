@@ -1,0 +1,141 @@
+"""Says when a call of a group waits unusually long, for whom, and when it goes on. It never ends the wait: the other rank may have a reason.
+
+A thread of each rank looks at its calls twice a second. For a collective that has lasted a second the rank signs at the group's store; after
+STALL_SECONDS those who have not signed are missing, and the first rank that is there speaks for all.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+STALL_SECONDS = 5.0
+SIGN_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_STORE_SECONDS = 2.0  # that the store may take; its server may be what has stopped
+
+Say = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    """The line in one write, so that those of several ranks do not mix."""
+    with suppress(OSError, ValueError):  # closed: nobody listens
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call that is under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
+
+    what: str
+    number: int | None
+    peer: int | None = None
+    started: float = field(default_factory=time.monotonic)
+    signed: bool = False
+    said: bool = False
+    failed: bool = False
+
+
+class Calls:
+    """The calls of one group that are under way, by thread; `begin` and `end` are called by those threads, the rest by that of `Stalls`."""
+
+    def __init__(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> None:
+        self.group, self.rank, self.ranks, self.store = group, rank, ranks, store
+        self.open: dict[int, Call] = {}
+        self.said: list[Call] = []
+        self.longest: dict[str, float] = {}  # waits for messages: a pipeline may be slow, and that is said once
+
+    def begin(self, what: str, number: int | None, peer: int | None) -> Call:
+        call = self.open[threading.get_ident()] = Call(what, number, peer)
+        return call
+
+    def end(self) -> None:
+        del self.open[threading.get_ident()]
+
+    def look(self, say: Say) -> None:
+        now = time.monotonic()
+        waiting = list(self.open.values())
+        for call in [call for call in self.said if call not in waiting]:
+            self.said.remove(call)
+            if not call.failed:
+                say(f"shoal: rank {self.ranks[self.rank]}: {self._name(call)} goes on after {now - call.started:.0f} s")
+        for call in waiting:
+            lasted = now - call.started
+            if lasted > SIGN_SECONDS and call.number is not None and not call.signed:
+                call.signed = True
+                self._ask(lambda store, call=call: store.set(f"waits/{call.number}/{self.rank}", "1"))
+            if call.said or lasted < max(STALL_SECONDS, 2 * self.longest.get(call.what, 0.0)):
+                continue
+            call.said = True
+            missing = self._missing(call)
+            if missing is None or (missing and self.rank == min(set(range(len(self.ranks))) - set(missing))):
+                whom = f"rank {', '.join(str(self.ranks[rank]) for rank in missing)}" if missing else "others (the store does not answer)"
+                say(f"shoal: rank {self.ranks[self.rank]} has waited {lasted:.0f} s in {self._name(call)}, for {whom}")
+                self.said.append(call)
+                if call.number is None:
+                    self.longest[call.what] = lasted
+
+    def _name(self, call: Call) -> str:
+        return f"{call.what}, " + (f"collective {call.number} of group {self.group}" if call.number is not None else f"group {self.group}")
+
+    def _missing(self, call: Call) -> list[int] | None:
+        """The ranks in the group that have not come, or None if that cannot be found out."""
+        if call.number is None:
+            return [] if call.peer is None else [call.peer]
+        answers: list[list[int]] = []
+
+        def roll(store: dist.Store) -> None:
+            others = (rank for rank in range(len(self.ranks)) if rank != self.rank)
+            answers.append([rank for rank in others if not store.check([f"waits/{call.number}/{rank}"])])
+
+        self._ask(roll)
+        return answers[0] if answers else None
+
+    def _ask(self, question: Callable[[dist.Store], object]) -> None:
+        """In a thread of its own: a store whose host has stopped does not answer for minutes."""
+        if self.store is None:
+            return
+
+        def ask(store: dist.Store = self.store) -> None:
+            with suppress(RuntimeError):  # it is gone, and the ranks will soon find out
+                question(store)
+
+        thread = threading.Thread(target=ask, name="shoal-stall-roll", daemon=True)
+        thread.start()
+        thread.join(_STORE_SECONDS)
+
+
+class Stalls:
+    """Looks at the calls of all groups of a rank. `say` gets each line."""
+
+    def __init__(self, say: Say = to_stderr) -> None:
+        self._say = say
+        self._calls: list[Calls] = []
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> Calls:
+        """The calls of a group, which are looked at from now on."""
+        calls = Calls(group, rank, ranks, store)
+        self._calls.append(calls)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="shoal-stalls", daemon=True)
+            self._thread.start()
+        return calls
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LOOK_SECONDS)
+
+    def _look(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            for calls in list(self._calls):
+                calls.look(self._say)
