@@ -386,6 +386,11 @@ def test_export_of_any_other_model_is_plain_safetensors(tmp_path):
     assert json.loads((tmp_path / "model.json").read_text())["class"].endswith("Linear")
 
 
+def test_a_backend_that_torch_does_not_have_is_refused():
+    with pytest.raises(UserError, match=r"plan.compile = '../../x' is no backend of torch.compile \(.*inductor.*Give one of them"):
+        engine("mlp-dropout", "fp32", 1, plan=Plan(compile="../../x"))
+
+
 @pytest.mark.parametrize("case", ["gpt-rotary-dropout", "mlp-dropout"])
 def test_compiled_blocks_give_the_numbers_of_eager_ones(case):
     data = CASES[case].data()

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.elsewhere import StandIn
-from shoal.errors import UserError
+from shoal.errors import UserError, did_you_mean
 
 
 def recomputable(module: nn.Module) -> list[nn.Module]:
@@ -62,9 +62,18 @@ def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 def compile_blocks(module: nn.Module, backend: bool | str) -> None:
     """Compiles each block's forward with `backend` (True: torch's default). Compilation itself happens at the first call."""
+    from torch._dynamo.exc import InvalidBackend  # here: it takes seconds to import
+
     for block in blocks(module):
         choice: dict[str, Any] = {} if backend is True else {"backend": backend}
-        block.forward = torch.compile(block.forward, **choice)
+        try:
+            block.forward = torch.compile(block.forward, **choice)
+        except InvalidBackend as error:
+            known = torch.compiler.list_backends()
+            raise UserError(
+                f"plan.compile = {backend!r:.100} is no backend of torch.compile ({', '.join(known)}).{did_you_mean(str(backend), known)} "
+                "Give one of them, true or false"
+            ) from error
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:

@@ -6,11 +6,14 @@ microbatch, clipping and seeds belong to the job.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shoal.errors import UserError, did_you_mean
+
+MOST_RANKS, MOST_RANKS_OF_A_HOST = 1 << 20, 4096
 
 Option = str | Mapping[str, Any]
 """A name, or a table {name = ..., parameter = ...}."""
@@ -46,8 +49,8 @@ class Plan:
     def __post_init__(self) -> None:
         for axis in ("pp", "dp", "cp", "tp", "ep"):
             degree = getattr(self, axis)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise UserError(f"plan.{axis} = {degree!r}: a degree is a whole number of at least 1")
+            if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MOST_RANKS:
+                raise UserError(f"plan.{axis} = {degree!r:.100}: a degree is a whole number of at least 1, at most {MOST_RANKS}")
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
         if self.dp * self.cp > 1:  # else nobody may have said yet how many ranks there are
@@ -67,7 +70,7 @@ class Plan:
     def check_groups(self) -> None:
         """UserError where `ep` or `shard` do not come out even among the ranks along dp and cp."""
         if self.dp * self.cp % self.ep:
-            fits = [ranks for ranks in range(1, self.dp * self.cp + 1) if self.dp * self.cp % ranks == 0]
+            fits = _divisors(self.dp * self.cp)
             raise UserError(
                 f"plan.ep = {self.ep}: experts are spread over dp x cp = {self.dp} x {self.cp} = {self.dp * self.cp} ranks, so it is one of "
                 f"{fits}"
@@ -83,7 +86,7 @@ class Plan:
         if self.shard is None:
             return
         if not isinstance(self.shard, int) or isinstance(self.shard, bool) or self.shard < 1 or self.dp % self.shard:
-            fits = [ranks for ranks in range(1, self.dp + 1) if self.dp % ranks == 0]
+            fits = _divisors(self.dp)
             raise UserError(
                 f"plan.shard = {self.shard!r}: that many of dp = {self.dp} ranks share one copy of the state, so it is one of {fits}"
             )
@@ -110,6 +113,11 @@ class Plan:
         """The fields that differ from the defaults: what `from_dict` reads back."""
         default = Plan()
         return {key: value for key, value in asdict(self).items() if value != getattr(default, key)}
+
+
+def _divisors(number: int) -> list[int]:
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (

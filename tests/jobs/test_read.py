@@ -115,3 +115,21 @@ def test_a_line_of_the_written_job_says_where_its_value_comes_from():
     assert "steps = 3  # cli" in lines
     assert "seed = 0  # default" in lines
     assert 'source = "(a object given in Python)"  # default' in lines
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("run.nproc=2147483648", "run.nproc = 2147483648: .*at most 4096"),
+        ("train.clip=18446744073709551616", r"train.clip is a number of 65 bits: give one below 2\*\*63"),
+        ("train.lr=inf", "train.lr = inf: give a finite number"),
+        ("train.clip=nan", "train.clip = nan"),
+        ("train.optimizer.momentum=nan", "train.optimizer.momentum = nan: give a finite number"),
+        ("plan.dp=2147483647", "plan.dp = 2147483647: .*at most 1048576"),
+    ],
+)
+def test_numbers_that_nothing_holds_are_refused(assignment, message):
+    job = {"model": {"name": "gpt", "preset": "1m"}, "train": {"steps": 3, "optimizer": {"name": "sgd"}}}
+    with pytest.raises(UserError, match=message):
+        parse_job(job, [assignment])

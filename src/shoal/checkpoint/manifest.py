@@ -15,6 +15,8 @@ from shoal.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_LATEST = 253402300800
+"""The year 10000, in seconds since the epoch: what `datetime` cannot say."""
 
 
 @sent
@@ -65,14 +67,42 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {MANIFEST} is missing; this is not a checkpoint, or its save did not finish") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise CheckpointError(f"{path}: {MANIFEST} is damaged: its contents do not match its own hash")
-    if content["format"] != FORMAT:
-        raise CheckpointError(f"{path}: format {content['format']}, this Shoal reads {FORMAT}; load it with a newer Shoal")
-    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: format {content.get('format')}, this Shoal reads {FORMAT}; load it with the Shoal that wrote it, or a newer one"
+        )
+    if problem := _problem(content):
+        raise CheckpointError(f"{path}: {MANIFEST} is not one that a save writes: {problem}")
+    files = {name: FileRecord(record["bytes"], record["sha256"]) for name, record in content["files"].items()}
     return Manifest(content["step"], content["world_size"], content["created"], files, content["extra"])
+
+
+def _problem(content: dict[str, Any]) -> str:
+    """What in it is of another type or size than a save writes; "" where nothing is."""
+    for key, least in (("step", 0), ("world_size", 1), ("created", 0)):
+        value = content.get(key)
+        if not _is_number(value, least, (int, float) if key == "created" else int):
+            return f"{key} is {value!r:.100}"
+    if not isinstance(content.get("extra"), dict):
+        return f"extra is {content.get('extra')!r:.100}"
+    files = content.get("files")
+    if not isinstance(files, dict):
+        return f"files is {files!r:.100}"
+    for name, record in files.items():
+        if Path(name).name != name or "\0" in name:  # "../a", "/a", "", "."
+            return f"it names the file {name!r:.100}, which is not one beside it"
+        fits = isinstance(record, dict) and record.keys() == {"bytes", "sha256"} and isinstance(record["sha256"], str)
+        if not (fits and _is_number(record["bytes"], 0, int)):
+            return f"of {name!r:.100} it says {record!r:.100}"
+    return ""
+
+
+def _is_number(value: Any, least: int, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and least <= value < (2**63 if kind is int else _LATEST)
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from shoal.cli.link_table import link_table
 from shoal.comm import Link
 from shoal.errors import ShoalError
 from shoal.launch import launch
+from shoal.launch.scratch import scratch
 from shoal.report import units
 
 GIB = 2**30
@@ -175,11 +175,11 @@ def _compiler() -> list[Check]:
 def _two_ranks() -> tuple[Check, list[Link]]:
     """Two ranks start, meet, sum and measure, as a run would; on CPU where they would not have a GPU each."""
     env = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as scratch:
-        result = Path(scratch) / "result.json"
+    with scratch("doctor") as folder:
+        result = folder / "result.json"
         began = time.perf_counter()
         try:
-            code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, env=env, run_dir=Path(scratch))
+            code = launch(["-m", "shoal.cli.two_ranks", str(result)], 2, env=env, run_dir=folder)
         except ShoalError as error:
             return Check("two ranks", "FAIL", str(error), "see the message"), []
         seconds = time.perf_counter() - began

@@ -76,8 +76,8 @@ def _settings(config: Mapping[str, Any] | str | Path, world: World) -> Settings:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(table, Mapping):
         raise UserError(f"the configuration {path} is a JSON {type(table).__name__}, not an object")

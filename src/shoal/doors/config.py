@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shoal.doors.schedules import Schedule
+from shoal.doors.schedules import LARGEST, Schedule
 from shoal.errors import UserError, did_you_mean
 from shoal.fused.optimizer import OptimizerFactory
 
@@ -44,8 +44,24 @@ class Settings:
 def number(table: Mapping[str, Any], key: str, default: float) -> float:
     """The number under `key` (its last part, of a dotted one); UserError for something else."""
     value = table.get(key.rpartition(".")[2], default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise UserError(f"{key} = {value!r}: give a number")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < LARGEST:
+        raise UserError(f"{key} = {value!r:.100}: give a number")
+    return value
+
+
+def flag(table: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Whether `key` (its last part, of a dotted one) is switched on; UserError for something else than true or false."""
+    value = table.get(key.rpartition(".")[2], default)
+    if not isinstance(value, bool):
+        raise UserError(f"{key} = {value!r:.100}: give true or false")
+    return value
+
+
+def inner(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The table under `key` (its last part, of a dotted one), empty where there is none; UserError for something else."""
+    value = table.get(key.rpartition(".")[2], {})
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key} = {value!r:.100}: this key is a table")
     return value
 
 
@@ -57,13 +73,13 @@ def check_keys(config: Mapping[str, Any], keys: Mapping[str, Key], where: str, a
 def _check_table(table: Mapping[str, Any], prefix: str, keys: Mapping[str, Key], where: str, known: list[str]) -> None:
     for name, value in table.items():
         full = f"{prefix}{name}"
-        inner = [key for key in known if key.startswith(f"{full}.")]
-        if full not in keys and not inner:
+        below = [key for key in known if key.startswith(f"{full}.")]
+        if full not in keys and not below:
             beside = [key.removeprefix(prefix).split(".")[0] for key in known if key.startswith(prefix)]
             raise UserError(f'{where} has no key "{full}".{did_you_mean(str(name), list(dict.fromkeys(beside)))}')
-        if inner:
+        if below:
             if not isinstance(value, Mapping):
-                raise UserError(f"{full} = {value!r}: this key of {where} is a table")
+                raise UserError(f"{full} = {value!r:.100}: this key of {where} is a table")
             _check_table(value, f"{full}.", keys, where, known)
         elif keys[full].fate == REFUSED and not keys[full].is_off(value):
             raise UserError(f"{full} = {value!r} is refused: {keys[full].why}")

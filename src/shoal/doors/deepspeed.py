@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from shoal.doors.config import Settings, number
+from shoal.doors.config import Settings, flag, inner, number
 from shoal.doors.schedules import schedule
 from shoal.errors import UserError, did_you_mean
 from shoal.fused.optimizer import OptimizerFactory
+from shoal.fused.trial import try_out
 
 CLIPPING = 1.0
 """DeepSpeed's largest gradient norm, where the configuration says nothing."""
@@ -34,17 +35,17 @@ NOT_HERE = {
 
 def translate(config: Mapping[str, Any], ranks: int) -> Settings:
     """Shoal's terms for `config`, whose keys have been checked, on `ranks`."""
-    zero = config.get("zero_optimization", {})
+    zero = inner(config, "zero_optimization")
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise UserError(f"zero_optimization.stage = {stage!r}: give 0, 1, 2 or 3")
     train, micro, steps = batch_sizes(config, ranks)
-    scheduler = config.get("scheduler", {})
+    scheduler = inner(config, "scheduler")
     return Settings(
-        optimizer=_optimizer(config.get("optimizer", {})),
+        optimizer=_optimizer(inner(config, "optimizer")),
         plan={"zero": stage, "memory": _memory(zero, stage)},
         microbatches=steps,
-        schedule=schedule(scheduler["type"], scheduler.get("params", {})) if scheduler.get("type") else None,
+        schedule=schedule(scheduler["type"], inner(scheduler, "scheduler.params")) if scheduler.get("type") else None,
         engine={
             "precision": _precision(config),
             "clip": number(config, "gradient_clipping", CLIPPING) or None,
@@ -62,8 +63,8 @@ def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
         value = config.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise UserError(f"{name} = {value!r}: give a whole number of at least 1")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63):
+            raise UserError(f"{name} = {value!r:.100}: give a whole number of at least 1")
     given: list[Any] = [config.get(name) for name in names]
     train, micro, steps = given
     if train is None and micro is None:
@@ -104,20 +105,20 @@ def _memory(zero: Mapping[str, Any], stage: int) -> str | dict[str, Any] | None:
 
 
 def _home(zero: Mapping[str, Any], key: str) -> str:
-    device = zero.get(key, {}).get("device", "none")
+    device = inner(zero, f"zero_optimization.{key}").get("device", "none")
     if device not in ("none", "cpu", "nvme"):
         raise UserError(f'zero_optimization.{key}.device = {device!r}: give "cpu", "nvme" or "none"')
     return device
 
 
 def _precision(config: Mapping[str, Any]) -> str | dict[str, Any]:
-    half = config.get("fp16", {})
-    brain = config.get("bf16", config.get("bfloat16", {}))
-    if half.get("enabled") and brain.get("enabled"):
+    half, brain = inner(config, "fp16"), inner(config, "bf16" if "bf16" in config else "bfloat16")
+    half_on, brain_on = flag(half, "fp16.enabled"), flag(brain, "bf16.enabled")
+    if half_on and brain_on:
         raise UserError("fp16.enabled and bf16.enabled contradict each other: enable one of them")
-    if brain.get("enabled"):
+    if brain_on:
         return "bf16"
-    if not half.get("enabled"):
+    if not half_on:
         return "fp32"
     scaling = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
     return {"name": "fp16", **{key: half[key] for key in scaling if key in half}}
@@ -126,7 +127,7 @@ def _precision(config: Mapping[str, Any]) -> str | dict[str, Any]:
 def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
     if not table.get("type"):
         raise UserError('the configuration names no optimizer: give optimizer = {"type": "AdamW", "params": {"lr": ...}}')
-    name, params = str(table["type"]), dict(table.get("params", {}))
+    name, params = str(table["type"]), dict(inner(table, "optimizer.params"))
     if "max_grad_norm" in params:
         raise UserError("optimizer.params.max_grad_norm: give gradient_clipping beside optimizer, as DeepSpeed wants it")
     classes: dict[str, Any] = {
@@ -144,7 +145,9 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
     for key in params:
         if key not in known:
             raise UserError(f'{name} has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
-    return partial(classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+    factory = partial(classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+    try_out(factory, f"optimizer.params = {params!r:.300} of {name}")
+    return factory
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:

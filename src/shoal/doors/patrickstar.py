@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from shoal.doors.config import HONOURED, NO_EFFECT, REFUSED, Key, Settings, number
+from shoal.doors.config import HONOURED, NO_EFFECT, REFUSED, Key, Settings, flag, inner, number
 from shoal.errors import UserError, did_you_mean
+from shoal.fused.trial import try_out
 
 CHUNK_SIZE = 32 * 2**20
 """Elements, where the configuration says nothing."""
@@ -55,35 +56,37 @@ OWN = ("default_chunk_size", "release_after_init", "use_cpu_embedding", "client"
 def translate(config: Mapping[str, Any], device: torch.device) -> Settings:
     """Shoal's terms for `config`, whose keys have been checked."""
     chunk = config.get("default_chunk_size", CHUNK_SIZE)
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or not 0 < chunk < 2**60:
         raise UserError(f"default_chunk_size = {chunk!r}: give the number of elements of a chunk, at least 1")
     clip = number(config, "gradient_clipping", -1)
     return Settings(
-        optimizer=_optimizer(config.get("optimizer", {})),
+        optimizer=_optimizer(inner(config, "optimizer")),
         plan={
             "zero": 3,
-            "memory": _memory(config.get("client", {}).get("mem_tracer", {}), device),
+            "memory": _memory(inner(inner(config, "client"), "client.mem_tracer"), device),
             "exchange": {"name": "allreduce", "chunk_bytes": 4 * chunk},
         },
-        engine={"precision": _precision(config.get("fp16", {})), "clip_value": clip if clip > 0 else None},
+        engine={"precision": _precision(inner(config, "fp16")), "clip_value": clip if clip > 0 else None},
     )
 
 
 def _optimizer(table: Mapping[str, Any]) -> Any:
     kinds = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
     name = table.get("type", "Adam")
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise UserError(
             f'optimizer.type = "{name}": PatrickStar has {" and ".join(kinds)}.{did_you_mean(str(name), list(kinds))} '
             "A configuration of DeepSpeed's, with train_batch_size, takes others"
         )
-    given = {key: value for key, value in table.get("params", {}).items() if key != "use_hybrid_adam"}
+    given = {key: value for key, value in inner(table, "optimizer.params").items() if key != "use_hybrid_adam"}
     params = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, **given}
-    return partial(kinds[name], **{**params, "betas": tuple(params["betas"])})
+    factory = partial(kinds[name], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+    try_out(factory, f"optimizer.params = {params!r:.300}")
+    return factory
 
 
 def _precision(table: Mapping[str, Any]) -> str | dict[str, Any]:
-    if not table.get("enabled", bool(table)):
+    if not flag(table, "fp16.enabled", bool(table)):
         return "fp32"
     scaling = {key: value for key, value in table.items() if key != "enabled"}
     return {"name": "fp16", "loss_scale_window": 2000, **scaling}

@@ -15,6 +15,9 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserError, did_you_mean
 
+LARGEST = 1e300
+"""Numbers of a configuration are smaller: products of them are to be finite."""
+
 Rule = Callable[[int, float], float]
 """(iteration, the optimizer's own rate) -> the rate."""
 
@@ -53,8 +56,8 @@ class Schedule:
 
 def schedule(name: str, parameters: Mapping[str, Any]) -> Callable[[Optimizer], Schedule]:
     """DeepSpeed's schedule of that name. UserError for a name or parameter that it does not have, or one that is missing."""
-    if name not in SCHEDULES:
-        raise UserError(f'scheduler.type = "{name}" is not one of {", ".join(SCHEDULES)}.{did_you_mean(name, list(SCHEDULES))}')
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise UserError(f'scheduler.type = "{name!s:.100}" is not one of {", ".join(SCHEDULES)}.{did_you_mean(str(name), list(SCHEDULES))}')
     known = inspect.signature(SCHEDULES[name]).parameters
     for key in parameters:
         if key not in known:
@@ -62,7 +65,25 @@ def schedule(name: str, parameters: Mapping[str, Any]) -> Callable[[Optimizer], 
     for key, each in known.items():
         if each.default is inspect.Parameter.empty and key not in parameters:
             raise UserError(f"scheduler.params: {name} needs {key}")
-    return SCHEDULES[name](**parameters)
+    return SCHEDULES[name](**{key: _value(key, value, known[key].default) for key, value in parameters.items()})
+
+
+def _value(key: str, value: Any, default: Any) -> Any:
+    """`value` as the parameter `key` takes it; a number of steps may be written as 1e4."""
+    said = f"scheduler.params.{key} = {value!r:.100}"
+    if value is None and default is None:
+        return None
+    if isinstance(default, bool) or isinstance(default, str):
+        if type(value) is not type(default):
+            raise UserError(f"{said}: give {'true or false' if isinstance(default, bool) else 'a text'}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < LARGEST:
+        raise UserError(f"{said}: give a number")
+    if not key.endswith(("_steps", "_size", "_count")):
+        return value
+    if value != int(value) or not 0 <= value < 2**53:
+        raise UserError(f"{said}: give a whole number, 0 or more")
+    return int(value)
 
 
 def _warmed(iteration: int, steps: int, kind: str) -> float:
@@ -71,7 +92,7 @@ def _warmed(iteration: int, steps: int, kind: str) -> float:
 
 
 def _steps(number: int, kind: str) -> int:
-    if not isinstance(number, int) or number < 1:
+    if number < 1:
         raise UserError(f"scheduler.params.warmup_num_steps = {number!r}: give a whole number of at least 1")
     if kind not in ("log", "linear"):
         raise UserError(f'scheduler.params.warmup_type = "{kind}": give "log" or "linear"')
@@ -153,6 +174,8 @@ def _one_cycle(
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
     stairs = cycle_first_stair_count, cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    if decay_lr_rate < 0 or decay_mom_rate < 0:
+        raise UserError(f"scheduler.params: decay_lr_rate = {decay_lr_rate}, decay_mom_rate = {decay_mom_rate}: give 0 or more")
     if first < 1 or second < 0:
         raise UserError(f"scheduler.params: OneCycle with halves of {first} and {second} steps")
 
@@ -189,6 +212,8 @@ def _lr_range_test(
     lr_range_test_staircase: bool = False,
 ) -> Callable[[Optimizer], Schedule]:
     """Ever larger rates, to see which one is too large."""
+    if lr_range_test_step_size < 1:
+        raise UserError("scheduler.params.lr_range_test_step_size = 0: give at least 1")
 
     def rule(iteration: int, own: float) -> float:
         interval = (iteration + 1) / lr_range_test_step_size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import UserError
 from shoal.fused.optimizer import FlatOptimizer, OptimizerFactory
 from shoal.fused.pieces import equal
 from shoal.fused.storage import flatten
@@ -99,3 +100,17 @@ def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]
         flat.step()
     states = ((plain.state.get(named[name], {}), flat.state.get(flat_named[name], {})) for name in named)
     return equal(named, flat_named) and all(equal(dict(one), dict(other)) for one, other in states)
+
+
+def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
+    """Runs a step of the optimizer on a parameter of its own. UserError that begins with `what` where torch refuses its options, or they are of wrong types."""
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    try:
+        optimizer = factory([parameter])
+        if not optimizer.defaults.get("capturable"):  # which takes parameters on a GPU only
+            optimizer.step()
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
+        raise UserError(f"{what} is refused by torch: {type(error).__name__}: {error}") from error
+    if not parameter.isfinite().all():
+        raise UserError(f"{what} makes a weight of 1 with a gradient of 1 {parameter.flatten()[0]:g} in one step: give other values")

@@ -11,6 +11,7 @@ import torch
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError, did_you_mean, in_section
+from shoal.fused.trial import try_out
 from shoal.jobs.config import Job
 from shoal.lr import by_name
 from shoal.models import ModelSpec
@@ -51,7 +52,7 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
     """The torch optimizer of a name, or of a table {name = "sgd", momentum = 0.9}. Raises UserError for what it does not take."""
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     name = option if isinstance(option, str) else option.get("name")
-    if name not in OPTIMIZERS:
+    if not isinstance(name, str) or name not in OPTIMIZERS:
         raise UserError(
             f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{did_you_mean(str(name), list(OPTIMIZERS))}"
         )
@@ -63,8 +64,6 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
                 f"train.optimizer.{key} is no parameter of {name}.{did_you_mean(key, known)} Parameters: {', '.join(known)}"
             )
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
-    try:
-        kind([torch.zeros(1, requires_grad=True)], lr=lr, **values)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"train.optimizer = {option!r} with lr = {lr} is refused by torch: {error}") from error
-    return partial(kind, lr=lr, **values)
+    factory = partial(kind, lr=lr, **values)
+    try_out(factory, f"train.optimizer = {option!r} with lr = {lr}")
+    return factory

@@ -5,12 +5,13 @@ Where a field is None, Shoal chooses (see `choose`), or there is none of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from shoal.errors import UserError
-from shoal.plan import Plan
+from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
 Origins = Mapping[str, str]
@@ -96,6 +97,8 @@ class Run:
             if value is not None and value < 1:
                 raise UserError(f"run.{key} = {value}: give at least 1")
         check_trackers(self.trackers)
+        if self.nproc is not None and self.nproc > MOST_RANKS_OF_A_HOST:
+            raise UserError(f"run.nproc = {self.nproc}: that many ranks on this host? Give at most {MOST_RANKS_OF_A_HOST}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,10 @@ class Job:
     plan: Plan = field(default_factory=Plan)
     run: Run = field(default_factory=Run)
 
+    def __post_init__(self) -> None:
+        for section, table in tables(self).items():
+            _check_numbers(section, table)
+
 
 SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run}
 """The tables with fixed keys; `[model]` has those of the model."""
@@ -125,6 +132,20 @@ def tables(job: Job) -> dict[str, dict[str, Any]]:
     if not isinstance(job.data.source, str):
         found["data"]["source"] = f"(a {type(job.data.source).__name__} given in Python)"
     return found
+
+
+def _check_numbers(where: str, value: Any) -> None:
+    """UserError for a number that neither 64 bits nor a float hold, anywhere in the job."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where} = {value}: give a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{where} is a number of {value.bit_length()} bits: give one below 2**63")
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_numbers(f"{where}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for place, each in enumerate(value):
+            _check_numbers(f"{where}[{place}]", each)
 
 
 def describe(job: Job, origins: Origins) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
         raise UserError(f"no such job file: {path} (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the job file {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own, or a number of thousands of digits, or lists in lists
         raise UserError(f"the job file {path} is not TOML: {error}") from error
     return parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
 
@@ -70,7 +70,7 @@ def _assignment(text: str) -> tuple[str, list[str], Any]:
         raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
     try:
         return section, path, tomllib.loads(f"value = {written}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # tomllib's own, or a number of thousands of digits
         return section, path, written.strip()
 
 

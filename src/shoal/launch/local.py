@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,10 @@ from types import FrameType
 from shoal.comm.secret import VARIABLE, new_secret
 from shoal.errors import LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
+from shoal.launch.scratch import scratch
 from shoal.launch.store import serve_on_loopback
 from shoal.launch.verdict import Ending, verdict
+from shoal.plan import MOST_RANKS_OF_A_HOST
 
 PEER_GRACE = 8.0  # seconds for the others once a rank has failed: a collective takes 2 to find out who is missing, then reports are written
 SIGNAL_GRACE = 60.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM: a step, a checkpoint, a report
@@ -52,13 +53,13 @@ def launch(
     """
     _check(program, nproc)
     server, secret = serve_on_loopback(), {VARIABLE: new_secret()}
-    with tempfile.TemporaryDirectory(prefix="shoal-") as scratch, _signals() as received:
-        logs = (run_dir or Path(scratch)) / "logs"
+    with scratch("run") as folder, _signals() as received:
+        logs = (run_dir or folder) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ranks: list[_Rank] = []
         try:
             for rank in range(nproc):
-                variables = {**os.environ, **(env or {}), **_variables(rank, nproc, server.port, Path(scratch)), **secret}
+                variables = {**os.environ, **(env or {}), **_variables(rank, nproc, server.port, folder), **secret}
                 variables.update(_threads(variables, nproc, threads))
                 ranks.append(_Rank(rank, program, variables, logs / f"rank{rank}.log" if rank else None))
             _watch(ranks, received)
@@ -138,6 +139,8 @@ def _terminal() -> Iterator[int]:
 def _check(program: list[str], nproc: int) -> None:
     if nproc < 1:
         raise UserError(f"nproc = {nproc}: at least one rank is needed")
+    if nproc > MOST_RANKS_OF_A_HOST:
+        raise UserError(f"nproc = {nproc}: give at most {MOST_RANKS_OF_A_HOST}")
     if not program or (program[0] == "-m" and len(program) < 2):
         raise UserError("there is no program to run: give a script, or -m and a module")
     if program[0] != "-m" and not Path(program[0]).is_file():

@@ -15,15 +15,15 @@ from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
 from shoal.pipeline.check import check
 
-_ACTION = re.compile(r"([FBIWU])(\d+):(\d+)")
+_ACTION = re.compile(r"([FBIWU])([0-9]{1,6}):([0-9]{1,6})")
 
 
 def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop", most: int | None = None) -> Schedule:
     """Checked, also that no rank keeps the activations of more than `most` forwards. UserError with file, line and what is wrong with it."""
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise UserError(f"the schedule {path} cannot be read: {error.strerror}") from error
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"the schedule {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     orders = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
@@ -46,6 +46,6 @@ def action_of(word: str, where: str = "a schedule") -> Action:
     found = _ACTION.fullmatch(word)
     if found is None:
         raise UserError(
-            f"{where}: {word!r} is no action: write F, B, I, W or U, the stage, a colon and the microbatch, such as F0:3"
+            f"{where}: {word!r:.60} is no action: write F, B, I, W or U, the stage, a colon and the microbatch, such as F0:3"
         )
     return Action(cast(Kind, found[1]), int(found[2]), int(found[3]))

@@ -74,7 +74,7 @@ def precision(option: str | Mapping[str, Any]) -> Precision:
     """
     name = option if isinstance(option, str) else option.get("name")
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
-    if name not in PRECISIONS:
+    if not isinstance(name, str) or name not in PRECISIONS:
         raise ArgumentError("precision", f' = "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}')
     chosen = PRECISIONS[name]
     known = [field.name for field in fields(Scaling)] if chosen.scaling else ["master"] if name == "bf16" else []

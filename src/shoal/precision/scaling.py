@@ -29,6 +29,14 @@ class Scaling:
     min_loss_scale: float = 1
 
     def __post_init__(self) -> None:
+        for key, most in (("loss_scale", 2.0**1000), ("min_loss_scale", 2.0**1000), ("initial_scale_power", 1000)):
+            value = getattr(self, key)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value <= most:
+                raise UserError(f"precision: {key} = {value!r:.100}: give a number, at most {most:g}")
+        for key in ("initial_scale_power", "loss_scale_window", "hysteresis"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 2**53:
+                raise UserError(f"precision: {key} = {value!r:.100}: give a whole number")
         for key in ("loss_scale", "initial_scale_power"):
             if getattr(self, key) < 0:
                 raise ArgumentError("precision", f": {key} = {getattr(self, key)}: give 0 or more")
