@@ -5,7 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+
+
+class Unseen(Tensor):
+    """Stands for a parameter of a part where the model, or the loss, looks at it from outside: it has the shape, the dtype and the device, and refuses to be computed with."""
+
+    known_as: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def of(name: str, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Unseen:
+        """`dtype`: as the model computes here, for parameters of a floating dtype."""
+        its = dtype if parameter.is_floating_point() else parameter.dtype
+        found: Unseen = Tensor._make_wrapper_subclass(
+            Unseen, parameter.shape, dtype=its, device=device, requires_grad=parameter.requires_grad
+        )
+        found.known_as = name
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        names = [each.known_as for each in args if isinstance(each, Unseen)]
+        raise UserError(
+            f"the loss, or the model between its parts, computes with the parameter {', '.join(names)}, which with plan.pp > 1 is used inside its part alone (its shape, dtype and device may "
+            "be read anywhere): compute with it in that module's forward, leave weight decay to the optimizer, or take plan.pp = 1"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Unseen({self.known_as}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
 
 def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -25,11 +56,25 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class StandIn(nn.Module):
-    """Called, it gives what `answer` gives; its attributes are those of `part`, whose parameters, buffers and modules it does not have."""
+    """Called, it gives what `answer` gives; its attributes are those of `part`, whose parameters, buffers and modules it does not have. While the model runs, `shown` makes of a parameter what
+    `model.parameters()` is to give for it."""
 
     def __init__(self, part: nn.Module, answer: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["_part"], self.__dict__["_answer"] = part, answer
+        self.__dict__.update(_part=part, _answer=answer, _shown=None)
+
+    def show(self, shown: Callable[[str, nn.Parameter], Tensor] | None) -> None:
+        self.__dict__["_shown"] = shown
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        if self.__dict__["_shown"] is None:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        for name, each in self.__dict__["_part"].named_modules(prefix=prefix):
+            shadow: Any = nn.Module()
+            for key, value in each._parameters.items():
+                shadow._parameters[key] = value if value is None else self.__dict__["_shown"](f"{name}.{key}", value)
+            yield name, shadow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_answer"](*args, **kwargs)
@@ -38,7 +83,9 @@ class StandIn(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_part"], name)
+            found = getattr(self.__dict__["_part"], name)
+            shown = self.__dict__["_shown"]
+            return shown(name, found) if shown is not None and isinstance(found, nn.Parameter) and found.is_meta else found
 
     def hold(self, name: str, parameter: nn.Parameter) -> None:
         """Keeps one parameter of the part, under its name there: it is tied to one that is here. (Registering refuses names of attributes, which are the part's.)"""

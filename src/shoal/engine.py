@@ -632,7 +632,8 @@ class Engine:
         for place in range(self.plan.pp):
             if len(several := sorted(each for each in sets if place in each)) > 1:
                 raise UserError(
-                    f"plan.pp: weights are tied across the ranks {several} of the pipeline, where one set of them is possible for each: name the stages by hand (plan.stages)"
+                    f"plan.pp: weights are shared by the ranks {several} of the pipeline, and each can be in one such set: {sorted(self._pipeline.tied)}; name the stages by hand (plan.stages) so that "
+                    "these are the same ranks, or take plan.pp = 2"
                 )
         own = next((list(places) for places in sets if self._pipeline.group.rank in places), [])
         if own:

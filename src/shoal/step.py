@@ -390,7 +390,7 @@ class StepRunner:
             totals = self._agree_on_names(totals)
         if self._partners.size == 1 or holds is Holds.ALONE:
             untouched = [name for name, seen in self._reducer.touched.items() if not seen]
-            return self._of_all_stages(totals, *experts), self._norm_squared(squares), untouched
+            return self._of_all_stages(totals, *experts), self._norm_squared(squares), self._untouched_on_all_stages(untouched)
         flags = torch.tensor([*touched, bool(self._users.reshaped), self._buffers.changed()], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
         parts = [totals, squares, flags, *experts]
@@ -408,7 +408,17 @@ class StepRunner:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
-        return self._of_all_stages(totals, *experts), self._norm_squared(squares), untouched
+        return self._of_all_stages(totals, *experts), self._norm_squared(squares), self._untouched_on_all_stages(untouched)
+
+    def _untouched_on_all_stages(self, untouched: list[str]) -> list[str]:
+        """Of the parameters that this rank's replicas have not touched those that no stage has which shares them: all that have one update it alike."""
+        shared = [] if self._stages is None else sorted(self._stages.tied)
+        if self._across is None or not shared:
+            return untouched
+        touched = [name in self._reducer.touched and name not in untouched for name in shared]
+        flags = self._across.all_reduce(torch.tensor(touched, dtype=torch.int32, device=self._device), "max", purpose="ballot")
+        elsewhere = {name for name, flag in zip(shared, flags.tolist(), strict=True) if flag}
+        return [name for name in untouched if name not in elsewhere]
 
     def _of_all_stages(self, totals: Tensor, *counts: Tensor) -> Tensor:
         """`totals`, which the last stage alone has seen. `counts`: a row of the tally, to which each stage adds its own layers."""

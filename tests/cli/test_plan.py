@@ -98,5 +98,6 @@ def test_what_does_not_fit_is_said_with_plans_that_would(shoal, job_file):
 def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
     answer = shoal("plan", job_file, "--memory", "--nproc", "2", "--set", "plan.tp=2", "--host", "3GiB")
     rows = [line.split() for line in answer.out.splitlines()]
+    assert answer.code == 0, answer.err
     became = {row[0]: row[1] for row in rows if row and row[0].startswith("blocks.*")}
     assert became["blocks.*.attention.qkv"] == "qkv" and became["blocks.*.mlp.down"] == "row"

@@ -195,7 +195,8 @@ class _Asked:
         found = family(job.model, self._settled.model.values)
         if found is None:
             return None
-        size = largest(lambda size: self.predict(plan, found.member(size)).free)
+        even = plan.tp * plan.cp  # heads come out even among the ranks that share them
+        size = even * largest(lambda size: self.predict(plan, found.member(even * size)).free)
         if size == 0:
             return Largest(found.rule, None, 0)
         table = found.member(size)

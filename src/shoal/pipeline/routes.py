@@ -133,12 +133,20 @@ def find_routes(
                 seen = look(split, stage, routes, run, device)
                 found = seen if isinstance(seen, str) else wire.pack(seen)  # here, where it may still fail for all
             except Exception as error:  # the others are to hear of it
-                failed, found = error, f"stage {stage} cannot be run: {type(error).__name__}: {error}"
+                failed = error
+                found = str(error) if isinstance(error, UserError) else _what_fails(stage, error)
         told = group.broadcast_object(found, src=rank_of(stage))
         if isinstance(told, str):
             raise failed or UserError(told)
         routes.stages.append(wire.unpack(told))
     return routes
+
+
+def _what_fails(stage: int, error: Exception) -> str:
+    return (
+        f"stage {stage} cannot be run on zeros in place of what earlier stages give, by which is found out what travels: {type(error).__name__}: {error}. A forward may not depend on the values "
+        "of what another stage computes, but inside its parts: name the stages by hand (plan.stages) so that this lies in one, or take plan.pp = 1"
+    )
 
 
 def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:

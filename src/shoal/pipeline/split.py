@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.build import Built
-from shoal.elsewhere import StandIn
+from shoal.elsewhere import StandIn, Unseen
 from shoal.errors import UserError
 from shoal.pipeline.taps import Taps, install
 from shoal.pipeline.units import Unit
@@ -45,7 +45,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter of parts of several stages, known by its first name in the whole model."""
+    """A parameter of parts of several stages, or of none, which all stages have; known by its first name in the whole model."""
 
     name: str
     stages: tuple[int, ...]
@@ -57,7 +57,9 @@ class Split:
     def __init__(self, built: Built, units: Sequence[Unit], stages: Sequence[int], own: Collection[int]) -> None:
         self.module, self.units, self.stages = built.module, list(units), list(stages)
         install(built.module)
-        self.tied, self.taps = _tied(built.module, units, stages), Taps(units)
+        inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
+        self._loose = {id(parameter) for parameter in built.module.parameters()} - inside
+        self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units)
         self.between: list[Remembers] = []  # what earlier parts say to later ones
         self.within: list[Remembers] = []  # what is said of a microbatch before its forward
         self._forward: Forward | None = None
@@ -68,10 +70,13 @@ class Split:
             if stage in own
             for parameter in unit.module.parameters()
         }
+        self._shown: dict[int, Unseen] = {}
+        self._stand_ins: list[StandIn] = []
         places = _places(built.module, units)
         self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, key, part, what stands in for it
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):
             stand_in = StandIn(unit.module, partial(self._called, index))
+            self._stand_ins.append(stand_in)
             if stage in own:
                 self._swapped += [(parent, key, unit.module, stand_in) for parent, key in places[index]]
                 continue
@@ -105,6 +110,7 @@ class Split:
             if its == stage
             for parameter in unit.module.parameters()
         }
+        mine |= self._loose
         return {name for name, parameter in self.module.named_parameters() if id(parameter) in mine}
 
     def said(self) -> list[Any]:
@@ -132,10 +138,14 @@ class Split:
         self._stage, self._forward = stage, forward
         for parent, key, _, stand_in in self._swapped:
             parent._modules[key] = stand_in
+        for stand_in in self._stand_ins:
+            stand_in.show(self._show)
         try:
             yield
         finally:
             self._forward = None
+            for stand_in in self._stand_ins:
+                stand_in.show(None)
             for parent, key, part, _ in self._swapped:
                 parent._modules[key] = part
 
@@ -146,6 +156,14 @@ class Split:
                 return function()
             except Left:
                 return None
+
+    def _show(self, name: str, parameter: Tensor) -> Unseen:
+        """What the model sees of a parameter of a part from outside of it."""
+        if id(parameter) not in self._shown:
+            own = (each for _, _, part, _ in self._swapped for each in part.parameters() if each.is_floating_point())
+            like = next(own, parameter)
+            self._shown[id(parameter)] = Unseen.of(name, parameter, like.dtype, like.device)
+        return self._shown[id(parameter)]
 
     def _called(self, unit: int, *args: Any, **kwargs: Any) -> Any:
         if self._forward is None:
@@ -170,8 +188,8 @@ def _places(module: nn.Module, units: Sequence[Unit]) -> list[list[tuple[nn.Modu
     return found
 
 
-def _tied(module: nn.Module, units: Sequence[Unit], stages: Sequence[int]) -> list[Tied]:
-    having: dict[int, set[int]] = {}
+def _tied(module: nn.Module, units: Sequence[Unit], stages: Sequence[int], loose: Collection[int]) -> list[Tied]:
+    having: dict[int, set[int]] = {each: set(stages) for each in loose}
     for unit, stage in zip(units, stages, strict=True):
         for parameter in unit.module.parameters():
             having.setdefault(id(parameter), set()).add(stage)

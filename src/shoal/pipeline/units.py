@@ -1,12 +1,13 @@
 """The parts of a model that stages are made of, and which stage has which.
 
-A part is a repeated block (what `compiling.blocks` finds, or the modules of a Sequential), or any other module that has parameters of its own. A stage has contiguous parts, in the order in
-which the model defines them; what it computes between parts, without parameters, is computed wherever its results are needed.
+A part is a repeated block (what `compiling.blocks` finds, or the modules of a Sequential), or any other module that has parameters of its own, with the modules in it. A stage has contiguous parts,
+in the order in which the model's forward calls them; what it computes between parts is computed wherever its results are needed. A module around blocks that has parameters beside them (a scale of
+logits, a class token) computes with those between parts, so every stage has them, and their gradients are summed (split.Tied).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from shoal.compiling import blocks, recomputable
 from shoal.errors import UserError, did_you_mean
 from shoal.pipeline.balance import balance
+from shoal.pipeline.order import children_as_called
 
 Stages = Sequence[int] | Sequence[Sequence[str]]
 """By hand: how many blocks each stage has, or which parts, by name or by the beginning of it."""
@@ -30,21 +32,19 @@ class Unit:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """In the order in which the model calls them: that of its definition, or of the pipeline plan that a model of `transformers` comes with. UserError for parameters that no part has."""
+    """In the order in which the model calls them: that of the pipeline plan that a model of `transformers` comes with, or as its forward is written (see order)."""
     repeated = {id(block) for block in _blocks(module)}
     found: list[Unit] = []
+    seen: set[int] = set()
 
     def visit(name: str, part: nn.Module) -> None:
-        if id(part) in repeated or _is_leaf(part):
+        if id(part) in seen:
+            return  # by another name
+        seen.add(id(part))
+        if id(part) in repeated or _is_part(part, repeated):
             found.append(Unit(name, part, _work(part), id(part) in repeated))
             return
-        loose = next((each for each, _ in part.named_parameters(recurse=False)), None)
-        if loose is not None:
-            raise UserError(
-                f"plan.pp > 1: {f'{name}.{loose}'.lstrip('.')} is a parameter of {type(part).__name__} itself, beside the modules in it; stages have whole modules: give "
-                "it one of its own"
-            )
-        for key, child in part.named_children():
+        for key, child in children_as_called(part):
             visit(f"{name}.{key}".lstrip("."), child)
 
     visit("", module)
@@ -129,10 +129,8 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
             raise UserError(
                 f'plan.stages: "{name}" is no part of the model.{did_you_mean(name, parts)} Its parts: {", ".join(parts)}'
             )
-    if found != sorted(found) or set(found) != set(range(len(names))):
-        raise UserError(
-            f"plan.stages: stages have parts in the order in which the model calls them, each at least one, not {dict(zip(parts, found, strict=True))}"
-        )
+    if set(found) != set(range(len(names))):
+        raise UserError(f"plan.stages: each stage has at least one part, not {dict(zip(parts, found, strict=True))}")
     return found
 
 
@@ -143,10 +141,12 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for block in found if type(block) is not nn.Sequential and any(True for _ in block.parameters())]
 
 
-def _is_leaf(part: nn.Module) -> bool:
-    """Whether a module without modules has something that is trained, or written down."""
-    if any(True for _ in part.children()):
-        return False
+def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:
+    """Whether a module around no `repeated` one has something of its own that is trained, or, where there is no module in it, written down."""
+    inside = [id(each) for each in part.modules()][1:]
+    if inside:
+        loose = any(True for _ in part.parameters(recurse=False))
+        return loose and bool(repeated) and not any(each in repeated for each in inside)
     persistent = part._buffers.keys() - part._non_persistent_buffers_set
     return any(True for _ in part.parameters(recurse=False)) or bool(persistent)
 

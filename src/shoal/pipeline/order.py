@@ -1,0 +1,78 @@
+"""In which order a module calls the modules in it, as its forward is written: those of `nn.Module` come in the order in which they were made, which need not be that of the calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`module.named_children()` in the order in which the forward first uses them; one that it does not name keeps its place behind the one that was made before it. As they were made where the
+    forward's source is not to be had. A wrong guess is no wrong number: a stage that would need what a later one computes is refused when the model is first run."""
+    children = list(module.named_children())
+    names = [name for name, _ in children]
+    uses = _Uses(type(module), set(names))
+    uses.follow("forward")
+    place, last = dict[str, int](), -1
+    for name in names:
+        last = place[name] = uses.found.index(name) if name in uses.found else last
+    return sorted(children, key=lambda child: place[child[0]])
+
+
+class _Uses(ast.NodeVisitor):
+    """Collects in `found` the attributes `names` of self in the order in which methods of `of` use them; what is called comes behind its arguments."""
+
+    def __init__(self, of: type, names: set[str]) -> None:
+        self._of, self._names, self._followed = of, names, set[str]()
+        self._self = "self"
+        self.found: list[str] = []
+
+    def follow(self, method: str) -> None:
+        """Into a method of the class, once."""
+        function: Callable[..., Any] | None = getattr(self._of, method, None)
+        if method in self._followed or not inspect.isroutine(function):
+            return
+        self._followed.add(method)
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return  # made at run time: nothing is known of it
+        if isinstance(tree, ast.FunctionDef) and tree.args.args:
+            before, self._self = self._self, tree.args.args[0].arg
+            for statement in tree.body:
+                self.visit(statement)
+            self._self = before
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for argument in (*node.args, *node.keywords):
+            self.visit(argument)
+        self.visit(node.func)
+        name = self._of_self(node.func)
+        if name is not None and name not in self._names:
+            self.follow(name)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self._of_self(node)
+        if name in self._names and name not in self.found:
+            self.found.append(str(name))
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        """`self.norm is None` uses nothing."""
+        if not any(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+            self.generic_visit(node)
+
+    def visit_ListComp(self, node: ast.ListComp) -> None:
+        for each in (*node.generators, node.elt):
+            self.visit(each)
+
+    def _of_self(self, node: ast.AST) -> str | None:
+        """The attribute of self that `node` is."""
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self:
+            return node.attr
+        return None
