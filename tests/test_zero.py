@@ -199,7 +199,7 @@ def test_an_export_has_whole_masters(tmp_path):
 def test_gradients_may_travel_as_they_like(name, stage):
     """Any algorithm that leaves replicas equal: the same as with whole chunks. Rows of a codec are those of the chunk, which is a little longer
     where it is cut; stage 2 rounds every microbatch."""
-    exchange = {"name": name, "ranks_per_host": 1} if name == "hierarchical" else name
+    exchange = {"hierarchical": {"name": name, "ranks_per_host": 1}, "adasum": {"name": name, "of": "gradients"}}.get(name, name)
     sharded = simulate_world(2, partial(teacher.train, zero=stage), exchange)
     replicated = simulate_world(2, teacher.train, exchange)
     for ours, theirs in zip(sharded, replicated, strict=True):

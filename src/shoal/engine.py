@@ -57,6 +57,7 @@ from shoal.optimizer import (
     OptimizerFactory,
     group_options,
     needs_whole_parameters,
+    small_optimizer,
 )
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import CutLayers, Rules, check_rules
@@ -170,7 +171,8 @@ class Engine:
         cast_at_the_border(self.module, self.precision)
 
         self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
-        exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among)
+        small = partial(small_optimizer, optimizer, options)
+        exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among, small)
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
         storage = self._storage = Storage(self.plan, self.mesh, self.world, group, self._apart, self._stage, self.offload, tied)
@@ -300,6 +302,11 @@ class Engine:
         self._stepped()
         return result
 
+    def settle(self) -> None:
+        """Ends what the exchange does in the background, until the next step. All ranks call it, each after its last step, before they meet in a collective of the program's:
+        where ranks need not be at the same step (async_average), others would wait for this one in a round of averaging, and it for them."""
+        self._exchange.settle()
+
     def rounds(self, batch: Batch) -> int:
         """The most microbatches that a rank has of `batch`."""
         return self._runner.cut(batch.ids).most
@@ -321,8 +328,10 @@ class Engine:
                 "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
             )
         passing, group = self.passing, self._group
+        places = [group.ranks.index(rank) for rank in self._exchange.partners.ranks]
+        joined = None if self._alike or self._runner.whole else partial(self._among, group, "join", range(group.size))
         return Loop(
-            self.module, self._runner, self._randomness, passing, group, microbatches, lambda: self.step_index, self._stepped
+            self.module, self._runner, self._randomness, passing, group, microbatches, lambda: self.step_index, self._stepped, places, joined
         )
 
     def _stepped(self) -> None:

@@ -5,12 +5,14 @@
     loop.step()         after the last one: reduce, ballot, clip, vote, apply
 
 The loss of a microbatch is a mean, and a step's objective the mean of them over ranks and microbatches: (sum, count) = (loss, 1).
+
+    with loop.join():   around all of it, where some ranks have fewer microbatches than others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +37,8 @@ def callers_loss(model: nn.Module, microbatch: Mapping[str, Tensor]) -> NoReturn
 class Loop:
     """Steps of `microbatches` forwards and backwards on each rank, all of which make them alike.
 
-    `step_index()` numbers the step; `stepped()` is called after each. A forward without gradients belongs to no step; where weights pass
+    `step_index()` numbers the step; `stepped()` is called after each. `partners`: the places in `group` of the ranks that update together; `joined()` makes a group for `join`, None
+    where ranks meet in their forwards. A forward without gradients belongs to no step; where weights pass
     (plan.zero = 3 without shared memory), or tokens travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and forward;
     torch's generators are the caller's again afterwards.
     """
@@ -50,10 +53,15 @@ class Loop:
         microbatches: int,
         step_index: Callable[[], int],
         stepped: Callable[[], None],
+        partners: Sequence[int],
+        joined: Callable[[], Group] | None,
     ) -> None:
         self._module, self._runner, self._randomness, self._passing = module, runner, randomness, passing
         self._group, self.microbatches, self._step_index, self._stepped = group, microbatches, step_index, stepped
         self._devices = [randomness.device.index] if randomness.device.type == "cuda" else []
+        self._partners, self._joined = partners, joined
+        self._asks: Group | None = None  # inside `join`: who has a microbatch for the step that begins
+        self._has_work = [1] * group.size
         self._is_open = self._awaits_step = False
         self._forwards = self._done = 0
 
@@ -105,14 +113,47 @@ class Loop:
         if not self._done:
             raise UserError("step() without a backward before it: call model.backward(loss), not loss.backward()")
         self._awaits_step = False
-        if self._done < self.microbatches:
-            return None
+        return None if self._done < self.microbatches else self._end()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around the loop of all ranks, which may have unequal numbers of microbatches: a rank that has run out answers the others' steps with zeros until all are done. A step's
+        objective is the mean over the microbatches that there are, also where a rank runs out in the middle of an accumulation; every rank makes every update.
+
+        UserError where ranks meet in their forwards, which a rank without a microbatch cannot make.
+        """
+        if self._joined is None:
+            raise UserError(
+                "join(): ranks meet in their forwards here (plan.zero = 3 without shared memory, plan.ep or sync_bn), and one without data has none: give all ranks as many "
+                "microbatches, or train with engine.step, which shares out the batches"
+            )
+        self._asks = self._joined()
+        try:
+            yield
+            if self._done:
+                self._end()
+            self.close_step()
+            while self._asked(False):
+                self._begin()
+                self._end()
+        finally:
+            self._asks, self._has_work = None, [1] * self._group.size
+
+    def _end(self) -> StepResult:
         self._is_open, self._done = False, 0
         if self._passing is not None:
             self._passing.end()
-        result = self._runner.end(0, (self._group.size - 1 - self._group.rank) * self.microbatches, 1.0)
+        behind = sum(self._has_work[place] for place in self._partners if place > self._group.rank)
+        result = self._runner.end(0, behind * self.microbatches, 1.0)
         self._stepped()
         return result
+
+    def _asked(self, has_work: bool) -> bool:
+        """Learns which ranks have a microbatch for the step that begins; whether any has."""
+        if self._asks is not None:
+            mine = torch.tensor([int(has_work)], device=self._randomness.device)
+            self._has_work = self._asks.all_gather(mine.new_empty(self._asks.size), mine, purpose="join").tolist()
+        return any(self._has_work)
 
     @property
     def at_boundary(self) -> bool:
@@ -136,12 +177,17 @@ class Loop:
         self._done = 0
 
     def _open(self) -> None:
-        # The power of two that the losses are divided with comes from this rank's count: under fp16 they then are scaled as DeepSpeed does
-        self._runner.begin(self._step_index(), self.microbatches, self.microbatches)
+        self._asked(True)
+        self._begin()
         self._forwards = 0
         if self._passing is not None:
             self._passing.begin(("loop", self.microbatches))
         self._is_open = True
+
+    def _begin(self) -> None:
+        # The power of two that the losses are divided with comes from one rank's count: under fp16 they then are scaled as DeepSpeed does
+        at_work = sum(self._has_work[place] for place in self._partners) if self._runner.keeps_back else 1
+        self._runner.begin(self._step_index(), self.microbatches, self.microbatches * at_work)
 
     def _watching(self) -> Any:
         return nullcontext() if self._passing is None else self._passing.watching()

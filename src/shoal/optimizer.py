@@ -59,9 +59,14 @@ def _small_groups(options: Sequence[Mapping[str, Any]], like: Tensor) -> list[di
     return [{**each, "params": [nn.Parameter(like.clone())]} for each in options]
 
 
+def small_optimizer(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer over one small parameter a group, to learn of which kind it is."""
+    return make_optimizer(factory, _small_groups(options, torch.zeros(2, 2)))
+
+
 def updates_on_host(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]]) -> bool:
     """Whether our own kernel does the optimizer's work on the host, with fp32 masters."""
-    optimizer = make_optimizer(factory, _small_groups(options, torch.zeros(2, 2)))
+    optimizer = small_optimizer(factory, options)
     return is_fused(optimizer) and HostAdam.takes(optimizer, [])
 
 

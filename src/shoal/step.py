@@ -175,6 +175,16 @@ class StepRunner:
         self._reducer = Reducer(self._parameters, self._algorithm, self._users)
 
     @property
+    def whole(self) -> bool:
+        """Whether ranks meet in their forwards, for statistics of the whole batch."""
+        return self._whole
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether gradients of other steps are added to a step's (see Algorithm)."""
+        return self._algorithm.keeps_back
+
+    @property
     def arrivals(self) -> list[str]:
         """The parameters in the order in which the last step's backward completed their gradients on this rank."""
         return self._reducer.arrivals
@@ -244,7 +254,7 @@ class StepRunner:
 
     def _near(self, expected: float) -> float:
         """What sums are divided with before backward: a power of two near the expected count, or that count where gradients of other steps, in the unit of their mean, are added."""
-        return max(1e-6, expected) if self._algorithm.keeps_back else 2.0 ** round(math.log2(max(1.0, expected)))
+        return max(1e-6, expected) if self.keeps_back else 2.0 ** round(math.log2(max(1.0, expected)))
 
     def _expect(self, result: StepResult) -> None:
         """Takes the counts of a sample from a step of `_samples` samples."""
@@ -449,15 +459,18 @@ class StepRunner:
             to_mean = to_mean * self._partners.size  # the replicas' means, weighted by their counts, average to the group's
         self._algorithm.exchanged(step, to_mean)
         self._to_mean = to_mean
-        if holds in (Holds.MEAN, Holds.LATE, Holds.NOTHING):
+        if holds in (Holds.MEAN, Holds.OWN_MEAN, Holds.LATE, Holds.NOTHING):
             to_mean = torch.ones_like(to_mean)
         if holds is Holds.SUM:
             norm = squares.sqrt() * to_mean
         else:
             norm = self._squares_here().sqrt() * to_mean
-        if self._clip is None:
-            return norm, to_mean
-        return norm, to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        factor = to_mean if self._clip is None else to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        if holds in (Holds.OWN, Holds.OWN_MEAN) and self._partners.size > 1:
+            # all vote alike, for the update is one that they make together
+            mean = (self._partners.all_reduce(norm.square(), purpose="norm") / self._partners.size).sqrt()
+            norm = mean if holds is Holds.OWN_MEAN else torch.where(torch.isfinite(mean), norm, mean)
+        return norm, factor
 
     def _squares_here(self) -> Tensor:
         """The sum of squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds its part."""

@@ -1,14 +1,18 @@
-"""Adasum (https://arxiv.org/abs/2006.02924): gradients that agree are averaged, gradients that are orthogonal are added.
+"""Adasum (https://arxiv.org/abs/2006.02924): what replicas found that agrees is averaged, what is orthogonal is added.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,   a parameter at a time, products in fp64; with |a| = 0 it is b
 
 over a binary tree of replicas. Vectors are halved level by level (recursive halving, distance doubling), so that a rank sends 2 (W-1)/W of
 them; the products of a level are summed over the ranks that hold the pieces. Ranks beyond the largest power of two hand their
-gradient to a partner first and get the result from it.
+vector to a partner first and get the result from it.
+
+What is combined are gradients, or deltas as in Horovod's optimizer: each replica takes its own optimizer's step from the common weights, and weights = start + adasum of
+the steps. An optimizer that divides by the size of gradients, as Adam does, takes from combined gradients what Adasum has added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,24 +21,73 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
 from shoal.comm import Group
-from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds
+from shoal.errors import UserError
+from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds, Replica
 
 
 @dataclass
 class Adasum(Algorithm):
-    """Combines the replicas' mean gradients. The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is
-    usual."""
+    """Combines of the replicas what `of` says: "gradients", their means, or "deltas", a step of each replica's own optimizer (one more copy of the weights; the optimizers' states
+    differ by replica, and each clips its own gradient). None: gradients for SGD, where a loop of others exchanges gradients, and inside islands, deltas for every other optimizer. The sum
+    of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is usual."""
 
+    of: str | None = None
     of_whole_models = "it weighs replicas by products of whole parameters"
     of_whole_rows = "it combines the gradients of ranks' own losses, and attention mixes those of ranks that share a row"
     chunk_bytes: int | None = USUAL_CHUNK
 
+    def __post_init__(self) -> None:
+        if self.of not in (None, "gradients", "deltas"):
+            raise UserError(f'plan.exchange: of = {self.of!r}: adasum combines "gradients" or "deltas"')
+
+    def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
+        if self.of is None:
+            self.of = "gradients" if isinstance(make(), torch.optim.SGD) else "deltas"
+
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._start = [torch.empty_like(chunk.master) for chunk in replica.chunks] if self.own_optimizers else []
+
+    @property
+    def own_optimizers(self) -> bool:
+        return self.of == "deltas"
+
+    @property
+    def trains_apart(self) -> bool:
+        return False
+
+    def drifts(self, step: int) -> bool:
+        """The optimizers do, though the weights are the same."""
+        return self.own_optimizers and step > 0
+
     def holds(self, step: int) -> Holds:
-        return Holds.MEAN
+        return Holds.OWN_MEAN if self.own_optimizers else Holds.MEAN
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        for chunk, start in zip(self.replica.chunks, self._start, strict=False):
+            start.copy_(chunk.master)
+
+    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
+        """A replica whose samples count nothing takes no step of its own: it would be one of momentum and decay alone."""
+        chunks = self.replica.chunks
+        if self.own_optimizers and not any(bool(chunk.gradient.any()) for chunk in chunks):
+            return [slot.name for chunk in chunks for slot in chunk.slots]
+        return untouched
+
+    @torch.no_grad()
+    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
+        for chunk, start in zip(self.replica.chunks, self._start, strict=False):
+            delta = chunk.master - start
+            adasum(delta, chunk.slots, self.replica.group, f"deltas {chunk.index}")
+            torch.add(start, delta, out=chunk.master)
+            chunk.publish()
 
     @torch.no_grad()
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         chunk.gradient.mul_(own_mean)
+        if self.own_optimizers:
+            return
         adasum(chunk.gradient, chunk.slots, self.replica.group, f"gradients {chunk.index}")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk, Lender
@@ -35,6 +36,7 @@ class Holds(Enum):
     ALONE = "the same, weighted by this replica's own count: nothing of the step is shared"
     MEAN = "a finished mean, the same on every replica"
     LATE = "the same, of an earlier step: whether that is applied does not depend on what this step counts"
+    OWN_MEAN = "the finished mean over this replica's samples: clipped alone, voted on together"
     NOTHING = "no gradient yet: the step updates nothing"
 
 
@@ -93,6 +95,19 @@ class Algorithm:
         self.replica = replica
 
     @property
+    def trains_apart(self) -> bool:
+        """Whether there are steps after which the weights of replicas differ."""
+        return type(self).drifts is not Algorithm.drifts
+
+    @property
+    def own_optimizers(self) -> bool:
+        """Whether each replica's optimizer goes by the gradients of that replica, so that their states differ though the weights do not."""
+        return False
+
+    def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
+        """Before it is attached: decides what is left open by the kind of the optimizer, a small one of which `make` makes."""
+
+    @property
     def partners(self) -> Group:
         """The ranks that update together: they count, clip and vote as one, unless replicas train alone."""
         return self.replica.group
@@ -113,7 +128,7 @@ class Algorithm:
         """Before the forward."""
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        """On the lane, in steps that hold SUM or MEAN: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean),
+        """On the lane, in steps that hold SUM, MEAN or OWN_MEAN: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean),
         becomes that of the group; unless an algorithm knows better by an exact all-reduce. Of a chunk that is cut only the owned stretch need
         hold it: that is half the bytes."""
         purpose = f"gradients {chunk.index}"

@@ -98,7 +98,7 @@ class Apart(Algorithm):
 
 def check_biases(chosen: Algorithm, option: Option) -> None:
     """UserError where `chosen` lets replicas train apart, whose routers balance by biases that follow the counts of all."""
-    if type(chosen).drifts is not Algorithm.drifts:
+    if chosen.trains_apart:
         raise UserError(
             f'plan.exchange = "{option_name(option, "exchange")}" lets replicas train apart, and routers with balance_rate follow the counts of all of them: take a balance '
             "loss instead"
@@ -108,7 +108,7 @@ def check_biases(chosen: Algorithm, option: Option) -> None:
 def check_experts(chosen: Algorithm, option: Option) -> None:
     """UserError with the reason where `chosen` does not go with experts that are spread over the replicas (plan.ep)."""
     kind, reason = type(chosen), chosen.of_whole_models
-    if kind.drifts is not Algorithm.drifts:
+    if chosen.trains_apart:
         reason = "its replicas train apart, and tokens of one would go to experts of another"
     elif kind.update is not Algorithm.update:
         reason = "it averages each replica's own gradients, and those of experts come from tokens of several"
@@ -121,7 +121,7 @@ def check_experts(chosen: Algorithm, option: Option) -> None:
 def check_stages(chosen: Algorithm, option: Option) -> None:
     """UserError with the reason where `chosen` does not go with a model that is cut into stages (plan.pp)."""
     kind, reason = type(chosen), chosen.of_whole_models
-    if kind.drifts is not Algorithm.drifts:
+    if chosen.trains_apart:
         reason = "its replicas train apart, each with a norm and a vote of its own, and a stage has a part of a replica"
     elif kind.holds is not Algorithm.holds or kind.update is not Algorithm.update:
         reason = "it weighs each replica's gradients by their own mean, and only the last stage knows what counts"

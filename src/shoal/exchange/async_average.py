@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.comm import Lane
-from shoal.errors import UserError
+from shoal.errors import LaunchError, UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
 
 
@@ -60,10 +60,10 @@ class AsyncAverage(TrainsAlone):
             self._start(step, stop=False)
 
     def settle(self) -> None:
-        """Ends the round under way, or starts the one in which the others learn that this replica stops."""
+        """Ends the round under way, or starts the one in which the others learn that this replica stops: also if it never began one, since they may have."""
         if self._group.size == 1:
             return
-        while not self._stopped and (self._started is not None or self._next > 0):
+        while not self._stopped:
             if self._started is None:
                 self._start(0, stop=True)
             self._take_in()
@@ -93,7 +93,14 @@ class AsyncAverage(TrainsAlone):
 
     @torch.no_grad()
     def _take_in(self) -> None:
-        self._lane.wait()
+        try:
+            self._lane.wait()
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}\nThis replica waited for the end of a round of async_average, {self.bound} steps after its snapshot at the latest (bound), or in settle(). A replica "
+                "that has made its last step joins no round: if it is in a collective of your program, such as a barrier, call engine.settle() on all ranks after their last "
+                "step, before that collective"
+            ) from error
         for chunk, mean, snapshot in zip(self.replica.chunks, self._means, self._snapshots, strict=True):
             chunk.master.add_(mean.sub_(snapshot))
             chunk.publish()

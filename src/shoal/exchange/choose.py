@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from shoal.comm import Group
 from shoal.exchange.algorithm import Algorithm
 from shoal.exchange.apart import Apart, check_experts, check_stages
@@ -13,11 +15,15 @@ from shoal.plan import Plan
 
 Among = Callable[[Group, str, Sequence[int]], Group]
 """Makes a further group of some of the ranks of a group, by their places."""
+MakeOptimizer = Callable[[], torch.optim.Optimizer]
 
 
-def check_exchange(plan: Plan, keep: str, clip_value: float | None = None) -> Algorithm:
-    """The algorithm of `plan.exchange`. UserError where it does not go with the rest of the plan, masters that rest as `keep` says, or a clipped element."""
+def check_exchange(plan: Plan, keep: str, clip_value: float | None = None, make: MakeOptimizer | None = None) -> Algorithm:
+    """The algorithm of `plan.exchange`, for the optimizer that `make` makes a small one of. UserError where it does not go with the rest of the plan, masters that rest as `keep`
+    says, or a clipped element."""
     option, chosen = plan.exchange, algorithm(plan.exchange)
+    if make is not None:
+        chosen.suits(make)
     if plan.zero or plan.memory is not None:
         check_sharding(chosen, option, plan.zero, plan.memory is not None)
     if plan.cp > 1:
@@ -35,9 +41,11 @@ def check_exchange(plan: Plan, keep: str, clip_value: float | None = None) -> Al
     return chosen
 
 
-def choose_exchange(plan: Plan, keep: str, clip_value: float | None, apart: Mapping[str, Group], among: Among) -> Algorithm:
+def choose_exchange(
+    plan: Plan, keep: str, clip_value: float | None, apart: Mapping[str, Group], among: Among, make: MakeOptimizer
+) -> Algorithm:
     """The same; with one more of its kind for each set of ranks that have something `apart` (see parallel.layout)."""
-    chosen = check_exchange(plan, keep, clip_value)
+    chosen = check_exchange(plan, keep, clip_value, make)
     if not apart:
         return chosen
     return Apart(usual=chosen, apart={kind: algorithm(plan.exchange) for kind in apart}, groups=apart, among=among)

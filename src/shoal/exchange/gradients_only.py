@@ -19,8 +19,10 @@ def gradient_algorithm(option: Option | Algorithm, where: str) -> Algorithm:
 def beyond_gradients(chosen: Algorithm) -> str | None:
     """Why `chosen` needs more of a step than its gradients; None if `reduce` is all of it."""
     kind = type(chosen)
-    if kind.drifts is not Algorithm.drifts:
+    if chosen.trains_apart:
         return "its replicas train apart and exchange weights, which the hook never sees"
+    if chosen.own_optimizers:
+        return "each replica takes a step of its optimizer before they meet, which the hook never sees (of = \"gradients\" does not)"
     if kind.update is not Algorithm.update:
         return "it takes the place of the optimizer's step"
     if kind.exchanged is not Algorithm.exchanged or kind.end is not Algorithm.end:

@@ -85,7 +85,7 @@ class Reducer:
         self.touched = dict.fromkeys(self.touched, False)
         self.squares = [sum_of_squares([], chunk.data.device) for chunk in self._chunks]
         holds = self._algorithm.holds(step)
-        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN)
+        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.OWN_MEAN)
         self._round, self._rounds = 0, microbatches if self._lender is not None else 1
         self._begin_round()
 

@@ -11,12 +11,14 @@ def check_sharding(chosen: Algorithm, option: Option, stage: int, offloads: bool
     """UserError with the reason where `chosen` needs on each replica what ZeRO leaves to one of them, or on the device what is offloaded."""
     kind = type(chosen)
     reason = None
-    if kind.drifts is not Algorithm.drifts:
+    if chosen.trains_apart:
         reason = "its replicas train apart, so each needs all of its own weights and optimizer state"
     elif kind.update is not Algorithm.update:
         reason = "it updates every parameter on every replica itself"
     elif (stage >= 2 or offloads) and kind.holds is not Algorithm.holds:
         reason = "it works on the whole gradient of a step, which is reduced microbatch by microbatch"
+    elif chosen.own_optimizers:
+        reason = 'each replica\'s optimizer goes by its own gradients, so each needs all of its state; of = "gradients" combines gradients instead'
     if reason is not None:
         plan = "plan.memory" if offloads else f"plan.zero = {stage}"
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with {plan}: {reason}')
@@ -35,7 +37,7 @@ def check_shared_rows(chosen: Algorithm, option: Option, sharers: int) -> None:
     if chosen.of_whole_rows is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.cp: {chosen.of_whole_rows}')
     together = getattr(chosen, "ranks", 1)
-    if type(chosen).drifts is not Algorithm.drifts and together % sharers:
+    if chosen.trains_apart and together % sharers:
         raise UserError(
             f'plan.exchange = "{option_name(option, "exchange")}" lets ranks train apart that share each row (plan.cp = {sharers}): take '
             f'{{name = "islands", ranks = {sharers}}}, or one that keeps replicas equal'
@@ -44,7 +46,7 @@ def check_shared_rows(chosen: Algorithm, option: Option, sharers: int) -> None:
 
 def check_masters(chosen: Algorithm, option: Option, keep: str) -> None:
     """UserError where `chosen` exchanges the masters themselves, which `keep` rounds."""
-    if type(chosen).drifts is not Algorithm.drifts:
+    if chosen.trains_apart or chosen.own_optimizers:
         raise UserError(
             f'plan.exchange = "{option_name(option, "exchange")}" exchanges fp32 weights, which precision master = "{keep}" does not keep'
         )
