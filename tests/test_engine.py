@@ -270,10 +270,10 @@ def train_counting(world):
 
 
 def test_buffers_that_a_forward_changes_are_equal_after_a_step():
-    """Rank 0 runs two of three microbatches: average (2 (m0 / 2 + m1) + m2) / 3 with halved means m."""
+    """Rank 0 runs two of three microbatches, with halved means m: those of one process."""
     for average, calls, (m0, m1, m2) in run_ranks(train_counting, 2):
-        torch.testing.assert_close(average, (2 * (m0 / 2 + m1) + m2) / 3)
-        assert calls == 2
+        torch.testing.assert_close(average, (m0 / 2 + m1) / 2 + m2)
+        assert calls == 3
 
 
 # Errors

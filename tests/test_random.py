@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -15,9 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from shoal.engine import Engine
 from shoal.errors import UserError
+from shoal.models import regression
 from shoal.native import library
+from shoal.plan import Plan
 from shoal.random import KeyedDropout, Randomness, keep_fallback, keyed_functional, mix
+from tests.parity.cases import vectors
+from tests.pool import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -209,3 +215,33 @@ def test_without_a_compiler_the_fallback_gives_the_same():
     )
     kept = keep_native(2, 40, mix(torch.arange(2)), 1 << 31).long().flatten() * 2
     assert done.stdout.strip() == str(kept.tolist())
+
+
+class Noisy(nn.Module):
+    """Draws in evaluation too: from torch, and by a dropout that is always on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(nn.functional.dropout(x, 0.3, training=True) + torch.randn(x.shape, dtype=x.dtype))
+
+
+def evaluated(world, plan: dict) -> list[float]:
+    options = {"global_batch": 6, "microbatch": 2, "precision": "fp64", "world": world}
+    running = Engine(Noisy, regression, partial(torch.optim.SGD, lr=0.1), Plan(**{"dp": world.size, **plan}), **options)
+    batches, state = running.batches(vectors()), torch.get_rng_state()
+    found = [running.evaluate(vectors(), max_batches=3).loss, running.evaluate(vectors(), max_batches=3).loss]
+    assert torch.equal(state, torch.get_rng_state()), "the caller's generator goes on as it was"
+    found.append(running.step(next(batches)).loss)
+    running.close()
+    return found
+
+
+def test_what_an_evaluation_draws_does_not_depend_on_the_plan():
+    (expected,) = run_ranks(evaluated, 1, {})
+    assert expected[0] == expected[1] != expected[2]
+    for size, plan in ((2, {}), (3, {"zero": 3})):
+        for found in run_ranks(evaluated, size, plan):
+            assert found == pytest.approx(expected, rel=1e-9)

@@ -1,20 +1,24 @@
-"""Buffers that a forward changes and whose rule nobody told us: replicas are made equal after each step.
+"""Buffers that a forward changes and whose rule nobody told us: replicas are equal after each step.
 
-BatchNorm's statistics compose exactly (see batchnorm). Of others (a moving average of a codebook, a counter) floating ones become the mean
-over microbatches and the rest the largest: equal on all ranks, near what one process would have, and documented as not exact.
+BatchNorm's statistics compose exactly (see batchnorm), and so do others that a forward writes as keep * old + what the microbatch says, and does not use otherwise (see affine): moving averages, sums, counters, the
+last value. With n microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of keep^(microbatches after r) (y_r - keep^(microbatches of r) x_0), where y_r is what
+rank r arrived at from x_0. Of any other (a codebook, the vectors of a power iteration) what one process would have cannot be had: those are refused, or on request become the mean over microbatches,
+where they float, else the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.affine import Affine, Rule
 from shoal.comm import Group
+from shoal.errors import UserError
 
 
 @contextmanager
@@ -34,42 +38,129 @@ def buffers_untouched(root: nn.Module) -> Iterator[None]:
 
 
 class OtherBuffers:
-    """The persistent buffers of `root` outside BatchNorm. Non-persistent ones are derived tables, which nobody changes."""
+    """The buffers of `root` outside BatchNorm; non-persistent ones only where they are written in place: bound anew they are tables that follow shapes.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._places = [
-            (owner, name)
-            for owner in root.modules()
+    `replicas`: how many ranks have them. `averages`: those without a rule are averaged instead of refused. `whole_shares`: why the microbatches of a step are not the same under every plan, if they are not.
+    """
+
+    def __init__(self, root: nn.Module, replicas: int, averages: bool, whole_shares: str) -> None:
+        self._averages, self._whole_shares = averages, whole_shares
+        self._places = {
+            f"{prefix}.{name}".lstrip("."): (owner, name)
+            for prefix, owner in root.named_modules()
             if not isinstance(owner, _BatchNorm)
             for name, buffer in owner._buffers.items()
-            if buffer is not None and name not in owner._non_persistent_buffers_set and not buffer.is_complex()
-        ]
-        self._before: list[tuple[Tensor, int]] = []
+            if buffer is not None and not buffer.is_complex() and replicas > 1
+        }
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._start: dict[str, Tensor] = {}
+        self._rules: dict[str, Rule | str] = {}
+        self._agreed = self._news = False
+        self._forwards = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def begin(self) -> None:
         """Remembers where the step starts."""
-        self._before = [(buffer, buffer._version) for buffer in self._now()]
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._now().items()}
+        known = self._rules if self._agreed else self._before
+        self._start = {name: self._before[name][0].clone() for name in known}
 
-    def changed(self) -> bool:
-        """Whether this rank's forwards wrote or re-bound any of them since."""
-        return any(
-            buffer is not before or buffer._version != version
-            for buffer, (before, version) in zip(self._now(), self._before, strict=True)
+    @contextmanager
+    def watching(self) -> Iterator[Callable[[Any], None]]:
+        """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more rarely."""
+        self._forwards += 1
+        if not self._places or self._forwards & (self._forwards - 1):
+            yield _nothing
+            return
+        before = self._now()
+        with Affine(before) as affine:
+            yield affine.leaves
+        now = self._now()
+        for name, rule in affine.rules(now).items():
+            if self._is_table(name) and now[name] is not before[name]:
+                continue
+            if (known := self._rules.get(name, None if self._agreed else rule)) != rule and not isinstance(known, str):
+                self._rules[name], self._news = "forwards write it by different rules", self._agreed
+            else:
+                self._rules.setdefault(name, rule)
+
+    def changed(self) -> list[str]:
+        """Those that this rank's forwards wrote or bound anew since the step began."""
+        return [
+            name
+            for name, buffer in self._now().items()
+            if (buffer._version != self._before[name][1] if buffer is self._before[name][0] else not self._is_table(name))
+        ]
+
+    def flags(self, microbatches: int) -> list[bool]:
+        """What ranks tell each other of a step: whether any changed here, and whether one did otherwise than has been agreed on."""
+        changed, now = self.changed(), self._now()
+        for name in self._rules.keys() | set(changed):
+            rule = self._rules.get(name, "some forwards write it and others do not")
+            if (
+                isinstance(rule, Rule)
+                and rule.writes is not None
+                and now[name]._version - self._before[name][1] != rule.writes * microbatches
+            ):
+                rule = "some forwards write it more often than others"
+            if self._rules.get(name) != rule:
+                self._rules[name], self._news = rule, True
+        return [bool(changed), self._news]
+
+    @property
+    def rules(self) -> dict[str, Rule | str]:
+        """Of those that have been written here: the rule, or why there is none."""
+        return self._rules
+
+    def agree(self, told: Sequence[Mapping[str, Rule | str]], ranks: int, streams: int) -> None:
+        """All ranks go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on `streams` of them, cannot have as one process would."""
+        for theirs in told:
+            for name, rule in theirs.items():
+                if name in self._places and self._rules.setdefault(name, rule) != rule:
+                    self._rules[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
+        self._agreed, self._news = True, False
+        every = {name: rule for theirs in told for name, rule in theirs.items()} | self._rules
+        if ranks == 1 or self._averages or not every:
+            return
+        name, rule = next(((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items())))
+        if isinstance(rule, str):
+            why = f"one process would have it otherwise than {ranks} ranks: {rule}, so microbatches depend on those before them"
+        elif self._whole_shares:
+            why = f"how often depends on the number of ranks: {self._whole_shares}"
+        elif streams > 1:
+            why = f"with plan.cp = {streams} each rank sees a part of the rows"
+        else:
+            return
+        raise UserError(
+            f'a forward writes the buffer {name}, and {why}. Engine(buffers="averaged") (train.buffers in a job) makes it the mean over microbatches, or the largest of whole numbers, or take plan.dp = 1'
         )
 
-    def _now(self) -> list[Tensor]:
-        return [cast(Tensor, owner._buffers[name]) for owner, name in self._places]
-
-    def merge(self, group: Group, microbatches: int) -> None:
-        """Makes them equal over `group`; this rank ran `microbatches`."""
-        total = group.all_reduce(torch.tensor(float(microbatches)))
-        for buffer in self._now():
-            if buffer.is_floating_point():
-                mean: Tensor = group.all_reduce(buffer.double() * microbatches, purpose="buffers") / total.to(buffer.device)
-                buffer.copy_(mean)
+    def merge(self, group: Group, microbatches: int, after: int, exact: bool) -> None:
+        """Makes them equal over `group`; this rank ran `microbatches`, those of `group` behind it `after`. `exact`: where there is a rule."""
+        total = float(group.all_reduce(torch.tensor(float(microbatches)), purpose="buffers"))
+        for name, buffer in self._now().items():
+            rule = self._rules.get(name)
+            if rule is None:
+                continue
+            if isinstance(rule, Rule) and exact and not self._whole_shares:
+                first = self._start[name].double()
+                term = rule.keep**after * (buffer.double() - rule.keep**microbatches * first)
+                merged = group.all_reduce(term, purpose="buffers") + rule.keep**total * first
+                buffer.copy_(merged if buffer.is_floating_point() else merged.round())
+            elif buffer.is_floating_point():
+                buffer.copy_(group.all_reduce(buffer.double() * microbatches, purpose="buffers") / total)
             else:
-                wide = buffer.to(torch.int64)
-                buffer.copy_(group.all_reduce(wide, "max", purpose="buffers"))
+                buffer.copy_(group.all_reduce(buffer.to(torch.int64), "max", purpose="buffers"))
+
+    def _is_table(self, name: str) -> bool:
+        owner, attribute = self._places[name]
+        return attribute in owner._non_persistent_buffers_set
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: cast(Tensor, owner._buffers[attribute]) for name, (owner, attribute) in self._places.items()}
+
+
+def _nothing(outputs: Any) -> None:
+    pass

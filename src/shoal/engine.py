@@ -18,6 +18,7 @@ from shoal import checkpoint
 from shoal.alike import make_alike
 from shoal.arguments import check_arguments, check_batch, check_dataset
 from shoal.batchnorm import synchronise
+from shoal.buffers import OtherBuffers
 from shoal.build import build
 from shoal.checkpoint import state
 from shoal.checkpoint.given import Given
@@ -68,7 +69,7 @@ from shoal.precision import precision as precision_named
 from shoal.random import Randomness, attention
 from shoal.recompute import Recompute, without_caches
 from shoal.result import StepResult
-from shoal.step import StepRunner, choose_microbatch
+from shoal.step import StepRunner, choose_microbatch, no_fixed_cut
 from shoal.storage import Storage
 from shoal.unflushed import Unflushed, check_unflushed
 
@@ -85,7 +86,8 @@ class Engine:
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
     parameter's group. `tensor_rules`: how a model's layers are cut for `plan.tp`, beside what is known (see parallel.tensor.rules). `sync_bn`: BatchNorm statistics
     over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
-    (torch's own kernels; depends on the plan). `world`: by default what the launcher's variables say.
+    (torch's own kernels; depends on the plan). `buffers`: of those that forwards write, and that several ranks cannot have as one process would: "exact" refuses
+    them, "averaged" makes them the mean over microbatches. `world`: by default what the launcher's variables say.
 
     Raises UserError for what does not fit together.
     """
@@ -108,6 +110,7 @@ class Engine:
         tensor_rules: Rules | None = None,
         sync_bn: bool = False,
         dropout: str = "keyed",
+        buffers: str = "exact",
         collate: Collate | None = None,
         world: World | None = None,
     ) -> None:
@@ -116,6 +119,8 @@ class Engine:
         self.plan = plan or Plan(dp=self.world.size)
         self.mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
         self.device, self.ledger = self.world.device, self.world.ledger
+        if buffers not in ("exact", "averaged"):
+            raise UserError(f'buffers = "{buffers}": "exact" refuses what ranks cannot have as one process would, "averaged" takes the mean')
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         cp = self.plan.cp > 1
         group = self._group = self.world.group("dp-cp" if cp else "dp", self.mesh.ranks("dp", "cp"))
@@ -247,6 +252,7 @@ class Engine:
             device=self.device,
             keyed=self._keyed,
             users=UserHooks(self.parameters, self.layouts, self.plan),
+            buffers=OtherBuffers(self.module, exchange.partners.size, buffers == "averaged", no_fixed_cut(microbatch, sync_bn)),
             passing=self.passing,
             scale=self.loss_scale,
             beside=beside if not unflushed else self.world.group(f"tp-ballot{serial}", beside.ranks),
@@ -378,7 +384,8 @@ class Engine:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline, self._even)
+            draws = (self._randomness, self._keyed)
+            return evaluate(*of_all, *draws, self.passing, self._parted.context, self._alike, self._pipeline, self._even)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,16 +42,18 @@ def evaluate(
     collate: Collate | None,
     group: Group,
     device: torch.device,
+    randomness: Randomness,
+    keyed: bool,
     passing: Passing | None = None,
     context: Context | None = None,
-    randomness: Randomness | None = None,
     alike: bool = False,
     pipeline: Runner | None = None,
     even: bool = False,
 ) -> Evaluation:
-    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. With `context` its ranks share
-    the tokens of each row, and attention is what `randomness` says. `alike`: every rank runs as many forwards, since they meet in them.
-    `pipeline`: runs the stages that this rank has. `even`: ranks have as even shares as can be, and not whole microbatches of one cut.
+    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. What forwards draw is by the
+    samples' places in it, `keyed` or not as in a step, and the same each time. With `context` its ranks share the tokens of each row, and attention is what
+    `randomness` says. `alike`: every rank runs as many forwards, since they meet in them. `pipeline`: runs the stages that this rank has. `even`: ranks have as
+    even shares as can be, and not whole microbatches of one cut.
 
     Raises UserError if nothing there counts.
     """
@@ -67,25 +69,27 @@ def evaluate(
     own, first = (microbatches(part, microbatch) for part in dealt)
     mine = with_idle(own, len(first) if alike else 0, first[0] if first else ())
 
-    def forward(loaded: Mapping[str, Tensor]) -> Sums:
+    def forward(loaded: Mapping[str, Tensor], ids: Sequence[int]) -> Sums:
         batch = {key: value.to(device) for key, value in loaded.items()}
-        with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
+        randomness.begin("evaluation", ids)
+        with keyed_functional(randomness) if keyed or context is not None else nullcontext():
             sums = call_loss(loss, module, batch if context is None else context.cut(batch))
         if context is not None:
             context.attended()
         return sums
 
+    devices = [device.index] if device.type == "cuda" else []
     module.eval()
     try:
-        with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
+        with torch.random.fork_rng(devices), nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
             for ids, does_count in [] if pipeline is not None else mine:
-                sums = forward(stack([dataset[i] for i in ids]))
+                sums = forward(stack([dataset[i] for i in ids]), ids)
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * does_count
             if pipeline is not None:
                 at_once = 8 * pipeline.group.size  # loaded
                 for start in range(0, len(mine), at_once):
                     some = mine[start : start + at_once]
-                    loaded = [stack([dataset[i] for i in ids]) for ids, _ in some]
+                    loaded = [(stack([dataset[i] for i in ids]), ids) for ids, _ in some]
                     counts = [each for _, each in some]
                     aside, left = (nullcontext, _nothing) if passing is None else (passing.aside, passing.left)
                     evaluate_in_stages(pipeline, loaded, counts, forward, totals, group if alike else None, aside, left)

@@ -75,9 +75,11 @@ class Loop:
         forward = self._group.size * self._forwards + self._group.rank
         self._forwards += 1
         try:
-            with torch.random.fork_rng(self._devices), self._watching(), self._runner.keyed():
+            with torch.random.fork_rng(self._devices), self._watching(), self._runner.keyed(), self._runner.watching() as gave:
                 self._randomness.begin(self._step_index(), [forward])
-                return self._module(*args, **kwargs)
+                output = self._module(*args, **kwargs)
+                gave(output)
+                return output
         except BaseException:
             self.abandon()
             raise

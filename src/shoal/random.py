@@ -162,8 +162,8 @@ class Randomness:
         self._calls: dict[str, int] = {}
         self._forward_calls: dict[str, int] = {}
 
-    def begin(self, step: int, ids: Sequence[int]) -> None:
-        """Everything drawn until the next call belongs to the samples `ids` of `step`."""
+    def begin(self, step: int | str, ids: Sequence[int]) -> None:
+        """Everything drawn until the next call belongs to the samples `ids` of `step`, or of what else is named."""
         base = name_key(f"{self.seed}/{step}")
         samples = torch.from_numpy(
             mix(mix(np.array(ids, dtype=np.int64)) ^ base)

@@ -22,6 +22,10 @@ Run = tuple[Sequence[int], bool]
 """A microbatch's samples, and whether it counts."""
 
 
+Loaded = tuple[Mapping[str, Tensor], Sequence[int]]
+"""A microbatch of an evaluation and its samples."""
+
+
 class Steps(Protocol):
     """What is asked of a StepRunner."""
 
@@ -104,9 +108,9 @@ class Training:
 
 def evaluate_in_stages(
     pipeline: Runner,
-    loaded: Sequence[Mapping[str, Tensor]],
+    loaded: Sequence[Loaded],
     counts: Sequence[bool],
-    forward: Callable[[Mapping[str, Tensor]], Sums],
+    forward: Callable[[Mapping[str, Tensor], Sequence[int]], Sums],
     totals: Tensor,
     alike: Group | None,
     aside: Callable[[], AbstractContextManager[None]],
@@ -115,7 +119,7 @@ def evaluate_in_stages(
     """Adds to `totals`, on the last stage, what `forward` gives of those of the microbatches that count. `alike`: as above; `aside`, `left`: as of Steps."""
     if loaded:
         work = _Evaluation(loaded, counts, forward, totals, left)
-        kinds = [kind_of(each, "evaluate") for each in loaded]
+        kinds = [kind_of(each, "evaluate") for each, _ in loaded]
         pipeline.learn(kinds, work.try_out, alike, aside)
         pipeline.evaluate(kinds, work)
 
@@ -123,16 +127,16 @@ def evaluate_in_stages(
 class _Evaluation:
     def __init__(
         self,
-        loaded: Sequence[Mapping[str, Tensor]],
+        loaded: Sequence[Loaded],
         counts: Sequence[bool],
-        forward: Callable[[Mapping[str, Tensor]], Sums],
+        forward: Callable[[Mapping[str, Tensor], Sequence[int]], Sums],
         totals: Tensor,
         left: Callable[[], None],
     ) -> None:
         self._loaded, self._counts, self._run, self._totals, self._left = loaded, counts, forward, totals, left
 
     def try_out(self, place: int) -> Any:
-        sums = self._run(self._loaded[place])
+        sums = self._run(*self._loaded[place])
         return sums.total, sums.count
 
     def around(self, microbatch: int) -> Any:
@@ -140,7 +144,7 @@ class _Evaluation:
 
     def forward(self, microbatch: int) -> None:
         try:
-            sums = self._run(self._loaded[microbatch])
+            sums = self._run(*self._loaded[microbatch])
         finally:
             self._left()
         self._totals[0] += sums.total.double() * self._counts[microbatch]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,13 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
     return given or whole
 
 
+def no_fixed_cut(given: int | None, sync_bn: bool) -> str:
+    """Why the microbatches of a step are other ones under another number of ranks, if they are; `given`: the engine's microbatch."""
+    if sync_bn:
+        return "sync_bn makes each rank's share one microbatch"
+    return "microbatch=None makes each rank's share one: give microbatch=" if given is None else ""
+
+
 def _routed_by_microbatch(module: nn.Module) -> str | None:
     """What of a model's experts depends on which samples share a microbatch."""
     routers = [part.cfg for part in module.modules() if isinstance(part, Router)]
@@ -118,7 +125,8 @@ class StepRunner:
     model is cut, which all run the same microbatches. `context`: the ranks that share each microbatch's tokens; they are neighbours in the algorithm's group. `tally`:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
     of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
-    whose gradients are added up by rows. `users`: hooks on the parameters."""
+    whose gradients are added up by rows. `users`: hooks on the parameters; `buffers`: those that are
+    not BatchNorm's."""
 
     def __init__(
         self,
@@ -138,6 +146,7 @@ class StepRunner:
         device: torch.device,
         keyed: bool,
         users: UserHooks,
+        buffers: OtherBuffers,
         passing: Passing | None = None,
         scale: LossScale | None = None,
         beside: Group | None = None,
@@ -162,7 +171,7 @@ class StepRunner:
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._even, self._clip, self._device, self._keyed = microbatch, whole, even, clip, device, keyed
         self._partners = algorithm.partners
-        self._statistics, self._buffers = RunningStatistics(module), OtherBuffers(module)
+        self._statistics, self._buffers = RunningStatistics(module), buffers
         self._aux_names: tuple[str, ...] | None = None
         self.per_sample = 1.0  # counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits
         self._samples = 0
@@ -339,8 +348,9 @@ class StepRunner:
 
     def forward(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """The loss of a microbatch."""
-        with self._ledger.span("compute", "forward"), as_rows(self._by_rows):
+        with self._ledger.span("compute", "forward"), as_rows(self._by_rows), self.watching() as gave:
             sums = call_loss(self._loss, self._module, microbatch)
+            gave((sums.total, sums.count, sums.aux))
         if self._context is not None:
             self._context.attended()
             if not self._of_all_tokens(sums.aux):
@@ -349,6 +359,10 @@ class StepRunner:
                     "each rank has a part"
                 )
         return sums
+
+    def watching(self) -> AbstractContextManager[Callable[[Any], None]]:
+        """Around a forward, which tells what it gives: what becomes of the model's buffers."""
+        return self._buffers.watching()
 
     def aside(self) -> AbstractContextManager[None]:
         """Around forwards that are for shapes alone."""
@@ -401,7 +415,7 @@ class StepRunner:
         if self._partners.size == 1 or holds is Holds.ALONE:
             untouched = [name for name, seen in self._reducer.touched.items() if not seen]
             return self._of_all_stages(totals, *experts), self._norm_squared(squares), self._untouched_on_all_stages(untouched)
-        flags = torch.tensor([*touched, bool(self._users.reshaped), self._buffers.changed()], dtype=torch.float64)
+        flags = torch.tensor([*touched, bool(self._users.reshaped), *self._buffers.flags(run_here)], dtype=torch.float64)
         flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
         parts = [totals, squares, flags, *experts]
         if len(self._statistics) and not self._whole:
@@ -411,10 +425,12 @@ class StepRunner:
         experts = [statistics.pop(0) for _ in experts]
         if statistics:
             self._statistics.commit(statistics[0])
-        if self._users.hooked and flags[-2] > 0:
+        if self._users.hooked and flags[-3] > 0:
             raise self._users.refusal()
-        if len(self._buffers) and flags[-1] > 0:
-            self._buffers.merge(self._partners, run_here)
+        if len(self._buffers) and flags[-2] > 0:
+            if flags[-1] > 0:
+                self._buffers.agree(self._partners.all_gather_object(self._buffers.rules), self._partners.size, self._streams)
+            self._buffers.merge(self._partners, run_here, after, self._streams == 1)
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(self._reducer.touched, flags.tolist(), strict=False) if ranks == 0]
@@ -440,12 +456,16 @@ class StepRunner:
         return totals
 
     def _agree_on_names(self, totals: Tensor) -> Tensor:
-        """At the first step: a rank without a microbatch, or without the loss, learns the names of the auxiliary losses from the others."""
+        """At the first step: a rank without a microbatch, or without the loss, learns the names of the auxiliary losses from the others, and what forwards do to buffers."""
         self._agreed = True
-        names = self._aux_names
+        names, rules = self._aux_names, [self._buffers.rules]
         for group in (self._partners, self._across):
             if group is not None and group.size > 1:
-                names = next((each for each in group.all_gather_object(names) if each is not None), None)
+                told = group.all_gather_object((names, rules))
+                names = next((each for each, _ in told if each is not None), None)
+                rules = [each for _, theirs in told for each in theirs]
+        alone = self._algorithm.holds(self._step) is Holds.ALONE
+        self._buffers.agree(rules, 1 if alone else self._partners.size, self._streams)
         names = names or ()
         if self._aux_names is None:
             self._aux_names = names

@@ -54,6 +54,7 @@ def initialize_engine(
         Plan(dp=world.size, **settings.plan),
         world=world,
         seed=world.everyone.broadcast_object(torch.initial_seed()),
+        buffers="averaged",
         **{"global_batch": world.size, "microbatch": 1, **settings.engine},
     )
     model = Model(engine, settings.microbatches, settings.schedule)

@@ -44,6 +44,7 @@ def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> 
             schedule=by_name(train.schedule, total or 1, train.warmup, FLOOR),
             param_groups=decay_matrices_only(train.weight_decay),
             sync_bn=train.sync_bn,
+            buffers=train.buffers,
             world=world,
         )
 

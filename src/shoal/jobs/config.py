@@ -55,6 +55,7 @@ class Train:
     clip: float = 1.0
     seed: int = 0
     sync_bn: bool = False
+    buffers: str = "exact"
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.seconds is None:

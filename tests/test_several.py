@@ -1,0 +1,108 @@
+"""Several engines in one process: each trains as it does alone, in whatever order they are made, stepped and closed."""
+
+from __future__ import annotations
+
+import runpy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm import World
+from shoal.engine import Engine
+from shoal.models import GPT, GPTConfig, causal_lm
+from shoal.plan import Plan
+from tests.parity.cases import text
+from tests.pool import run_ranks
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def make(world: World, plan: dict[str, Any], layers: int) -> Engine:
+    model = partial(GPT, GPTConfig(vocab_size=61, sequence=12, layers=layers, d_model=16, heads=2, dropout=0.1))
+    plan = {"dp": world.size, **plan}
+    return Engine(model, causal_lm, ADAMW, Plan(**plan), global_batch=8, microbatch=2, world=world, seed=layers)
+
+
+def one_by_one(world: World, plan: dict[str, Any]) -> list[list[float]]:
+    found = []
+    for layers in (2, 4):
+        running = make(world, plan, layers)
+        found.append([running.step(batch).loss for batch in running.batches(text(), steps=4)] + [running.evaluate(text()).loss])
+        running.close()
+    return found
+
+
+def in_turn(world: World, plan: dict[str, Any]) -> list[list[float]]:
+    """A step of one, a step of the other; the first one made is closed first, while the other goes on."""
+    engines = [make(world, plan, layers) for layers in (2, 4)]
+    batches = [iter(each.batches(text())) for each in engines]
+    results = [[], []]
+    for _ in range(4):
+        for place, running in enumerate(engines):
+            results[place].append(running.step(next(batches[place])))
+    found = [[each.loss for each in theirs] for theirs in results]
+    for place, running in enumerate(engines):
+        found[place].append(running.evaluate(text()).loss)
+        running.close()
+    return found
+
+
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"zero": 1},
+    {"zero": 3, "recompute": "full"},
+    {"exchange": "powersgd"},
+    {"exchange": {"name": "diloco", "every": 2}},
+    {"dp": 1, "tp": 2},
+    {"dp": 1, "pp": 2},
+    {"dp": 1, "pp": 2, "schedule": "2bw"},
+    {"memory": {"update": "deferred"}},
+    {"compile": "aot_eager"},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_two_engines_in_turn_are_each_as_alone(plan):
+    assert run_ranks(in_turn, 2, plan) == run_ranks(one_by_one, 2, plan)
+
+
+def example(world: World, name: str, steps: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    return runpy.run_path(str(path))["train"](world, steps)
+
+
+@pytest.mark.parametrize(("name", "what", "most"), [("gan", "off", 0.6), ("distil", "loss", 1.0)])
+def test_examples_of_two_models_give_the_same_on_one_and_on_two_ranks(name, what, most):
+    (one,) = run_ranks(example, 1, name, 60)
+    for found in run_ranks(example, 2, name, 60):
+        assert found == pytest.approx(one, rel=0.02, abs=0.01), "fp32 over 60 steps"
+    assert one[what] < most
+
+
+def stray(world: World, touches: bool) -> list[Any]:
+    """Trains one model through another, whose parameters then get gradients that are none of its steps'."""
+    first = make(world, {"zero": 2}, 2)
+
+    def through(model: Any, mb: dict[str, torch.Tensor]) -> Any:
+        logits = model(mb["input_ids"])
+        if touches:
+            more = first.module(mb["input_ids"])
+            return (logits + more).square().sum(), logits.numel()
+        return logits.square().sum(), logits.numel()
+
+    second = Engine(partial(torch.nn.Embedding, 61, 61), through, ADAMW, global_batch=8, microbatch=2, world=world)
+    losses = []
+    for batch in first.batches(text(), steps=4):
+        losses.append(first.step(batch).loss)
+        second.step(next(second.batches(text())))
+    first.close()
+    second.close()
+    return losses
+
+
+def test_gradients_from_another_engines_loss_are_none_of_its_steps():
+    assert run_ranks(stray, 2, True) == run_ranks(stray, 2, False)
