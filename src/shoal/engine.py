@@ -44,7 +44,7 @@ from shoal.loop import Loop
 from shoal.loss import Loss
 from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
-from shoal.models.export import export_model
+from shoal.models.export import export_whole
 from shoal.objective import Objective
 from shoal.offload import Offload
 from shoal.optimizer import (
@@ -561,9 +561,9 @@ class Engine:
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 if self._across is not None:
                     weights = of_all_stages(weights, self._across)
-            if self._all.rank == 0:
-                export_model(self.module, weights, Path(directory))
-            self._all.barrier()
+            failure = export_whole(self.module, weights, Path(directory)) if self._all.rank == 0 else None
+            if (failure := self._all.broadcast_object(failure)) is not None:
+                raise failure
         return Path(directory)
 
     def close(self) -> None:

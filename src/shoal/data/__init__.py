@@ -14,7 +14,7 @@ from .pack import PackedText
 from .shards import Shards, build_shards, damaged_files, open_shards
 from .split import Split, split_documents
 from .text import TextData, open_text
-from .tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokens import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
     "BalancedCursor",
@@ -39,6 +39,7 @@ __all__ = [
     "open_shards",
     "open_text",
     "sample_costs",
+    "save_tokenizer",
     "split_documents",
     "stack_samples",
 ]

@@ -111,6 +111,11 @@ class Recorder:
         self._message(f"warning: {message}")
         self._write(WarningRecord(message=message))
 
+    def note(self, message: str) -> None:
+        """As a warning, of what is as it was asked for."""
+        self._message(message)
+        self._write(WarningRecord(message=message))
+
     def end(self, reason: str) -> None:
         """Closes everything; `reason` is a sentence."""
         if not self._active:
