@@ -352,11 +352,12 @@ class Engine:
         self._exchange.restored()
         self._runner.follow()
 
-    def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
-        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
+    def evaluate(self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None) -> Evaluation:
+        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches; of another `measure` than the engine's loss,
+        which returns (sum, count) as that does."""
         self._runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
-        of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
+        of_all = (self.module, measure or self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
             return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline)
 

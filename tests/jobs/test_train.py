@@ -281,12 +281,6 @@ def test_what_does_not_fit_is_refused_before_training(quick, make_job, alone, ch
     assert message in str(caught.value)
 
 
-def test_models_that_read_no_text_are_for_scripts(quick, make_job, alone):
-    job = replace(make_job(), model={"name": "resnet", "depth": 20, "classes": 5})
-    with pytest.raises(UserError, match="`shoal run`"):
-        train(job, {}, alone)
-
-
 def test_an_empty_corpus_is_named(quick, make_job, alone, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="put some there"):

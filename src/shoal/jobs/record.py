@@ -97,9 +97,10 @@ class Recorder:
     def moves(self, record: MovesRecord) -> None:
         self._write(record)
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self._message(f"step {step}: validation loss {evaluation.loss:.4f} ({units.duration(evaluation.seconds)})")
-        self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens))
+    def evaluation(self, step: int, evaluation: Evaluation, accuracy: float | None = None) -> None:
+        right = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        self._message(f"step {step}: validation loss {evaluation.loss:.4f}{right} ({units.duration(evaluation.seconds)})")
+        self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens, accuracy=accuracy))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self._write(SampleRecord(step=step, prompt=prompt, text=text))

@@ -24,7 +24,7 @@ from shoal.jobs.changes import remembered
 from shoal.jobs.choose import Settled, settle
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
-from shoal.jobs.evaluate import Spread, can_write, write_on
+from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
 from shoal.jobs.record import Recorder
@@ -62,7 +62,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
 
 def _train(settled: Settled, world: World) -> Outcome:
     engine = make_engine(settled.job, settled.model, settled.total, world)
-    about = remembered(settled.job, settled.data.tokenizer.fingerprint)
+    about = remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
     checkpoint, said = resume.find(settled.job, about, world.everyone)
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
@@ -81,7 +81,8 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
         try:
             (run_dir / DIRECTORY).mkdir(parents=True, exist_ok=True)
             write_resolved(settled.job, settled.origins, run_dir)
-            save_tokenizer(settled.data.tokenizer, run_dir / TOKENIZER)
+            if settled.tokenizer is not None:
+                save_tokenizer(settled.tokenizer, run_dir / TOKENIZER)
         except OSError as error:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
@@ -100,7 +101,6 @@ class _Run:
     def __init__(self, settled: Settled, engine: Engine, before: resume.Before, about: Mapping[str, Any]) -> None:
         job, world = settled.job, engine.world
         seconds_before = before.user.get("seconds", 0.0)
-        assert job.data.sequence is not None
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
@@ -180,17 +180,20 @@ class _Run:
         job, engine = self.job, self.engine
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
+        assert self.settled.tokenizer is not None
         with self.recorder.pause(), engine.whole_weights():
             # of a model that is cut all its ranks write together, and all that have its experts
             if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
-                text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
+                text = write_on(engine, self.settled.tokenizer, job.run.sample)
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)
 
     def _evaluate(self) -> None:
         if self.held_out is not None:
             with self.recorder.pause():
-                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out))
+                right = measure_of(self.settled.model.loss)
+                share = self.engine.evaluate(self.held_out, measure=right).loss if right is not None else None
+                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out), share)
 
     def _finish(self, reason: str) -> Path | None:
         """Ends the record and draws the report; a full disk costs the report, not what was trained."""
