@@ -49,7 +49,7 @@ from shoal.loop import Loop
 from shoal.loss import Loss
 from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
-from shoal.models.export import export_model
+from shoal.models.export import export_whole
 from shoal.objective import Objective
 from shoal.offload import Offload
 from shoal.optimizer import (
@@ -377,12 +377,13 @@ class Engine:
         self._exchange.restored()
         self._runner.follow()
 
-    def evaluate(self, dataset: Any, *, max_batches: int | None = None) -> Evaluation:
-        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches."""
+    def evaluate(self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None) -> Evaluation:
+        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches; of another `measure` than the engine's loss,
+        which returns (sum, count) as that does."""
         check_dataset(dataset, indexed=True)
         self._runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
-        of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
+        of_all = (self.module, measure or self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
             draws = (self._randomness, self._keyed)
             return evaluate(*of_all, *draws, self.passing, self._parted.context, self._alike, self._pipeline, self._even)
@@ -592,9 +593,9 @@ class Engine:
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 if self._across is not None:
                     weights = of_all_stages(weights, self._across)
-            if self._all.rank == 0:
-                export_model(self.module, weights, Path(directory))
-            self._all.barrier()
+            failure = export_whole(self.module, weights, Path(directory)) if self._all.rank == 0 else None
+            if (failure := self._all.broadcast_object(failure)) is not None:
+                raise failure
         return Path(directory)
 
     def close(self) -> None:

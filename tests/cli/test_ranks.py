@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -76,6 +77,36 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, t
     records = read_metrics(run_dir / "metrics.jsonl")
     assert [record.step for record in records.steps] == list(range(1, newest + 4))
     assert records.end is not None and records.attempts == 2
+
+
+def test_a_running_job_has_its_directory_and_nobody_else_is_locked_out(start, shoal, job_file, tmp_path):
+    """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at once, and says from where."""
+    run_dir = tmp_path / "run"
+    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=5")
+    wait_for_step(process, run_dir, 12)
+    second = shoal("train", job_file, "--nproc", 2)
+    assert second.code == 2 and f"{run_dir} is in use by process" in second.err and "give another run.dir" in second.err
+    assert shoal("report", run_dir).code == shoal("ckpt", "ls", run_dir).code == 0
+    assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'other'}").code == 0
+    ranks = psutil.Process(process.pid).children()
+    process.kill()
+    psutil.wait_procs(ranks, timeout=10)
+    assert (run_dir / "run.lock").exists()
+    newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
+    answer = shoal("train", job_file, "--nproc", 1, "--set", f"train.steps={newest + 1}", "--set", "train.lr=3e-2")
+    assert answer.code == 0 and not (run_dir / "run.lock").exists()
+    assert f"resumed from step {newest} (2 ranks then, 1 now)\n" in answer.out
+    assert "lr = 0.03 is used from here on; the checkpoint was trained with 0.01\n" in answer.out
+
+
+def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file, tmp_path):
+    """The real process, which may write no file above 100 KiB: a checkpoint is larger."""
+    command = f"ulimit -f 100; exec {sys.executable} -m shoal.cli train {job_file} --nproc 1 --set model.d_model=64"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.count("error: all 6 steps were trained, but the newest weights are not saved: saving the checkpoint of step 6") == 1
+    assert "free space there" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout.count("warning: saving the checkpoint of step") == 3
 
 
 def test_a_killed_run_with_its_state_on_a_disk_loses_no_update(start, shoal, job_file, tmp_path):
@@ -169,3 +200,15 @@ def test_the_demo_learns_more_than_a_nat(job_file, tmp_path):
     train(job, origins, World.single("cpu"))
     first, last = read_metrics(tmp_path / "demo" / "metrics.jsonl").evals
     assert first.loss - last.loss > 1.5
+
+
+def test_an_export_that_does_not_fit_the_disk_ends_with_code_5_and_leaves_what_was_there(shoal, job_file, tmp_path):
+    assert shoal("train", job_file, "--nproc", 1, "--set", "model.d_model=64").code == 0
+    assert shoal("ckpt", "export", tmp_path / "run", tmp_path / "out").code == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    command = f"ulimit -f 100; exec {sys.executable} -m shoal.cli ckpt export {tmp_path / 'run'} {tmp_path / 'out'}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 5, done.stderr
+    assert f"error: the weights were not exported to {tmp_path / 'out'}" in done.stderr and "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert not (tmp_path / "out.tmp").exists()

@@ -181,6 +181,7 @@ def test_checkpoints_are_kept_and_a_missing_one_is_said(tmp_path):
     other, _ = initialize_engine(Net, None, {"optimizer": {}}, world=world)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".* is used from here on")  # of what was given otherwise
         other.load_checkpoint(tmp_path)
     assert other.engine.seed == 77 and other.engine.step_index == 5
     with pytest.raises(CheckpointError, match="no checkpoint to load"):

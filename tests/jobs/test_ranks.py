@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
+from shoal import checkpoint
 from shoal.comm import World
-from shoal.errors import UserError
+from shoal.errors import CheckpointError, UserError
 from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.config import Job, Train
 from shoal.jobs.export import export_checkpoint
@@ -33,6 +36,28 @@ def test_a_run_goes_on_on_another_number_of_ranks(quick, make_job, tmp_path):
     train(rest, {}, World.single("cpu"))
     assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
     assert [record.step for record in records_of(rest).steps] == [1, 2, 3, 4, 5, 6], "one rank alone writes"
+
+
+def with_a_full_disk(world: World, cache: str, job: Job) -> tuple[str, int]:
+    """Rank 1's disk has no room for the last checkpoint."""
+    written = checkpoint.save.dcp.write_pieces
+
+    def full(path, rank, pieces):
+        if rank == 1 and path.name.startswith("step-00000006"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, rank, pieces)
+
+    with patch.object(checkpoint.save.dcp, "write_pieces", full), pytest.raises(CheckpointError) as failure:
+        in_cache(world, cache, job)
+    return str(failure.value), failure.value.exit_code
+
+
+def test_all_ranks_end_with_the_error_of_the_one_whose_last_save_failed(make_job, tmp_path):
+    first, second = run_ranks(with_a_full_disk, 2, os.environ["XDG_CACHE_HOME"], make_job(run={"save_every": 4}))
+    assert first == second and first[1] == 5 and "rank 1 on" in first[0] and "No space left" in first[0]
+    assert [row.step for row in checkpoint.listing(tmp_path / "run" / "checkpoints")] == [4]
+    assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], make_job()) == [6, 6]
+    assert records_of(make_job()).warnings[-1].message == "resumed from step 4 (2 ranks then, 2 now)"
 
 
 def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):

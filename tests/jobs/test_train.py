@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,11 @@ from shoal import checkpoint
 from shoal.comm import World
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.jobs import record
+from shoal.jobs.config import Job
 from shoal.jobs.export import export_checkpoint
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
+from shoal.lr import _cosine
 from tests.jobs.conftest import losses_of, records_of
 
 pytestmark = pytest.mark.fast
@@ -86,8 +89,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(quick, make
     job = make_job()
     train(job, {}, World.single("cpu"))
     assert losses_of(job) == losses_of(whole)
-    (warning,) = records_of(job).warnings
+    warning, resumed = records_of(job).warnings
     assert "checkpoint step-00000004 is passed over" in warning.message
+    assert resumed.message == "resumed from step 2 (1 rank then, 1 now)"
     assert victim.name in warning.message
 
 
@@ -173,8 +177,80 @@ def test_a_directory_holds_one_run(quick, make_job, alone):
     train(make_job(), {}, alone)
     with pytest.raises(UserError, match=r'already holds a run: continue it with resume = "auto"'):
         train(make_job(run={"resume": "never"}), {}, World.single("cpu"))
-    with pytest.raises(UserError, match=r"holds a run with train.lr = 0.01, this job has 0.02"):
-        train(make_job(lr=2e-2), {}, World.single("cpu"))
+
+
+def said_of(job: Job) -> list[str]:
+    return [each.message.split(" is used from here on")[0] for each in records_of(job).warnings]
+
+
+def test_what_a_job_gives_now_wins_and_is_said(quick, make_job, alone, tmp_path):
+    """On the run's own directory and from another one's checkpoint; from the first step on."""
+    model = {"dropout": 0.0}
+    train(make_job(steps=3, lr=1e-2, schedule="cosine", model=model), {}, alone)
+    now = {"steps": 12, "lr": 4e-2, "schedule": "cosine", "weight_decay": 0.2, "clip": 0.5, "precision": "bf16", "global_batch": 4}
+    (tmp_path / "more").mkdir()
+    for number in range(4):
+        (tmp_path / "more" / f"{number}.txt").write_text("".join(f"{i} + {number} = {i + number}\n" for i in range(900)))
+    options = {"data": {"source": str(tmp_path / "more")}, "model": {"dropout": 0.1}}
+    elsewhere = make_job(run={"dir": str(tmp_path / "b"), "resume": str(tmp_path / "run")}, **options, **now)
+    train(elsewhere, {}, World.single("cpu"))
+    train(make_job(**options, **now), {}, World.single("cpu"))
+    for job in (elsewhere, make_job()):
+        assert said_of(job) == [
+            "model.dropout = 0.1", f"data.source = {str(tmp_path / 'more')!r}", "resumed from step 3 (1 rank then, 1 now)", "weight_decay = 0.2",
+            "lr = 0.04", "global_batch = 4", "precision = bf16", "clip = 0.5", "schedule: total = 12",
+        ]  # fmt: skip
+        rates = [each.lr for each in records_of(job).steps if each.step > 3]
+        assert rates == pytest.approx([4e-2 * _cosine(step, 12, 0, 0.1) for step in range(3, 12)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"d_model": 32}}, r"model.d_model = 32, but the checkpoint was trained with 16, and that cannot change"),
+        ({"model": {"heads": 4}}, r"model.heads = 4, but"),
+        ({"seed": 1}, r"train.seed = 1, but the checkpoint was trained with 0.*held out"),
+        ({"data": {"validation": 0.3}}, r"data.validation = 0.3, but"),
+        ({"data": {"tokenizer": "bpe:300"}, "model": {"vocab_size": 300}}, r"model.vocab_size = 300, but"),
+        ({"data": {"tokenizer": "bpe:257"}}, r"data.tokenizer = 'bpe:257' gives other ids than the tokenizer.*\('bytes'\)"),
+    ],
+)
+def test_what_a_trained_model_cannot_follow_is_refused_by_name(quick, make_job, alone, changes, message):
+    train(make_job(steps=1), {}, alone)
+    with pytest.raises(UserError, match=message):
+        train(make_job(steps=2, **changes), {}, World.single("cpu"))
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_anew(quick, make_job, alone, tmp_path):
+    train(make_job(steps=1), {}, alone)
+    only = tmp_path / "run" / "checkpoints" / "step-00000001"
+    victim = max(only.iterdir(), key=lambda path: path.stat().st_size)
+    victim.write_bytes(b"\0" + victim.read_bytes()[1:])
+    for resume in ("auto", str(tmp_path / "run"), str(only)):
+        with pytest.raises(CheckpointError, match=rf"{victim.name}: contents changed"):
+            train(make_job(steps=2, run={"resume": resume}), {}, World.single("cpu"))
+    shutil.rmtree(only)  # what the message says
+    assert train(make_job(steps=2), {}, World.single("cpu")).step == 2
+
+
+@pytest.mark.parametrize("save_every", [0, 2])
+def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone, monkeypatch, save_every):
+    written = checkpoint.save.dcp.write_pieces
+
+    def full(path, rank, pieces):
+        if path.name.startswith("step-00000006"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, rank, pieces)
+
+    monkeypatch.setattr(checkpoint.save.dcp, "write_pieces", full)
+    job = make_job(run={"save_every": save_every})
+    with pytest.raises(CheckpointError, match=r"all 6 steps were trained, but the newest weights are not saved.*step 6.*No space left"):
+        train(job, {}, alone)
+    end = records_of(job).end
+    assert end is not None and "No space left" in end.reason
+    assert [row.step for row in checkpoint.listing(Path(job.run.dir) / "checkpoints")] == ([4, 2] if save_every else [])
+    monkeypatch.setattr(checkpoint.save.dcp, "write_pieces", written)
+    assert train(make_job(), {}, World.single("cpu")).step == 6
 
 
 @pytest.mark.parametrize(
@@ -203,12 +279,6 @@ def test_what_does_not_fit_is_refused_before_training(quick, make_job, alone, ch
     with pytest.raises(error) as caught:
         train(make_job(**changes), {}, alone)
     assert message in str(caught.value)
-
-
-def test_models_that_read_no_text_are_for_scripts(quick, make_job, alone):
-    job = replace(make_job(), model={"name": "resnet", "depth": 20, "classes": 5})
-    with pytest.raises(UserError, match="`shoal run`"):
-        train(job, {}, alone)
 
 
 def test_an_empty_corpus_is_named(quick, make_job, alone, tmp_path):
@@ -246,8 +316,26 @@ def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path)
     train(job, {}, alone)
     assert export_checkpoint(Path(job.run.dir), tmp_path / "out") == tmp_path / "out"
     assert {"config.json", "model.safetensors"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("3 + 4") == list(b"3 + 4") and tokenizer.eos_token_id == 256
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="give the job file by --job"):
         export_checkpoint(tmp_path / "bare", tmp_path / "out")
     with pytest.raises(CheckpointError, match="no checkpoint"):
         export_checkpoint(tmp_path / "bare", tmp_path / "out", Path(job.run.dir) / "resolved.toml")
+
+
+def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(quick, make_job, alone, tmp_path, monkeypatch):
+    """What the refusal says: a BPE of another corpus has other ids, the run's own one goes on; also where the cache has gone."""
+    train(make_job(steps=1, data={"tokenizer": "bpe:280"}), {}, alone)
+    (tmp_path / "more").mkdir()
+    for number in range(4):
+        (tmp_path / "more" / f"{number}.txt").write_text("".join(f"word {i} + {number}\n" for i in range(900)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
+    other = {"source": str(tmp_path / "more")}
+    with pytest.raises(UserError, match="data.tokenizer = 'bpe:280' gives other ids.*Give the directory 'tokenizer' of the run"):
+        train(make_job(steps=2, data={**other, "tokenizer": "bpe:280"}), {}, World.single("cpu"))
+    job = make_job(steps=2, data={**other, "tokenizer": str(tmp_path / "run" / "tokenizer")})
+    assert train(job, {}, World.single("cpu")).step == 2
+    assert said_of(job)[0] == f"data.source = {str(tmp_path / 'more')!r}"

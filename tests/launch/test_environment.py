@@ -61,6 +61,10 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 FOUND = {
     "nothing set": ({}, None, SINGLE),
     "an address alone is no rank": (AT_10_0_0_1, None, SINGLE),
+    "TF_CONFIG of one task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}'}, None, SINGLE),
+    "TF_CONFIG beside RANK": (
+        {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"}, None, Identity(0, 1, 0, 1, "", 0, "the environment"),
+    ),
     "WORLD_SIZE=1 alone": ({"WORLD_SIZE": "1"}, None, SINGLE),
     "shoal run": (SHOAL, None, Identity(1, 2, 1, 2, "tcp://127.0.0.1:4000", 0, "shoal run")),
     "shoal run, later generation": (
@@ -148,6 +152,22 @@ FOUND = {
 REFUSED = {
     "RANK without WORLD_SIZE": ({"RANK": "0"}, None, "WORLD_SIZE is missing although RANK=0"),
     "WORLD_SIZE without RANK": ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
+    "TF_CONFIG of two workers": (
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'},
+        None,
+        "worker 1 of 2.*Set RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2222 in its place",
+    ),
+    "TF_CONFIG with a chief": (
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"], "chief": ["c:7"]}, "task": {"type": "worker", "index": 0}}'},
+        None,
+        "Set RANK=1 WORLD_SIZE=2 MASTER_ADDR=c MASTER_PORT=7",
+    ),
+    "TF_CONFIG of a parameter server": (
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"], "ps": ["c:7"]}, "task": {"type": "ps", "index": 0}}'},
+        None,
+        "ps 0 of 2.*on the chief and the workers alone",
+    ),
+    "TF_CONFIG that is none": ({"TF_CONFIG": "[1]"}, None, "no description of a cluster"),
     "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR and MASTER_PORT are not"),
     "no port": (without(PLAIN, "MASTER_PORT"), None, "MASTER_PORT is not. Set"),
     "rank too high": (PLAIN | {"RANK": "4"}, None, "RANK=4 must be below WORLD_SIZE=4"),

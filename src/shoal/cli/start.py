@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from shoal.jobs.choose import default_ranks, ranks_here, spread
+from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.read import load_job
 from shoal.launch import discover, launch
 
@@ -29,6 +30,7 @@ def start_job(path: Path, assignments: Sequence[str]) -> int:
 
         signal = run(str(path), list(assignments)).signal
         return 128 + signal if signal else 0
+    refuse_if_taken(Path(job.run.dir))
     return launch(["-m", "shoal.jobs", str(path), *assignments], nproc, run_dir=Path(job.run.dir))
 
 

@@ -4,6 +4,7 @@ The road of text is `open_text`: corpus -> tokenizer -> shards -> split -> packe
 from there: a `Cursor` says which samples a step takes, `map_batches` hands them out; an `IterableSource` does both for a stream.
 """
 
+from .arrays import ArrayData, Samples, held_out, open_arrays
 from .balanced import BalancedCursor, LoadBalancedBatchSampler, LoadBalancedSampler, sample_costs
 from .cached import CachedDataset
 from .corpus import Corpus, open_corpus
@@ -14,9 +15,10 @@ from .pack import PackedText
 from .shards import Shards, build_shards, damaged_files, open_shards
 from .split import Split, split_documents
 from .text import TextData, open_text
-from .tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokens import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
 
 __all__ = [
+    "ArrayData",
     "BalancedCursor",
     "Batch",
     "ByteTokenizer",
@@ -27,18 +29,22 @@ __all__ = [
     "LoadBalancedBatchSampler",
     "LoadBalancedSampler",
     "PackedText",
+    "Samples",
     "Shards",
     "Split",
     "TextData",
     "Tokenizer",
     "build_shards",
     "damaged_files",
+    "held_out",
     "load_tokenizer",
     "map_batches",
+    "open_arrays",
     "open_corpus",
     "open_shards",
     "open_text",
     "sample_costs",
+    "save_tokenizer",
     "split_documents",
     "stack_samples",
 ]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT
+SPECIAL_IN_TEXT = "shoal_special_in_text"  # our key in tokenizer_config.json, see `load_tokenizer`
 TRAINING_CHARACTERS = 8_000_000  # merges learned on more differ little, and training time grows with it
 
 
@@ -81,12 +82,51 @@ class LibraryTokenizer:
         return self.library.decode([int(i) for i in ids if i != self.eos], skip_special_tokens=False)
 
 
-def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> LibraryTokenizer:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> bool:
+    """Writes `tokenizer.json` and `tokenizer_config.json` to `directory`, which `load_tokenizer` and `AutoTokenizer.from_pretrained` read: the same ids,
+    that of bytes too. Returns False, and writes nothing, for a tokenizer of the caller's own."""
+    if not isinstance(tokenizer, ByteTokenizer | LibraryTokenizer):
+        return False
+    directory.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Any] = {}
+    if isinstance(tokenizer, ByteTokenizer):
+        content = _bytes_as_library().to_str().encode()
+        eos, special_in_text = END_OF_TEXT, False
+    else:
+        content = tokenizer.file.read_bytes()
+        known = _beside(tokenizer.file)
+        eos, special_in_text = tokenizer.library.id_to_token(tokenizer.eos), not tokenizer.library.encode_special_tokens
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, **known, SPECIAL_IN_TEXT: special_in_text}
+    files = {"tokenizer.json": content, "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    for name, content in files.items():
+        fresh = directory / f"{name}.tmp"
+        fresh.write_bytes(content)
+        fresh.replace(directory / name)  # on a full disk the old one stays
+    return True
+
+
+def _bytes_as_library() -> tokenizers.Tokenizer:
+    """A `ByteTokenizer` of the library: a BPE without merges."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    # the library's characters for bytes, in the order of GPT-2: those that print stand for themselves, the others come after them
+    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in printing else next(others)): byte for byte in range(256)}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([END_OF_TEXT])
+    return library
+
+
+def load_tokenizer(path: str | Path, *, special_in_text: bool | None = None) -> LibraryTokenizer:
     """Reads a `tokenizer.json`, or the directory of a Hugging Face tokenizer that has one.
 
     The end-of-document token is the `eos_token` of the `tokenizer_config.json` beside it, or else the first of
     `KNOWN_EOS` in the vocabulary. Text that spells a special token gives that token, as in `transformers`, unless
-    `special_in_text=False`: then a document cannot contain its own end. Raises `UserError` where the file is missing or broken or has no such token.
+    `special_in_text=False`, or a file that `save_tokenizer` wrote says so: then a document cannot contain its own end. Raises `UserError` where the file is missing or broken or has no such token.
     """
     file = Path(path).expanduser()
     if file.is_dir():
@@ -102,6 +142,8 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> Library
         library = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
         raise UserError(f"{file} is not a tokenizer.json: {error}. Delete it if Shoal made it, else get a whole one") from error
+    if special_in_text is None:
+        special_in_text = _beside(file).get(SPECIAL_IN_TEXT, True)
     library.no_truncation()
     library.no_padding()
     library.encode_special_tokens = not special_in_text
@@ -117,8 +159,7 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool = True) -> Library
 
 
 def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
-    config = file.with_name("tokenizer_config.json")
-    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
+    named = _beside(file).get("eos_token")
     if isinstance(named, dict):  # an AddedToken as transformers writes it
         named = named["content"]
     candidates = [named] if named else list(KNOWN_EOS)
@@ -127,8 +168,14 @@ def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
             return token
     raise UserError(
         f"{file} has no end-of-document token: looked for {', '.join(candidates)}. "
-        f'Add one to its vocabulary, and name it as "eos_token" in {config.name} beside it'
+        f'Add one to its vocabulary, and name it as "eos_token" in tokenizer_config.json beside it'
     )
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """What `tokenizer_config.json` beside it says."""
+    config = file.with_name("tokenizer_config.json")
+    return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
 
 
 def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, cache_dir: Path) -> Tokenizer:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from shoal.comm import World
-from shoal.data import Cursor, TextData, open_text
+from shoal.data import ArrayData, Cursor, TextData, Tokenizer, open_text
 from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
-from shoal.jobs.config import Job, Origins
+from shoal.jobs.config import Data, Job, Origins
+from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optimizer import decay_matrices_only
@@ -27,13 +28,17 @@ WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
 
 @dataclass(frozen=True)
 class Settled:
-    """A job with nothing left open, its model and its data. `total`: steps, None where time alone stops the run."""
+    """A job with nothing left open, its model and its data. `total`: steps, None where time alone stops the run. `tokenizer`: None where nothing is text."""
 
     job: Job
     origins: Origins
     model: ModelSpec
-    data: TextData
+    data: TextData | ArrayData
     total: int | None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.data.tokenizer if isinstance(self.data, TextData) else None
 
 
 def ranks_here(job: Job) -> int:
@@ -70,7 +75,17 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     job, origins = spread(job, origins, world.size)
     if job.run.nproc is None:
         job, origins = _put(job, origins, "run", nproc=world.local_size)
+    job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
+    total = _total(job, data)
+    job, origins = _put_schedule(job, origins, total)
+    job, origins = _put_stages(job, origins, model, data, world)
+    return Settled(job, origins, model, data, total)
+
+
+def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, TextData]:
     table = dict(job.model)
+    if job.data.size is not None:
+        raise UserError(f'data.size = {job.data.size} is of images, which model.name = "{table["name"]}" does not read: remove it')
     if job.data.sequence is None:
         preset = PRESETS.get(str(table.get("preset")))
         longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
@@ -79,10 +94,16 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     job, origins = _put_model(job, origins, _from_data(table, job, data))
     model = build(job.model)
     _check_model(model, job, data)
-    total = _total(job, data)
-    job, origins = _put_schedule(job, origins, total)
-    job, origins = _put_stages(job, origins, model, data, world)
-    return Settled(job, origins, model, data, total)
+    return job, origins, model, data
+
+
+def _settle_samples(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, ArrayData]:
+    if isinstance(job.data.source, str) and job.data.source == Data.source:
+        job, origins = _put(job, origins, "data", source=DEFAULT[job.model["name"]])
+    data = open_samples(job)
+    job, origins = _put_model(job, origins, settings_from(data, job))
+    model = build(job.model)
+    return job, origins, model, fitted(data, model, job.data.source)
 
 
 def _open(job: Job) -> TextData:
@@ -114,11 +135,7 @@ def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, 
 
 
 def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
-    if model.vocab_size is None:
-        raise UserError(
-            f'model.name = "{model.name}" reads no text, which is what a job file trains on: write a script with shoal.Engine and start it '
-            "with `shoal run`"
-        )
+    assert model.vocab_size is not None
     if model.vocab_size < data.tokenizer.vocab_size:
         raise UserError(
             f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of data.tokenizer = "
@@ -131,7 +148,7 @@ def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
         )
 
 
-def _total(job: Job, data: TextData) -> int | None:
+def _total(job: Job, data: TextData | ArrayData) -> int | None:
     limits = [] if job.train.steps is None else [job.train.steps]
     if job.train.epochs is not None:
         limits.append(job.train.epochs * Cursor(len(data.train), job.train.global_batch, job.train.seed).steps_per_epoch)
@@ -158,7 +175,7 @@ def microbatches_of(job: Job) -> tuple[int, int]:
     return microbatch, math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
 
 
-def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData, world: World | Sizes) -> tuple[Job, Origins]:
+def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData | ArrayData, world: World | Sizes) -> tuple[Job, Origins]:
     """Rank 0 finds out, and tells the others."""
     if not isinstance(job.plan.stages, str | Mapping):
         return job, origins

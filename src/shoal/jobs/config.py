@@ -23,6 +23,7 @@ class Data:
     """`[data]`: the text to train on, see `shoal.data.open_text`. `source` may be a `datasets.Dataset` in Python.
 
     `sequence`: tokens in a row, by default what the model takes. `validation`: the share of documents held out.
+    For models that read no text: arrays, a folder of images or a generated set (see `samples`); `size`: pixels of each side that images are brought to.
     """
 
     source: Any = "stdlib"
@@ -31,6 +32,11 @@ class Data:
     validation: float = 0.05
     attend: str = "row"
     field: str = "text"
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.size < 1:
+            raise UserError(f"data.size = {self.size}: give at least 1")
 
 
 @dataclass(frozen=True)

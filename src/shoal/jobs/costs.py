@@ -11,10 +11,10 @@ from shoal.models import ModelSpec
 from shoal.report.flops import count_flops, measure_peak_flops
 
 
-def flops_per_sample(model: ModelSpec, data: Any, sequence: int) -> float | None:
-    """Forward and backward of one row of `sequence` tokens: by the model's formula, else counted on the meta device, where nothing is
+def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float | None:
+    """Forward and backward of one row of `sequence` tokens (None: of one sample): by the model's formula, else counted on the meta device, where nothing is
     computed. None where the model does something that needs values."""
-    if model.flops_per_token is not None:
+    if model.flops_per_token is not None and sequence is not None:
         return model.flops_per_token(sequence) * sequence
     row = {key: value.unsqueeze(0).to("meta") for key, value in data[0].items()}
     with torch.device("meta"):
@@ -25,7 +25,7 @@ def flops_per_sample(model: ModelSpec, data: Any, sequence: int) -> float | None
 
     try:
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        return float(count_flops(forward_and_backward, parameters=parameters, tokens=sequence).flops)
+        return float(count_flops(forward_and_backward, parameters=parameters, tokens=sequence or 1).flops)
     except (NotImplementedError, RuntimeError):  # torch's words for an operation that the meta device cannot follow
         return None
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.data import Tokenizer
 from shoal.engine import Engine
-from shoal.models import causal_lm, generate
-from shoal.models.losses import Loss
+from shoal.models import causal_lm, classification, generate
+from shoal.models.losses import IGNORED, Loss
 
 NEW_TOKENS, TEMPERATURE, TOP_K = 160, 0.8, 40
 
@@ -27,6 +28,16 @@ class Spread:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return self._dataset[index * len(self._dataset) // self._samples]
+
+
+def measure_of(loss: Loss) -> Loss | None:
+    """What an evaluation with this loss shows beside it: the share of samples whose class is right."""
+    return _right if loss is classification else None
+
+
+def _right(model: nn.Module, mb: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    counts = mb["labels"] != IGNORED
+    return ((model(mb["inputs"]).argmax(dim=-1) == mb["labels"]) & counts).sum().float(), counts.sum()
 
 
 def can_write(loss: Loss) -> bool:

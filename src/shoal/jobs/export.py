@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.comm import World
-from shoal.errors import UserError
+from shoal.errors import CheckpointError, UserError
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.read import load_job
-from shoal.jobs.save import DIRECTORY
+from shoal.jobs.save import DIRECTORY, TOKENIZER
 from shoal.models import build
 from shoal.plan import Plan
 
 
 def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
-    """Writes the weights of `path` (a checkpoint, or a run or directory whose newest good one is taken) to `out`; returns `out`.
+    """Writes the weights of `path` (a checkpoint, or a run or directory whose newest good one is taken) to `out`, with the run's tokenizer; returns `out`.
 
     The model is that of `job_file`, by default resolved.toml of the run that `path` lies in. Raises UserError where there is none.
     """
@@ -30,6 +31,12 @@ def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Pa
     engine.load(directory)
     engine.export(out)
     engine.close()
+    own = [file for parent in (path, *path.resolve().parents[:2]) for file in sorted((parent / TOKENIZER).glob("tokenizer*.json"))]
+    try:
+        for file in own:
+            shutil.copy(file, out)
+    except OSError as error:
+        raise CheckpointError(f"the tokenizer was not copied to {out}: {error}; free space there, or export elsewhere") from error
     return out
 
 

@@ -97,9 +97,10 @@ class Recorder:
     def moves(self, record: MovesRecord) -> None:
         self._write(record)
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self._message(f"step {step}: validation loss {evaluation.loss:.4f} ({units.duration(evaluation.seconds)})")
-        self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens))
+    def evaluation(self, step: int, evaluation: Evaluation, accuracy: float | None = None) -> None:
+        right = "" if accuracy is None else f", accuracy {accuracy:.1%}"
+        self._message(f"step {step}: validation loss {evaluation.loss:.4f}{right} ({units.duration(evaluation.seconds)})")
+        self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens, accuracy=accuracy))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self._write(SampleRecord(step=step, prompt=prompt, text=text))
@@ -109,6 +110,11 @@ class Recorder:
 
     def warning(self, message: str) -> None:
         self._message(f"warning: {message}")
+        self._write(WarningRecord(message=message))
+
+    def note(self, message: str) -> None:
+        """As a warning, of what is as it was asked for."""
+        self._message(message)
         self._write(WarningRecord(message=message))
 
     def end(self, reason: str) -> None:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import tomllib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal import checkpoint
+from shoal.checkpoint.directory import completed
 from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import Group
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
-from shoal.jobs.config import Job, Origins, describe
-from shoal.jobs.read import load_job, parse_job
-from shoal.jobs.write import to_toml
-
-FREE = ("train.steps", "train.epochs", "train.seconds", "train.microbatch", "train.precision", "train.warmup", "run.", "plan.")
-"""What may change from one attempt to the next: when to stop, and how the same mathematics is carried out."""
+from shoal.jobs.changes import changes
+from shoal.jobs.config import Job
+from shoal.jobs.save import DIRECTORY
 
 
-def find(job: Job, origins: Origins, group: Group) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue, None for a fresh start, and warnings about damaged ones; rank 0 looks, all ranks get the same.
+def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None, list[str]]:
+    """The checkpoint to continue, None for a fresh start, and what is to be said of it: damaged ones, what the job has otherwise now. Rank 0 looks, all
+    ranks get the same. `about`: the job as checkpoints remember it.
 
-    Raises UserError where the run directory holds another job's run, or, under "never", any; CheckpointError for a path without
-    a good checkpoint.
+    Raises UserError for a change that cannot be, and under "never" where the run directory holds a run; CheckpointError where there is no good
+    checkpoint in a path that is given, or only damaged ones in the run directory.
     """
     found: tuple[Path | None, list[str]] | Exception | None = None
     if group.rank == 0:
         try:
-            found = _look(job, origins)
+            path, said = _look(job)
+            then = None if path is None else read_manifest(path).extra["user"].get("job")
+            found = path, said + (changes(then, about) if then is not None else [])
         except (UserError, CheckpointError) as error:  # raised by every rank below, so that none waits for another
             found = error
     found = group.broadcast_object(found)
@@ -38,18 +41,35 @@ def find(job: Job, origins: Origins, group: Group) -> tuple[Path | None, list[st
     return found
 
 
-def go_on(job: Job, engine: Engine, found: Path | None) -> tuple[int, dict[str, Any]]:
-    """Brings `engine` to where the run was: the checkpoint `found`, or what lies on the disk of plan.memory where that is newer. Returns the step of the
-    checkpoint, 0 without one, and what the run had saved there."""
+@dataclass(frozen=True)
+class Before:
+    """What an attempt goes on from. `saved`: the step of the checkpoint, 0 without one; `user`: what the run had saved there; `said`: where it goes on, and
+    what the engine says of values that are given otherwise now."""
+
+    saved: int
+    user: Mapping[str, Any]
+    said: list[str]
+
+
+def go_on(job: Job, engine: Engine, found: Path | None) -> Before:
+    """Brings `engine` to where the run was: the checkpoint `found`, or what lies on the disk of plan.memory where that is newer."""
     manifest = read_manifest(found) if found is not None else None
-    if job.run.resume == "auto" and engine.recover(after=manifest.step if manifest else 0):
-        return (manifest.step, manifest.extra["user"]) if manifest else (0, {})
-    if found is not None:
-        engine.load(found)
-    return engine.step_index, manifest.extra["user"] if manifest else {}
+    saved, user = (manifest.step, manifest.extra["user"]) if manifest else (0, {})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        recovered = job.run.resume == "auto" and engine.recover(after=saved)
+        if found is not None and not recovered:
+            engine.load(found)
+    lines = [str(each.message) for each in said]
+    if recovered:
+        lines.insert(0, f"resumed from step {engine.step_index}, the last update on the disk of plan.memory")
+    elif manifest is not None:
+        ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)} then, {engine.world.size} now"
+        lines.insert(0, f"resumed from step {manifest.step} ({ranks})")
+    return Before(saved, user, lines)
 
 
-def _look(job: Job, origins: Origins) -> tuple[Path | None, list[str]]:
+def _look(job: Job) -> tuple[Path | None, list[str]]:
     run_dir = Path(job.run.dir)
     if job.run.resume == "never":
         if (run_dir / "metrics.jsonl").exists():
@@ -63,39 +83,29 @@ def _look(job: Job, origins: Origins) -> tuple[Path | None, list[str]]:
         damaged.append(f"checkpoint {path.name} is passed over: {reason}")
 
     if job.run.resume == "auto":
-        if (run_dir / "resolved.toml").exists():
-            _same_job(job, origins, run_dir)
-        return checkpoint.newest(run_dir / "checkpoints", note), damaged
-    return _named(Path(job.run.resume), note), damaged
+        found = checkpoint.newest(run_dir / DIRECTORY, note)
+        broken = [path for _, path in completed(run_dir / DIRECTORY)] if found is None else []
+        if broken:
+            raise CheckpointError(
+                f"no checkpoint in {run_dir / DIRECTORY} is whole: {'; '.join(damaged)}. Bring back a copy, or delete {', '.join(map(str, broken))} to "
+                "start anew from step 0"
+            )
+        return found, damaged
+    return _named(Path(job.run.resume), note, damaged), damaged
 
 
-def _named(path: Path, note: Any) -> Path:
+def _named(path: Path, note: Any, damaged: list[str]) -> Path:
     """A step-..., a directory of them, or a run directory."""
     if not path.is_dir():
         raise UserError(
             f'run.resume = "{path}": no such directory; give "auto", "never", or the directory of a checkpoint or a run'
         )
     if path.name.startswith("step-"):
+        if problems := checkpoint.verify(path):
+            raise CheckpointError(f"the checkpoint {path} is damaged: {'; '.join(problems[:3])}. Give another one of that run")
         return path
-    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
     found = checkpoint.newest(directory, note)
     if found is None:
-        raise CheckpointError(f"there is no good checkpoint in {directory}")
+        raise CheckpointError(f"there is no good checkpoint in {directory}" + (f": {'; '.join(damaged)}" if damaged else ""))
     return found
-
-
-def _same_job(job: Job, origins: Origins, run_dir: Path) -> None:
-    """Refuses to mix two jobs in one directory: a checkpoint keeps its learning rate, whatever the job now says."""
-    before = describe(*load_job(run_dir / "resolved.toml"))
-    now = describe(*parse_job(tomllib.loads(to_toml(job, origins))))  # as TOML has it: a tuple of Python is a list there
-    for key in {**before, **now}:
-        old, new = (table.get(key, {}).get("value") for table in (before, now))
-        if old != new and not key.startswith(FREE):
-            raise UserError(
-                f"{run_dir} holds a run with {key} = {_shown(old)}, this job has {_shown(new)}: give another run.dir, or the value that it "
-                "was started with"
-            )
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else repr(value)

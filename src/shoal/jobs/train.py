@@ -5,25 +5,30 @@ from __future__ import annotations
 import math
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from shoal.comm import World
+from shoal.data import save_tokenizer
 from shoal.engine import Engine
-from shoal.errors import ShoalError, TrainingError, UserError
+from shoal.errors import CheckpointError, ShoalError, TrainingError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
+from shoal.jobs.changes import remembered
 from shoal.jobs.choose import Settled, settle
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
-from shoal.jobs.evaluate import Spread, can_write, write_on
+from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
+from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
 from shoal.jobs.record import Recorder
-from shoal.jobs.save import DIRECTORY, Saver
+from shoal.jobs.save import DIRECTORY, TOKENIZER, Saver
 from shoal.jobs.stop import Stop
 from shoal.jobs.timeline import Recording
 from shoal.jobs.write import origin_table, write_resolved
@@ -51,14 +56,20 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     """
     world = world or join()
     settled = settle(job, origins or {}, world)
+    with locked(Path(settled.job.run.dir), world.everyone):
+        return _train(settled, world)
+
+
+def _train(settled: Settled, world: World) -> Outcome:
     engine = make_engine(settled.job, settled.model, settled.total, world)
-    checkpoint, warnings = resume.find(settled.job, settled.origins, world.everyone)
+    about = remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
+    checkpoint, said = resume.find(settled.job, about, world.everyone)
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
-    saved, user_state = resume.go_on(settled.job, engine, checkpoint)
-    run = _Run(settled, engine, user_state.get("seconds", 0.0), saved)
-    for warning in warnings:
-        run.recorder.warning(warning)
+    before = resume.go_on(settled.job, engine, checkpoint)
+    run = _Run(settled, engine, before, about)
+    for line in said + before.said:
+        run.recorder.note(line)
     return run.to_its_end()
 
 
@@ -70,6 +81,8 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
         try:
             (run_dir / DIRECTORY).mkdir(parents=True, exist_ok=True)
             write_resolved(settled.job, settled.origins, run_dir)
+            if settled.tokenizer is not None:
+                save_tokenizer(settled.tokenizer, run_dir / TOKENIZER)
         except OSError as error:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
@@ -85,9 +98,9 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
 class _Run:
     """One attempt, from its first record to its report."""
 
-    def __init__(self, settled: Settled, engine: Engine, seconds_before: float, saved: int) -> None:
+    def __init__(self, settled: Settled, engine: Engine, before: resume.Before, about: Mapping[str, Any]) -> None:
         job, world = settled.job, engine.world
-        assert job.data.sequence is not None
+        seconds_before = before.user.get("seconds", 0.0)
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
@@ -106,7 +119,11 @@ class _Run:
             flops_per_sample=cost,
             late=engine.lag,
         )
-        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed, saved)
+
+        def user() -> dict[str, Any]:
+            return {"seconds": seconds_before + self.stop.elapsed, "job": about}
+
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, before.saved)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
         self.moves = Moves(engine)
         self.recorder.start(self._about(peak_flops(engine)))
@@ -119,6 +136,8 @@ class _Run:
                 self.saver.save()
                 self.saver.close()
                 self.timeline.close(self.recorder)
+            if self.saver.failure is not None:
+                raise CheckpointError(f"{reason}, but the newest weights are not saved: {self.saver.failure}")
         except BaseException as error:
             if isinstance(error, TrainingError):
                 self.saver.close()  # every rank raised it, so all of them can finish the save under way
@@ -161,17 +180,20 @@ class _Run:
         job, engine = self.job, self.engine
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
+        assert self.settled.tokenizer is not None
         with self.recorder.pause(), engine.whole_weights():
             # of a model that is cut all its ranks write together, and all that have its experts
             if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
-                text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
+                text = write_on(engine, self.settled.tokenizer, job.run.sample)
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)
 
     def _evaluate(self) -> None:
         if self.held_out is not None:
             with self.recorder.pause():
-                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out))
+                right = measure_of(self.settled.model.loss)
+                share = self.engine.evaluate(self.held_out, measure=right).loss if right is not None else None
+                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out), share)
 
     def _finish(self, reason: str) -> Path | None:
         """Ends the record and draws the report; a full disk costs the report, not what was trained."""

@@ -10,11 +10,12 @@ Looked at in this order; the first that speaks decides:
     MPI         Open MPI, MVAPICH, MPICH and Intel MPI; before Slurm, since under `mpirun` in an allocation SLURM_PROCID counts
                 mpirun's own daemons
     Slurm       a task of `srun`. The script of sbatch has SLURM_PROCID too, but is no step: it is a single process
-    none        a single process
+    none        a single process; TF_CONFIG with more tasks than this one is refused, with the variables to set in its place
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -95,7 +96,35 @@ def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -
         raise UserError(
             f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single process."
         )
+    if environ.get("TF_CONFIG", "").strip():
+        _refuse_tasks(environ["TF_CONFIG"])
     return SINGLE
+
+
+def _refuse_tasks(text: str) -> None:
+    """UserError for a TF_CONFIG of several tasks, which each would train alone on all data; or for one that cannot be read."""
+    try:
+        content = json.loads(text)
+        cluster = {kind: list(tasks) for kind, tasks in content.get("cluster", {}).items()}
+        kind, index = content.get("task", {}).get("type"), int(content.get("task", {}).get("index", 0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"TF_CONFIG={text!r} is no description of a cluster ({error}). Unset it for a single process.") from error
+    if sum(map(len, cluster.values())) <= 1:
+        return
+    trains = [(each, place) for each in ("chief", "master", "worker") for place in range(len(cluster.get(each, ())))]
+    if (kind, index) not in trains:
+        instead = "Start it on the chief and the workers alone, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    else:
+        first, place = trains[0]
+        host, _, port = str(cluster[first][place]).rpartition(":")
+        instead = (
+            f"Set RANK={trains.index((kind, index))} WORLD_SIZE={len(trains)} MASTER_ADDR={host or port} "
+            f"MASTER_PORT={port if host else DEFAULT_PORT} in its place"
+        )
+    raise UserError(
+        f"TF_CONFIG says task {kind} {index} of {sum(map(len, cluster.values()))}, which Shoal does not take its ranks from yet: each task would "
+        f"train alone on all data. {instead}, or unset TF_CONFIG for a single process."
+    )
 
 
 def first_host(nodelist: str) -> str:

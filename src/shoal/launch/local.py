@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.comm.secret import VARIABLE, new_secret
-from shoal.errors import LaunchError, UserError
+from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
 from shoal.launch.scratch import scratch
 from shoal.launch.store import serve_on_loopback
@@ -49,7 +49,8 @@ def launch(
     environment. `threads` a rank: OMP_NUM_THREADS, by default that of the environment or else the cores shared out evenly.
     `run_dir`: keeps the output of the ranks after 0 in run_dir/logs/rank1.log and so on.
     Exit code: 0; that of the ShoalError (2 user, 3 training, 4 launch, 5 checkpoint) or 1 for another exception of the rank at fault;
-    its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n. Raises UserError if `program` does not exist.
+    its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n,
+    unless the checkpoint that the ranks then write failed. Raises UserError if `program` does not exist.
     """
     _check(program, nproc)
     server, secret = serve_on_loopback(), {VARIABLE: new_secret()}
@@ -68,7 +69,7 @@ def launch(
         finally:
             _end(ranks)
         report, exit_code = verdict([rank.ending() for rank in ranks])
-    if received:
+    if received and exit_code != CheckpointError.exit_code:  # what was trained until then is lost: that is said
         return 128 + received[0]
     if report:
         print(report, file=sys.stderr, flush=True)

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import CheckpointError, ShoalError
 from shoal.models.adapted import unadapted
 from shoal.models.gpt import GPT
 from shoal.models.hf import export_hf
 from shoal.models.hf_map import unmapped
 from shoal.models.pretrained import export_adapter
+
+
+def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> ShoalError | None:
+    """As `export_model`, beside `directory` and moved there once all of it is written: what was there before stays until then. Returns what went wrong, for
+    all ranks to raise."""
+    directory = directory.resolve()
+    fresh = directory.with_name(f"{directory.name}.tmp")
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        export_model(model, weights, fresh)
+        directory.mkdir(parents=True, exist_ok=True)
+        for path in fresh.iterdir():
+            path.replace(directory / path.name)
+    except ShoalError as error:
+        return error
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        return CheckpointError(f"the weights were not exported to {directory}: {error}; free space there, or export elsewhere")
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return None
 
 
 def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -75,11 +75,12 @@ class MovesRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """The validation loss, a mean over `tokens`, of the weights at `step`."""
+    """The validation loss, a mean over `tokens`, of the weights at `step`. `accuracy` (0 to 1): of a model that tells classes."""
 
     step: int
     loss: float
     tokens: int
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,8 @@ def _decode(line: dict[str, Any]) -> Record | None:
         for field in fields(record_type)
         if field.name in line
     }
-    return record_type(**values) if len(values) == len(fields(record_type)) else None
+    lacking = any(field.default is MISSING and field.name not in values for field in fields(record_type))
+    return None if lacking else record_type(**values)
 
 
 def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunRecords:

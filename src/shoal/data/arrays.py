@@ -1,0 +1,189 @@
+"""Samples that are no text: arrays in a file, images in folders by class. Inputs are float32; bytes become 0 to 1.
+
+    numbers.npz, numbers.safetensors      arrays `inputs` and `labels` (whole numbers: classes) or `targets` (numbers to predict)
+    inputs.npy                            with labels.npy or targets.npy beside it; not read into memory
+    images/cat/1.png, images/dog/7.jpg    a folder for each class, in the order of their names; or these inside `train` and `val`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..errors import UserError
+from .split import split_documents
+
+INPUTS, LABELS, TARGETS = ("inputs", "x", "images"), ("labels",), ("targets",)
+ANSWERS = (*LABELS, *TARGETS, "y")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
+HELD_OUT = ("val", "valid", "validation", "test")
+
+
+class Samples(Protocol):
+    """A map-style dataset of {"inputs": float32, and "labels": int64 or "targets": float32}."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class ArrayData:
+    """Two map-style datasets. `validation` is None where nothing was held out; `classes`: how many there are, None where samples have targets."""
+
+    train: Samples
+    validation: Samples | None
+    classes: int | None
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """`inputs` [N, ...] with one answer each: classes [N] or targets [N, ...]."""
+
+    inputs: NDArray[Any]
+    answers: NDArray[Any]
+    answer: str
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        answer = np.asarray(self.answers[index], np.int64 if self.answer == "labels" else np.float32)
+        return {"inputs": as_inputs(np.asarray(self.inputs[index])), self.answer: torch.from_numpy(answer)}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Image files with their classes, read when they are asked for: [channels, H, W]."""
+
+    files: Sequence[tuple[Path, int]]
+    channels: int
+    size: int | None
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        from PIL import Image  # comes with matplotlib; the engine runs where only torch is installed
+
+        path, label = self.files[index]
+        try:
+            with Image.open(path) as image:
+                image = image.convert("L" if self.channels == 1 else "RGB")
+                pixels = np.asarray(image if self.size is None else image.resize((self.size, self.size)))
+        except OSError as error:
+            raise UserError(f"the image {path} cannot be read: {error}. Repair it, or take it out of the folder") from error
+        return {"inputs": as_inputs(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)), "labels": torch.tensor(label)}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a dataset, by number."""
+
+    whole: Samples
+    numbers: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.whole[int(self.numbers[index])]
+
+
+def as_inputs(values: NDArray[Any]) -> Tensor:
+    """As float32; bytes from 0 to 255 as 0 to 1."""
+    scale = 255 if values.dtype == np.uint8 else 1
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32) / np.float32(scale))
+
+
+def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3, size: int | None = None) -> ArrayData:
+    """The samples at `source`, of which the share `validation` is held out, drawn with `seed` (folders `train` and `val` are taken as they are).
+
+    Of images: `channels` 3 (RGB) or 1 (grey); `size`: pixels of each side that they are brought to, None: as they are. Raises UserError with what to do
+    about it.
+    """
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise UserError(f"data.source = {source!r}: no such file or folder (from {Path.cwd()})")
+    if not path.is_dir():
+        arrays = _arrays(path)
+        classes = int(arrays.answers.max()) + 1 if arrays.answer == "labels" else None
+        return held_out(arrays, validation, seed, classes)
+    parts = {each.name: each for each in sorted(path.iterdir()) if each.is_dir() and not each.name.startswith(".")}
+    beside = [name for name in parts if name in HELD_OUT]
+    if "train" not in parts or not beside or len(parts) > 2:
+        names = list(parts)
+        return held_out(_folder(path, names, channels, size), validation, seed, len(names))
+    names = sorted(each.name for each in parts["train"].iterdir() if each.is_dir())
+    train, other = (_folder(parts[name], names, channels, size) for name in ("train", beside[0]))
+    return ArrayData(train, other, len(names))
+
+
+def held_out(whole: Samples, validation: float, seed: int, classes: int | None) -> ArrayData:
+    """`whole` with a share of its samples held out."""
+    split = split_documents(len(whole), validation, seed)
+    return ArrayData(Part(whole, split.train), Part(whole, split.validation) if len(split.validation) else None, classes)
+
+
+def _folder(path: Path, classes: Sequence[str], channels: int, size: int | None) -> Folder:
+    files = [
+        (file, label)
+        for label, name in enumerate(classes)
+        for file in sorted((path / name).rglob("*"))
+        if file.suffix.lower() in IMAGES and file.is_file()
+    ]
+    if not files:
+        raise UserError(f"{path} has no folders of images by class, such as {path / 'cat' / '1.png'} ({', '.join(IMAGES)})")
+    return Folder(files, channels, size)
+
+
+def _arrays(path: Path) -> Arrays:
+    if path.suffix not in (".npz", ".npy", ".safetensors"):
+        raise UserError(f"{path}: samples are read from .npz, .npy and .safetensors files, and from a folder of images by class")
+    try:
+        found = _read(path)
+    except UserError:
+        raise
+    except Exception as error:  # numpy and safetensors have several of their own for a broken file
+        raise UserError(f"{path} cannot be read: {error}") from error
+    return checked_arrays(found, str(path))
+
+
+def checked_arrays(found: Mapping[str, NDArray[Any]], where: str) -> Arrays:
+    """The inputs and answers among `found`. Raises UserError where they are missing, or do not go together."""
+    inputs = next((found[name] for name in INPUTS if name in found), None)
+    name = next((name for name in ANSWERS if name in found), None)
+    if inputs is None or name is None:
+        raise UserError(f"{where} holds {', '.join(found) or 'nothing'}: samples are arrays `inputs` with `labels` or `targets`")
+    answers = found[name]
+    whole = answers.dtype.kind in "iub"
+    answer = "labels" if name in LABELS or (name == "y" and whole and answers.ndim == 1) else "targets"
+    if len(inputs) != len(answers) or len(inputs) == 0:
+        raise UserError(f"{where}: {len(inputs)} inputs with {len(answers)} {name}: give one of each for every sample")
+    if answer == "labels" and (not whole or answers.ndim != 1 or int(answers.min()) < 0):
+        raise UserError(
+            f"{where}: `{name}` is {answers.dtype} of shape {answers.shape}: classes are whole numbers from 0 up, one a sample"
+        )
+    return Arrays(inputs, answers, answer)
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        tensors = load_file(path)
+        return {name: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for name, each in tensors.items()}
+    beside = next((file for name in ANSWERS if (file := path.with_name(f"{name}.npy")).is_file()), None)
+    if beside is None:
+        raise UserError(f"{path}: there is no labels.npy or targets.npy beside it")
+    files = {"inputs": path, beside.stem: beside}
+    return {name: np.load(file, mmap_mode="r", allow_pickle=False) for name, file in files.items()}

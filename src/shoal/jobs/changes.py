@@ -1,0 +1,78 @@
+"""What of a job may change from one attempt to the next: the value given now wins, and is said; what a trained model cannot follow is refused.
+
+Learning rate, schedule, optimizer, clipping, precision and batch are the engine's to say (see checkpoint.given).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.checkpoint.given import line
+from shoal.errors import UserError
+from shoal.jobs.config import Job, tables
+from shoal.jobs.save import TOKENIZER
+
+Tables = Mapping[str, Mapping[str, Any]]
+
+SOFT = ("loss", "noise", "capacity_factor", "drop", "balance_loss", "z_loss", "balance_rate")
+"""Settings of a model, beside its dropouts, that weights do not depend on."""
+
+FIXED = {
+    "train.seed": "it decides which documents are held out and in which order samples come",
+    "data.validation": "documents that were held out would be trained on, or the other way round",
+}
+
+
+def remembered(job: Job, tokenizer: str | None) -> dict[str, Any]:
+    """What a checkpoint says of its job, JSON. `tokenizer`: the fingerprint of the one in use."""
+    kept = {section: table for section, table in tables(job).items() if section in ("model", "data")}
+    kept["train"] = {"seed": job.train.seed, "sync_bn": job.train.sync_bn}
+    return json.loads(json.dumps({**kept, "tokenizer": tokenizer}))
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A line for each value that differs between two `remembered` jobs. Raises UserError for one that cannot change."""
+    before, after = _flat(then), _flat(now)
+    lines = []
+    for key in {**before, **after}:
+        was, is_now = before.get(key), after.get(key)
+        if was == is_now or key in ("tokenizer", "data.tokenizer"):
+            continue
+        if key in FIXED:
+            raise _fixed(key, is_now, was, FIXED[key])
+        if key.startswith("model.") and not _is_soft(key):
+            raise _fixed(key, is_now, was, "its weights are those of the model that it was")
+        lines.append(line(key, _shown(is_now), _shown(was)))
+    if then.get("tokenizer") != now.get("tokenizer"):
+        was = before.get("data.tokenizer")
+        remedy = _shown(was) if was == "bytes" else f"the directory {TOKENIZER!r} of the run that made the checkpoint"
+        raise UserError(
+            f"data.tokenizer = {_shown(after.get('data.tokenizer'))} gives other ids than the tokenizer that the checkpoint was trained with ({_shown(was)}), "
+            f"and that cannot change. Give {remedy}, or another run.dir to start anew"
+        )
+    return lines
+
+
+def _is_soft(key: str) -> bool:
+    name = key.rpartition(".")[2]
+    return name in SOFT or name.endswith("dropout")
+
+
+def _fixed(key: str, now: Any, then: Any, why: str) -> UserError:
+    return UserError(
+        f"{key} = {_shown(now)}, but the checkpoint was trained with {_shown(then)}, and that cannot change: {why}. Give {_shown(then)}, or another "
+        'run.dir to start anew (with run.resume = "auto" or "never")'
+    )
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found.update(_flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value})
+    return found
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else repr(value)

@@ -1,0 +1,122 @@
+"""One run in a run directory at a time: `run.lock` says which process has it, and since when.
+
+The file is made by O_EXCL, which holds on file systems that hosts share too. A lock whose process has ended is stale, and is taken over: this host
+can tell by process id and start time. Of another host's process nothing is known here, so its lock is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+from filelock import FileLock
+
+from shoal.comm import Group
+from shoal.errors import UserError
+
+NAME = "run.lock"
+PATIENCE = 3.0
+"""Seconds to wait for a holder on this host to end: one that was killed takes a moment to go."""
+_SAME_START = 2.0  # seconds: the start time of a process is rounded, and follows the clock
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has a run directory. `started`: Unix time at which it began."""
+
+    host: str
+    pid: int
+    started: float
+
+    @classmethod
+    def here(cls) -> Holder:
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is known to be gone; of another host's that is not known."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > _SAME_START
+        except psutil.NoSuchProcess:
+            return True
+
+
+@contextmanager
+def locked(run_dir: Path, group: Group) -> Iterator[None]:
+    """Inside, the run directory is this run's; all ranks of `group` enter together, rank 0 takes the lock. UserError, on all of them, where another has it."""
+    problem: UserError | None = None
+    if group.rank == 0:
+        try:
+            _take(run_dir)
+        except UserError as error:
+            problem = error
+        except OSError as error:
+            problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
+    problem = group.broadcast_object(problem)
+    if problem is not None:
+        raise problem
+    try:
+        yield
+    finally:
+        if group.rank == 0:
+            _give_back(run_dir)
+
+
+def refuse_if_taken(run_dir: Path) -> None:
+    """UserError where another run has the directory: asked before ranks are started, whose logs go there."""
+    deadline = time.monotonic() + PATIENCE
+    while (holder := _holder(run_dir / NAME)) is not None and not holder.has_ended:
+        if holder.host != socket.gethostname() or time.monotonic() > deadline:
+            raise _taken(run_dir, holder)
+        time.sleep(0.1)
+
+
+def _take(run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / NAME
+    with FileLock(path.with_name(NAME + ".guard")):  # two of this host might both find a stale one
+        refuse_if_taken(run_dir)
+        with suppress(FileNotFoundError):
+            path.unlink()
+        try:
+            with path.open("x") as file:
+                json.dump(asdict(Holder.here()), file)
+        except FileExistsError:  # another host was quicker
+            raise _taken(run_dir, _holder(path)) from None
+
+
+def _give_back(run_dir: Path) -> None:
+    path = run_dir / NAME
+    if _holder(path) == Holder.here():
+        with suppress(OSError):  # a lock that stays is stale once this process has ended
+            path.unlink()
+
+
+def _holder(path: Path) -> Holder | None:
+    """Who has the lock; None where nobody has, or where its writer ended before it said who it was."""
+    try:
+        return Holder(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+def _taken(run_dir: Path, holder: Holder | None) -> UserError:
+    if holder is None:
+        return UserError(f"{run_dir} has just been taken by another run: give another run.dir")
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.started))
+    remedy = (
+        "wait for it, end it, or give another run.dir"
+        if holder.host == socket.gethostname()
+        else f"if that process has ended, delete {run_dir / NAME}; else wait for it, or give another run.dir"
+    )
+    return UserError(f"{run_dir} is in use by process {holder.pid} on host {holder.host}, which started at {since}: {remedy}")

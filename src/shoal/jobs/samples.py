@@ -1,0 +1,105 @@
+"""The data of a job whose model reads no text: arrays, images, or a generated set, in the shape that the model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shoal.data import ArrayData, Samples, held_out, open_arrays
+from shoal.errors import UserError
+from shoal.jobs.config import Data, Job
+from shoal.jobs.generated import GENERATED, Generated
+from shoal.models import ModelSpec, classification, regression
+
+DEFAULT = {"resnet": "shapes", "mlp": "spirals", "chess": "positions"}
+"""The models that read no text, with the generated set that each is trained on where data.source does not say another."""
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A dataset whose inputs are brought to the model's shape."""
+
+    samples: Samples
+    shape: Callable[[Tensor], Tensor]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = self.samples[index]
+        return {**sample, "inputs": self.shape(sample["inputs"])}
+
+
+def open_samples(job: Job) -> ArrayData:
+    """The samples that data.source names; in Python it may be a map-style dataset of them. Raises UserError for keys that are of text."""
+    data, name = job.data, job.model["name"]
+    for key in ("tokenizer", "attend", "field", "sequence"):
+        if getattr(data, key) != getattr(Data, key):
+            raise UserError(f'data.{key} = {getattr(data, key)!r} is of text, which model.name = "{name}" does not read: remove it')
+    if data.source in GENERATED if isinstance(data.source, str) else False:
+        make, count, classes = GENERATED[data.source]
+        return held_out(Generated(make, count, job.train.seed), data.validation, job.train.seed, classes)
+    if isinstance(data.source, str):
+        channels = job.model.get("channels", 3)
+        return open_arrays(
+            data.source, validation=data.validation, seed=job.train.seed, channels=1 if channels == 1 else 3, size=data.size
+        )
+    classes = job.model.get("classes") or (job.model.get("sizes") or [None])[-1]
+    first = data.source[0]
+    return held_out(data.source, data.validation, job.train.seed, classes if "labels" in first else None)
+
+
+def settings_from(data: ArrayData, job: Job) -> dict[str, Any]:
+    """Settings of the model that follow from the data where the job leaves them open."""
+    if job.model["name"] != "resnet":
+        return {}
+    shape = tuple(data.train[0]["inputs"].shape)
+    channels = 1 if len(shape) == 2 else shape[-1] if _channels_last(shape) else shape[0] if len(shape) == 3 else None
+    found = {"classes": data.classes, "channels": channels}
+    return {key: value for key, value in found.items() if value is not None and key not in job.model}
+
+
+def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
+    """The data in the shape that `model` takes. Raises UserError where they do not go together."""
+    wants = {classification: "labels", regression: "targets"}.get(model.loss)  # type: ignore[arg-type, call-overload]
+    has = "targets" if data.classes is None else "labels"
+    if wants is not None and wants != has:
+        remedy = 'give model.task = "regression"' if model.name == "mlp" and has == "targets" else f"give data with {wants}"
+        raise UserError(f"data.source = {source!r} has {has}, and model.name = {model.name!r} is trained on {wants}: {remedy}")
+    sizes = model.values.get("sizes")
+    most = model.values.get("classes", sizes[-1] if sizes else None)
+    if data.classes is not None and most is not None and data.classes > most:
+        key = "model.classes" if "classes" in model.values else "the last of model.sizes"
+        raise UserError(f"data.source = {source!r} has {data.classes} classes, {key} is {most}: give {data.classes}")
+    shape = _image(model.values["channels"]) if model.name == "resnet" else Tensor.flatten
+    first = data.train[0]["inputs"]
+    _check(tuple(first.shape), tuple(shape(first).shape), model, source)
+    return ArrayData(Shaped(data.train, shape), None if data.validation is None else Shaped(data.validation, shape), data.classes)
+
+
+def _check(there: tuple[int, ...], shaped: tuple[int, ...], model: ModelSpec, source: Any) -> None:
+    if model.name == "resnet":
+        wanted, fits = f"images of {model.values['channels']} channels", len(shaped) == 3 and shaped[0] == model.values["channels"]
+    else:
+        inputs = model.values["sizes"][0] if model.name == "mlp" else 773
+        wanted, fits = f"{inputs} numbers", shaped == (inputs,)
+    if not fits:
+        raise UserError(f"data.source = {source!r} has inputs of shape {there}, model.name = {model.name!r} takes {wanted}")
+
+
+def _image(channels: int) -> Callable[[Tensor], Tensor]:
+    def shape(image: Tensor) -> Tensor:
+        if image.dim() == 2:
+            return image[None]
+        return image.permute(2, 0, 1).contiguous() if _channels_last(tuple(image.shape), channels) else image
+
+    return shape
+
+
+def _channels_last(shape: tuple[int, ...], channels: int | None = None) -> bool:
+    """[H, W, C], as most files have images; torch's convolutions take [C, H, W]."""
+    known = (1, 3, 4) if channels is None else (channels,)
+    return len(shape) == 3 and shape[0] not in known and shape[-1] in known

@@ -1,0 +1,103 @@
+"""One run at a time in a run directory: who has it, when a lock is stale, and what is not locked out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.jobs import lock
+from shoal.jobs.lock import NAME, Holder, locked
+from tests.pool import run_ranks
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE", 0.2)
+
+
+def holder_of(run_dir: Path) -> Holder:
+    return Holder(**json.loads((run_dir / NAME).read_text()))
+
+
+def put(run_dir: Path, holder: Holder) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / NAME).write_text(json.dumps(asdict(holder)))
+
+
+def test_the_directory_is_taken_inside_and_free_after_it(tmp_path, impatient):
+    group = World.single("cpu").everyone
+    with locked(tmp_path, group):
+        assert holder_of(tmp_path) == Holder.here()
+        with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on host .*: wait for it, end it, or give another run.dir"):
+            locked(tmp_path, group).__enter__()
+    assert not (tmp_path / NAME).exists()
+    with pytest.raises(KeyError), locked(tmp_path, group):
+        raise KeyError
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_lock_is_stale_once_its_process_has_ended(tmp_path, impatient):
+    group = World.single("cpu").everyone
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    alive = Holder(Holder.here().host, sleeper.pid, psutil.Process(sleeper.pid).create_time())
+    put(tmp_path, alive)
+    with pytest.raises(UserError, match=f"process {sleeper.pid}"):
+        locked(tmp_path, group).__enter__()
+    put(tmp_path, replace(alive, started=alive.started - 100))  # its number is another process's by now
+    with locked(tmp_path, group):
+        assert holder_of(tmp_path) == Holder.here()
+    put(tmp_path, alive)
+    sleeper.send_signal(signal.SIGKILL)
+    time.sleep(0.1)  # nobody has asked for its end yet: it is a zombie
+    with locked(tmp_path, group):
+        pass
+    sleeper.wait()
+    put(tmp_path, alive)
+    with locked(tmp_path, group):
+        pass
+    (tmp_path / NAME).write_text("{")
+    with locked(tmp_path, group):
+        assert holder_of(tmp_path) == Holder.here()
+
+
+def test_a_lock_of_another_host_is_refused_with_what_to_do(tmp_path):
+    put(tmp_path, Holder("elsewhere", 1, 0.0))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="process 1 on host elsewhere.*if that process has ended, delete .*run.lock"):
+        locked(tmp_path, World.single("cpu").everyone).__enter__()
+    assert time.monotonic() - began < 1, "there is nothing to wait for"
+    (tmp_path / NAME).unlink()  # what the message says
+    with locked(tmp_path, World.single("cpu").everyone):
+        pass
+
+
+def entering(world: World, run_dir: str) -> tuple[str, bool]:
+    lock.PATIENCE = 0.2
+    try:
+        with locked(Path(run_dir), world.everyone):
+            world.everyone.barrier()
+            seen = (Path(run_dir) / NAME).exists()
+            world.everyone.barrier()
+            return "in", seen
+    except UserError as error:
+        return str(error), False
+
+
+def test_all_ranks_are_refused_alike(tmp_path):
+    assert run_ranks(entering, 2, str(tmp_path)) == [("in", True)] * 2
+    put(tmp_path, Holder.here())
+    first, second = run_ranks(entering, 2, str(tmp_path))
+    assert first == second and f"process {os.getpid()}" in first[0]
