@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,6 +22,11 @@ from shoal.pipeline import Runner
 from shoal.random import Randomness, keyed_functional
 from shoal.staged import evaluate_in_stages
 from shoal.step import microbatches, share, with_idle
+
+log = logging.getLogger(__name__)
+
+TELL = 1.0
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,14 @@ def evaluate(
     own = [pieces[place] for place in share(len(pieces), group.rank // streams, ranks)]
     mine = with_idle(own, len(share(len(pieces), 0, ranks)) if alike and pieces else 0, pieces[0] if pieces else ())
 
+    told = started
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.perf_counter() - told >= TELL:
+            told = time.perf_counter()
+            log.info("evaluating: %d of %d microbatches", done, len(mine))
+
     def forward(loaded: Mapping[str, Tensor]) -> Sums:
         batch = {key: value.to(device) for key, value in loaded.items()}
         with nullcontext() if context is None or randomness is None else keyed_functional(randomness):
@@ -74,12 +88,14 @@ def evaluate(
     module.eval()
     try:
         with nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for ids, does_count in [] if pipeline is not None else mine:
+            for done, (ids, does_count) in enumerate([] if pipeline is not None else mine):
+                tell(done)
                 sums = forward(stack([dataset[i] for i in ids]))
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * does_count
             if pipeline is not None:
                 at_once = 8 * pipeline.group.size  # loaded
                 for start in range(0, len(mine), at_once):
+                    tell(start)
                     some = mine[start : start + at_once]
                     loaded = [stack([dataset[i] for i in ids]) for ids, _ in some]
                     counts = [each for _, each in some]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import sys
@@ -29,7 +30,11 @@ from shoal.jobs.timeline import Recording
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.report.metrics import RunRecord
-from shoal.report.page import write_report
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK = 64
+"""Rows at most of the evaluation before the first step: weights that have learned nothing need no more for a good mean."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     """
     world = world or join()
     settled = settle(job, origins or {}, world)
+    log.info("building the model")
     engine = make_engine(settled.job, settled.model, settled.total, world)
     checkpoint, warnings = resume.find(settled.job, settled.origins, world.everyone)
     _make_directory(settled, world, engine)
@@ -80,6 +86,13 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem
+
+
+def write_report(run_dir: Path) -> Path:
+    """As in `report.page`, whose libraries take half as long to import as torch does: not before the first step."""
+    from shoal.report import page
+
+    return page.write_report(run_dir)
 
 
 class _Run:
@@ -133,7 +146,8 @@ class _Run:
         if total is not None and engine.step_index >= total:
             return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
         if engine.step_index == 0:
-            self._evaluate()
+            self._evaluate(FIRST_LOOK)
+        log.info("the first step of this attempt")
         stopped = None
         for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
             self.timeline.before(batch.step)
@@ -161,6 +175,7 @@ class _Run:
         job, engine = self.job, self.engine
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
+        log.info("the model writes a sample")
         with self.recorder.pause(), engine.whole_weights():
             # of a model that is cut all its ranks write together, and all that have its experts
             if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
@@ -168,10 +183,12 @@ class _Run:
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
+            log.info("evaluating")
+            held_out = self.held_out if most is None else Spread(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
-                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out))
+                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(held_out))
 
     def _finish(self, reason: str) -> Path | None:
         """Ends the record and draws the report; a full disk costs the report, not what was trained."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,6 +18,8 @@ import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-std=gnu11")
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
@@ -68,6 +71,7 @@ def _load(compiler: str) -> ctypes.CDLL:
     sources = [file for file in files if file.suffix == ".c"]
     target = _cache_directory() / f"kernels-{_fingerprint([file.read_bytes() for file in files], compiler)}.so"
     if not target.exists():
+        log.info("compiling the kernels, once on this machine")
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             fresh = Path(scratch) / "kernels.so"

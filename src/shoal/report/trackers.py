@@ -17,7 +17,6 @@ from shoal.errors import UserError, did_you_mean
 
 from .metrics import EvalRecord, Record, RunRecord, SampleRecord, StepRecord
 
-
 BEHIND = 10_000
 """Records that may wait for a tracker, whose server may be away."""
 CLOSING = 30.0
