@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.wire import sent
+
 aten = torch.ops.aten
 _VIEWS = {
     aten.detach,
@@ -34,6 +36,7 @@ _VIEWS = {
 _COPIES = {aten.clone, aten._to_copy, aten.lift_fresh_copy}
 
 
+@sent
 @dataclass(frozen=True)
 class Rule:
     """Of a buffer: new = `keep` * old + the microbatch's; `writes`: how often a forward's operations write it in place, None where it is bound anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,11 @@ from shoal.pipeline import Runner
 from shoal.random import Randomness, keyed_functional
 from shoal.staged import evaluate_in_stages
 from shoal.step import microbatches, share, with_idle
+
+log = logging.getLogger(__name__)
+
+TELL = 1.0
+"""Seconds between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,14 @@ def evaluate(
     own, first = (microbatches(part, microbatch) for part in dealt)
     mine = with_idle(own, len(first) if alike else 0, first[0] if first else ())
 
+    told = started
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if time.perf_counter() - told >= TELL:
+            told = time.perf_counter()
+            log.info("evaluating: %d of %d microbatches", done, len(mine))
+
     def forward(loaded: Mapping[str, Tensor], ids: Sequence[int]) -> Sums:
         batch = {key: value.to(device) for key, value in loaded.items()}
         randomness.begin("evaluation", ids)
@@ -82,12 +96,14 @@ def evaluate(
     module.eval()
     try:
         with torch.random.fork_rng(devices), nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for ids, does_count in [] if pipeline is not None else mine:
+            for done, (ids, does_count) in enumerate([] if pipeline is not None else mine):
+                tell(done)
                 sums = forward(stack([dataset[i] for i in ids]), ids)
                 totals += torch.stack([sums.total.double(), sums.count.double()]) * does_count
             if pipeline is not None:
                 at_once = 8 * pipeline.group.size  # loaded
                 for start in range(0, len(mine), at_once):
+                    tell(start)
                     some = mine[start : start + at_once]
                     loaded = [(stack([dataset[i] for i in ids]), ids) for ids, _ in some]
                     counts = [each for _, each in some]

@@ -44,7 +44,7 @@ def test_a_second_call_reads_no_document(books, tmp_path, monkeypatch):
 @pytest.mark.fast
 def test_one_document_needs_validation_off(books, tmp_path):
     options = {"sequence": 8, "cache_dir": tmp_path / "cache"}
-    with pytest.raises(UserError, match="validation is 0.05.*or 0 here to train on all"):
+    with pytest.raises(UserError, match=r"validation is 0.05.*or 0 here to train on all"):
         open_text(books / "1.txt", **options)
     data = open_text(books / "1.txt", validation=0, attend="document", **options)
     assert data.validation is None

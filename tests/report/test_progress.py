@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_terminal_gets_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatc
     assert "\x1b[2K" in "".join(lines), "the line is cleared before it is drawn again"
     assert any("validation loss [2.25]" in line for line in lines)
     assert "step 5/5" in lines[-1] or "step 5/5" in lines[-2]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 80, 132])
+def test_the_line_fits_the_terminal_in_whole_parts(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", line).strip("\r") for line in run(Terminal(), interval=0)]
+    drawn = [line for line in lines if "step 5/5" in line][-1]
+    assert len(drawn) <= columns
+    parts = "step 5/5  loss 2.5000  1.00k tok/s  ETA 0 ms  LR 1.00e-03  MFU 50%  1.00 GiB"
+    line = drawn[drawn.index("step") :].rstrip()
+    assert parts == line or (parts.startswith(line + "  ") and len(line) + 12 > min(columns, len(parts)) - 5)
+    assert ("━" in drawn) is (columns - len(line) >= 6)
+
+
+def test_what_goes_on_between_steps_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    progress = Progress(total=5, stream=stream, plain_interval=3600)
+    for text in ("evaluating", "evaluating: 1 of 9", "evaluating: 2 of 9", "writing: [1]"):
+        progress.under_way(text)
+    progress.update(step(1))
+    assert stream.getvalue().splitlines()[:2] == ["evaluating", "writing: [1]"], "plain lines come at intervals"
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "30")
+    terminal = Terminal()
+    progress = Progress(total=5, stream=terminal)
+    progress.under_way("evaluating: 3 of 9 " + "x" * 40)
+    progress.update(step(1))
+    progress.close()
+    assert "evaluating: 3 of 9" in terminal.getvalue() and terminal.getvalue().count("\n") == 1, "all in one line"
 
 
 def test_a_stopped_run_shows_its_last_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,9 @@ def options(
 
 app.add_typer(ckpt.app, name="ckpt")
 
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Where launchers say which rank a process is; only the first one speaks."""
+
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
 ]
@@ -48,6 +52,8 @@ def train(
     resume: Annotated[str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')] = None,
 ) -> None:
     """Trains what a job file says. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
+    if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
+        print(f"{job}: importing torch", flush=True)
     from shoal.cli.start import start_job, text_assignment
 
     given = list(assignments or [])

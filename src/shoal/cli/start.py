@@ -31,6 +31,7 @@ def start_job(path: Path, assignments: Sequence[str]) -> int:
         signal = run(str(path), list(assignments)).signal
         return 128 + signal if signal else 0
     refuse_if_taken(Path(job.run.dir))
+    print(f"starting {nproc} ranks, of which each imports torch", flush=True)
     return launch(["-m", "shoal.jobs", str(path), *assignments], nproc, run_dir=Path(job.run.dir))
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .cache import build_once, fingerprint_of
+from .cache import build_once, fingerprint_of, tell
 from .corpus import Corpus
 from .tokens import Tokenizer
 
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 SHARD_TOKENS = 1 << 28  # a shard is closed by the document that reaches this: half a gigabyte of uint16
-ENCODE_CHARACTERS = 1 << 22  # text handed to the tokenizer at a time; its threads share it
+TELL = 3.0  # seconds between two lines of progress
+ENCODE_CHARACTERS = 1 << 21  # text handed to the tokenizer at a time; its threads share it
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def _sha256(path: Path) -> str:
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-    documents = _encoded(corpus, tokenizer)
+    documents = _encoded(corpus, tokenizer, directory)
     lengths = array("q")
     shards: list[FileRecord] = []
     tokens = 0
@@ -198,9 +200,9 @@ def _write_file(path: Path, start: int, arrays: Iterator[NDArray]) -> FileRecord
     return FileRecord(path.name, start, size, digest.hexdigest())
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _encoded(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> Iterator[NDArray[np.int64]]:
     """The ids of each document, the last one eos."""
-    for ids in _ids(corpus, tokenizer):
+    for ids in _ids(corpus, tokenizer, directory):
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise UserError(
                 f"{corpus.name} has token ids from {ids.min()} to {ids.max()}, but the tokenizer's run from 0 to "
@@ -210,10 +212,16 @@ def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]
         yield ids if ended else np.append(ids, tokenizer.eos)
 
 
-def _ids(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _ids(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> Iterator[NDArray[np.int64]]:
     batch: list[str] = []
-    characters = 0
+    characters = read = 0
+    told, what = time.monotonic(), "tokens" if corpus.tokenised else "characters"
+    tell(directory, f"tokenising {corpus.name}")
     for document in corpus.stream():
+        if time.monotonic() - told >= TELL:
+            told = time.monotonic()
+            tell(directory, f"tokenising {corpus.name}: {read / 1e6:,.1f} million {what} are read")
+        read += len(document)
         if not isinstance(document, str):
             yield document
             continue

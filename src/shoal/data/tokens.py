@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ArgumentError, UserError
-from .cache import build_once, fingerprint_of
+from .cache import build_once, fingerprint_of, tell
 from .corpus import Corpus
 from .split import split_documents
 
@@ -198,9 +198,14 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
         )
     key = fingerprint_of("bpe", corpus.fingerprint, vocab_size, validation, seed, TRAINING_CHARACTERS)
     directory = cache_dir / "tokenizers" / key
+
+    def build(unfinished: Path) -> None:
+        tell(unfinished, f"training a tokenizer of {vocab_size} ids on {corpus.name}")
+        train_bpe(corpus, vocab_size, validation, seed).save(str(unfinished / "tokenizer.json"))
+
     build_once(
         directory,
-        build=lambda unfinished: train_bpe(corpus, vocab_size, validation, seed).save(str(unfinished / "tokenizer.json")),
+        build=build,
         intact=lambda finished: (finished / "tokenizer.json").is_file(),
     )
     return load_tokenizer(directory, special_in_text=False)

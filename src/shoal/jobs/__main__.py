@@ -10,13 +10,16 @@ from rich.text import Text
 
 from shoal.jobs.read import load_job
 from shoal.jobs.train import Outcome, train
+from shoal.jobs.underway import tell_what_is_under_way
+from shoal.launch import discover
 from shoal.report.metrics import read_metrics
 from shoal.report.progress import print_summary
 
 
 def run(path: str, assignments: list[str]) -> Outcome:
     """Trains the job file; rank 0 tells how it went, the report's path last."""
-    outcome = train(*load_job(path, assignments))
+    with tell_what_is_under_way(discover().rank == 0):
+        outcome = train(*load_job(path, assignments))
     if outcome.report is not None:
         tell(outcome)
     return outcome

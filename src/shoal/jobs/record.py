@@ -6,13 +6,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
 import torch
 
 from shoal.evaluation import Evaluation
+from shoal.jobs.underway import shown_by
 from shoal.report import flops, units
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
@@ -63,6 +64,8 @@ class Recorder:
         self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")
         self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
         self._progress = Progress(total, stream or sys.stdout)
+        self._ending = ExitStack()
+        self._ending.enter_context(shown_by(self._progress.under_way))
 
     def start(self, run: RunRecord) -> None:
         """Begins the attempt; time counts from here."""
@@ -123,6 +126,7 @@ class Recorder:
             return
         self.flush()
         self._write(EndRecord(reason=reason, seconds=time.perf_counter() - self._started))
+        self._ending.close()
         self._progress.close()
         self._trackers.close()
         if self._log is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import sys
@@ -34,7 +35,11 @@ from shoal.jobs.timeline import Recording
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.report.metrics import RunRecord
-from shoal.report.page import write_report
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK = 64
+"""Rows at most of the evaluation before the first step: weights that have learned nothing need no more for a good mean."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
 
 
 def _train(settled: Settled, world: World) -> Outcome:
+    log.info("building the model")
     engine = make_engine(settled.job, settled.model, settled.total, world)
     about = remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
     checkpoint, said = resume.find(settled.job, about, world.everyone)
@@ -93,6 +99,13 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem
+
+
+def write_report(run_dir: Path) -> Path:
+    """As in `report.page`, whose libraries take half as long to import as torch does: not before the first step."""
+    from shoal.report import page
+
+    return page.write_report(run_dir)
 
 
 class _Run:
@@ -152,7 +165,8 @@ class _Run:
         if total is not None and engine.step_index >= total:
             return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
         if engine.step_index == 0:
-            self._evaluate()
+            self._evaluate(FIRST_LOOK)
+        log.info("the first step of this attempt")
         stopped = None
         for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
             self.timeline.before(batch.step)
@@ -181,6 +195,7 @@ class _Run:
         if not (job.run.sample and can_write(self.settled.model.loss)):
             return
         assert self.settled.tokenizer is not None
+        log.info("the model writes a sample")
         with self.recorder.pause(), engine.whole_weights():
             # of a model that is cut all its ranks write together, and all that have its experts
             if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
@@ -188,12 +203,14 @@ class _Run:
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
+            log.info("evaluating")
+            held_out = self.held_out if most is None else Spread(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
                 right = measure_of(self.settled.model.loss)
-                share = self.engine.evaluate(self.held_out, measure=right).loss if right is not None else None
-                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(self.held_out), share)
+                share = self.engine.evaluate(held_out, measure=right).loss if right is not None else None
+                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(held_out), share)
 
     def _finish(self, reason: str) -> Path | None:
         """Ends the record and draws the report; a full disk costs the report, not what was trained."""

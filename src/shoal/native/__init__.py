@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.native import cache
+
+log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-std=gnu11")
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
@@ -70,6 +73,7 @@ def _load(compiler: str) -> ctypes.CDLL:
     sources = [file for file in files if file.suffix == ".c"]
 
     def build(target: Path) -> None:
+        log.info("compiling the kernels, once on this machine")
         done = subprocess.run([compiler, *_FLAGS, "-o", str(target), *map(str, sources)], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")

@@ -17,7 +17,7 @@ SMOOTHING = 0.9
 """The weight that a step's tokens and seconds keep at the next step: the rate shown covers about the last ten steps."""
 
 FRAMES_PER_SECOND = 10
-BAR_WIDTH = 24
+BAR_WIDTH, SHORTEST_BAR = 24, 4
 
 
 class Progress:
@@ -34,6 +34,7 @@ class Progress:
         self._interval = plain_interval
         self._drawn_at = float("-inf")
         self._last: StepRecord | None = None
+        self._doing = ""
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -51,6 +52,17 @@ class Progress:
         """Prints `text` above the line: a warning, an evaluation."""
         self._console.print(Text(text), soft_wrap=True)
 
+    def under_way(self, text: str) -> None:
+        """Shows what goes on between steps: instead of the line, or where that is plain as one of its own, but of lines that differ only behind a colon
+        no more than the interval allows."""
+        what = text.partition(":")[0]
+        if self._live is not None:
+            self._live.update(_fitting(Text(text)), refresh=True)
+        elif what != self._doing or time.monotonic() - self._drawn_at >= self._interval:
+            self._drawn_at = time.monotonic()
+            self.message(text)
+        self._doing = what
+
     def close(self) -> None:
         """Leaves the last state on the screen."""
         if self._last is not None:
@@ -61,13 +73,14 @@ class Progress:
     def _draw(self, record: StepRecord) -> None:
         self._drawn_at = time.monotonic()
         self._last = None
-        line = status_line(record, self._total, self._pace)
+        self._doing = ""
         if self._live is None:
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(status_line(record, self._total, self._pace)), soft_wrap=True)
             return
-        live_line = _bar(record.step, self._total).append(line)
-        live_line.no_wrap, live_line.overflow = True, "ellipsis"
-        self._live.update(live_line, refresh=True)
+        line = status_line(record, self._total, self._pace, self._console.width)
+        room = min(BAR_WIDTH, self._console.width - len(line) - 2)
+        bar = _bar(record.step, self._total, room) if room >= SHORTEST_BAR else Text()
+        self._live.update(_fitting(bar.append(line)), refresh=True)
 
 
 class Pace:
@@ -101,8 +114,14 @@ class Pace:
         return each * (self._total - self._latest.step)
 
 
-def status_line(record: StepRecord, total: int | None, pace: Pace) -> str:
-    """The line's text, what matters most first, as a narrow terminal cuts off its end."""
+def _fitting(line: Text) -> Text:
+    """A terminal's line is one line: two could not be redrawn in place."""
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return line
+
+
+def status_line(record: StepRecord, total: int | None, pace: Pace, width: int | None = None) -> str:
+    """The line's text, what matters most first: whole parts, as many as `width` characters hold (None: all of them)."""
     remaining = pace.remaining_seconds
     parts = [
         f"step {record.step}" if total is None else f"step {record.step:>{len(str(total))}}/{total}",
@@ -114,14 +133,19 @@ def status_line(record: StepRecord, total: int | None, pace: Pace) -> str:
         f"MFU {record.mfu:.0%}" if record.mfu is not None else "",
         units.size(record.memory_bytes),
     ]
-    return "  ".join(part for part in parts if part)
+    line, *rest = (part for part in parts if part)
+    for part in rest:
+        if width is not None and len(line) + 2 + len(part) > width:
+            break
+        line += f"  {part}"
+    return line
 
 
-def _bar(step: int, total: int | None) -> Text:
+def _bar(step: int, total: int | None, width: int) -> Text:
     if not total:
         return Text()
-    filled = min(BAR_WIDTH, BAR_WIDTH * step // total)
-    return Text.assemble(("━" * filled, "cyan"), ("━" * (BAR_WIDTH - filled), "bright_black"), "  ")
+    filled = min(width, width * step // total)
+    return Text.assemble(("━" * filled, "cyan"), ("━" * (width - filled), "bright_black"), "  ")
 
 
 def print_summary(records: RunRecords, stream: TextIO) -> None:
