@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.errors import ArgumentError
+from shoal.errors import ArgumentError, UserError
 
 STATIC_PATIENCE = 20
 """Overflows in a row after which a static scale is given up."""
