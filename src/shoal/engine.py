@@ -45,6 +45,7 @@ from shoal.loss import Loss
 from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_whole
+from shoal.models.generate import generate
 from shoal.objective import Objective
 from shoal.offload import Offload
 from shoal.optimizer import (
@@ -360,6 +361,16 @@ class Engine:
         of_all = (self.module, measure or self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
             return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline)
+
+    def generate(
+        self, ids: torch.Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int | None = None
+    ) -> torch.Tensor:
+        """Token ids [B, T], the same on every rank, continued to [B, T + max_new_tokens] by a model that predicts the next token (see `models.generate`); under any
+        plan, all ranks call it alike and get the same. `seed`: of the draws, by default the engine's."""
+        draw = torch.Generator(self.device).manual_seed(self.seed if seed is None else seed)
+        # compiled blocks would be compiled anew for each length
+        with self._as_one(), self.whole_weights(), torch.compiler.set_stance("force_eager"):
+            return generate(self.model, ids.to(self.device), max_new_tokens, temperature, top_k, draw)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""

@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
-from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import CheckpointError, UserError
 from shoal.optimizer import CHOICES, ChunkOptimizer
 from shoal.parallel.layout import Box, Layout
+
 
 @dataclass(frozen=True)
 class Standing:
