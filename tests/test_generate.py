@@ -37,14 +37,14 @@ def on_a_rank(world, case: str, plan: Plan) -> list[list[list[int]]]:
         ("gpt", Plan(dp=2, zero=3)),
         ("gpt", Plan(tp=2)),
         ("gpt", Plan(pp=2)),
-        ("lstm", Plan(pp=2, schedule="pipedream")),
+        ("lstm", Plan(pp=2, schedule="2bw")),
         ("gpt", Plan(cp=2)),
         ("gpt", Plan(dp=2, memory={})),
     ],
-    ids=["zero3", "tp", "pp", "pipedream", "cp", "memory"],
+    ids=["zero3", "tp", "pp", "2bw", "cp", "memory"],
 )
 def test_all_ranks_write_what_one_process_writes(case, plan):
     first, second = run_ranks(on_a_rank, 2, case, plan)
     assert first == second
-    if plan.schedule != "pipedream":  # which trains with delayed updates
+    if plan.schedule != "2bw":  # which trains with delayed updates
         assert first == written(engine(case, "fp64", 2))
