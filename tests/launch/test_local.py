@@ -183,7 +183,7 @@ def test_a_signal_does_not_hide_that_the_last_checkpoint_failed(tmp_path, script
     program = script(
         "from shoal.errors import CheckpointError\n"
         "try:\n"
-        f"    open({str(tmp_path)!r} + f'/up{rank}', 'w').close()\n"
+        f"    open({str(tmp_path)!r} + '/up' + str(rank), 'w').close()\n"
         "    time.sleep(600)\n"
         "except KeyboardInterrupt:\n"
         "    raise CheckpointError('no space')\n"
