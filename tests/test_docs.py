@@ -55,7 +55,7 @@ def test_the_job_file_of_the_readme_and_those_of_the_examples_are_valid(tmp_path
     job = tmp_path / "job.toml"
     job.write_text(text)
     for path in [job, *sorted((ROOT / "examples").glob("*.toml"))]:
-        assert load_job(path, [])[0].model["name"] in ("gpt", "hf")
+        assert load_job(path, [])[0].model["name"] in ("gpt", "hf", "mlp", "resnet", "chess")
 
 
 @pytest.mark.fast

@@ -50,6 +50,7 @@ from shoal.loss import Loss
 from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_whole
+from shoal.models.generate import generate
 from shoal.objective import Objective
 from shoal.offload import Offload
 from shoal.optimizer import (
@@ -387,6 +388,16 @@ class Engine:
         with self._as_one():
             draws = (self._randomness, self._keyed)
             return evaluate(*of_all, *draws, self.passing, self._parted.context, self._alike, self._pipeline, self._even)
+
+    def generate(
+        self, ids: torch.Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int | None = None
+    ) -> torch.Tensor:
+        """Token ids [B, T], the same on every rank, continued to [B, T + max_new_tokens] by a model that predicts the next token (see `models.generate`); under any
+        plan, all ranks call it alike and get the same. `seed`: of the draws, by default the engine's."""
+        draw = torch.Generator(self.device).manual_seed(self.seed if seed is None else seed)
+        # compiled blocks would be compiled anew for each length
+        with self._as_one(), self.whole_weights(), torch.compiler.set_stance("force_eager"):
+            return generate(self.model, ids.to(self.device), max_new_tokens, temperature, top_k, draw)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""

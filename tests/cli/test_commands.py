@@ -14,6 +14,7 @@ import shoal as package
 from shoal.cli import doctor
 from shoal.comm import Link
 from shoal.jobs.read import load_job
+from shoal.report.metrics import read_metrics
 
 pytestmark = pytest.mark.fast
 
@@ -81,6 +82,8 @@ def test_help_lists_the_commands(shoal):
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
         (["plan", "{job}", "--memory", "--set", "model.heads=3"], "heads=3"),
         (["run", "nowhere.py"], "the script nowhere.py does not exist"),
+        (["generate", "/nowhere", "--prompt", "a"], "no such directory: /nowhere"),
+        (["eval", "/nowhere"], "no such directory: /nowhere"),
         (["report", "/nowhere"], "is not the directory of a run"),
         (["ckpt", "ls", "/nowhere"], "no such directory: /nowhere"),
         (["ckpt", "verify", "/nowhere"], "no such directory: /nowhere"),
@@ -114,6 +117,14 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
     listed = shoal("ckpt", "ls", run_dir)
     assert [line.split()[0] for line in listed.out.splitlines()[1:]] == ["6", "4", "2"]
     assert shoal("ckpt", "verify", run_dir).out == "".join(f"step-0000000{step}: ok\n" for step in (6, 4, 2))
+
+    once, again = (shoal("generate", run_dir, "--prompt", "3 + ", "--tokens", 20) for _ in range(2))
+    assert once.code == 0 and once.out == again.out and once.out.startswith("3 + ") and len(once.out) > 5
+    assert shoal("generate", run_dir, "--prompt", "3 + ", "--tokens", 20, "--seed", 5).out != once.out
+    own = json.loads(shoal("eval", run_dir, "--json").out)
+    assert own["loss"] == pytest.approx(read_metrics(run_dir / "metrics.jsonl").evals[-1].loss, rel=1e-6) and own["accuracy"] is None
+    other = shoal("eval", run_dir, "--data", job_file.parent / "corpus", "--samples", 3)
+    assert other.code == 0 and other.out.startswith("loss ") and other.out.endswith(f"a mean of {3 * 16}\n")
 
     report = run_dir / "report.html"
     report.unlink()
@@ -166,6 +177,6 @@ def test_the_demo_and_the_examples_are_jobs():
 
     assert load_job(DEMO)[0].train.seconds is not None
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-    assert [path.name for path in examples] == ["gpt_stdlib.toml", "llama_hf.toml", "moe_stdlib.toml", "stages_stdlib.toml"]
+    assert {path.stem for path in examples} >= {"gpt_stdlib", "llama_hf", "moe_stdlib", "stages_stdlib", "mlp_spirals", "resnet_shapes", "chess"}
     for path in examples:
         load_job(path)

@@ -41,7 +41,9 @@ def test_the_directory_is_taken_inside_and_free_after_it(tmp_path, impatient):
     group = World.single("cpu").everyone
     with locked(tmp_path, group):
         assert holder_of(tmp_path) == Holder.here()
-        with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on host .*: wait for it, end it, or give another run.dir"):
+        with pytest.raises(
+            UserError, match=rf"in use by process {os.getpid()} on host .*: wait for it, end it, or give another run.dir"
+        ):
             locked(tmp_path, group).__enter__()
     assert not (tmp_path / NAME).exists()
     with pytest.raises(KeyError), locked(tmp_path, group):
@@ -76,7 +78,7 @@ def test_a_lock_is_stale_once_its_process_has_ended(tmp_path, impatient):
 def test_a_lock_of_another_host_is_refused_with_what_to_do(tmp_path):
     put(tmp_path, Holder("elsewhere", 1, 0.0))
     began = time.monotonic()
-    with pytest.raises(UserError, match="process 1 on host elsewhere.*if that process has ended, delete .*run.lock"):
+    with pytest.raises(UserError, match=r"process 1 on host elsewhere.*if that process has ended, delete .*run.lock"):
         locked(tmp_path, World.single("cpu").everyone).__enter__()
     assert time.monotonic() - began < 1, "there is nothing to wait for"
     (tmp_path / NAME).unlink()  # what the message says

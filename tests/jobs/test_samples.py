@@ -16,6 +16,7 @@ from shoal.comm import World
 from shoal.data import open_arrays
 from shoal.errors import UserError
 from shoal.jobs.config import Data, Job
+from shoal.jobs.export import evaluate_run, generate_text
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
 from shoal.plan import Plan
@@ -78,6 +79,12 @@ def test_arrays_train_and_the_validation_part_tells_loss_and_accuracy(quick, of,
     assert last.loss < first.loss - 0.2 and last.accuracy > 0.8 > first.accuracy + 0.1
     assert f"validation loss {last.loss:.4f}, accuracy {last.accuracy:.1%}" in capsys.readouterr().out
     assert 20 < first.tokens < 60, "a fifth of 200 is held out"
+    own, accuracy = evaluate_run(Path(job.run.dir))
+    assert (own.loss, accuracy) == (pytest.approx(last.loss, rel=1e-6), last.accuracy)
+    evaluation, _ = evaluate_run(Path(job.run.dir), job.data.source)
+    assert evaluation.tokens == 200
+    with pytest.raises(UserError, match="does not predict the next token"):
+        generate_text(Path(job.run.dir), "a")
 
 
 @pytest.mark.fast
@@ -160,9 +167,7 @@ def test_keys_of_the_other_kind_and_sources_that_are_none_are_refused(quick, of,
             train(job, {}, alone)
 
 
-@pytest.mark.parametrize(
-    "plan", [Plan(dp=2, zero=3), Plan(dp=2, memory={}), Plan(pp=2)], ids=["zero3", "memory", "pp"]
-)
+@pytest.mark.parametrize("plan", [Plan(dp=2, zero=3), Plan(dp=2, memory={}), Plan(pp=2)], ids=["zero3", "memory", "pp"])
 def test_ranks_train_and_tell_what_one_process_does(quick, of, tmp_path, plan):
     path = stored(tmp_path, "npz", points())
     model = {"name": "mlp", "sizes": [4, 16, 16, 3], "activation": "tanh"}

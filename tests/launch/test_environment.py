@@ -63,7 +63,9 @@ FOUND = {
     "an address alone is no rank": (AT_10_0_0_1, None, SINGLE),
     "TF_CONFIG of one task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}'}, None, SINGLE),
     "TF_CONFIG beside RANK": (
-        {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"}, None, Identity(0, 1, 0, 1, "", 0, "the environment"),
+        {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"},
+        None,
+        Identity(0, 1, 0, 1, "", 0, "the environment"),
     ),
     "WORLD_SIZE=1 alone": ({"WORLD_SIZE": "1"}, None, SINGLE),
     "shoal run": (SHOAL, None, Identity(1, 2, 1, 2, "tcp://127.0.0.1:4000", 0, "shoal run")),

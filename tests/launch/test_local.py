@@ -200,6 +200,22 @@ def test_sigterm_ends_the_run(sleeping_run) -> None:
     assert launcher.returncode == 128 + signal.SIGTERM and gone(pids)
 
 
+def test_a_signal_does_not_hide_that_the_last_checkpoint_failed(tmp_path, script) -> None:
+    program = script(
+        "from shoal.errors import CheckpointError\n"
+        "try:\n"
+        f"    open({str(tmp_path)!r} + '/up' + str(rank), 'w').close()\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise CheckpointError('no space')\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "2", *program], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)) or launcher.poll() is not None)
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == 5 and "no space" in err
+
+
 def test_no_orphan_outlives_a_killed_launcher(sleeping_run) -> None:
     launcher, pids = sleeping_run
     os.kill(launcher.pid, signal.SIGKILL)

@@ -1,12 +1,11 @@
 """ResNet, LSTM, MLP and the chess network."""
 
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from shoal.errors import UserError
+from shoal.jobs.generated import generated, material
 from shoal.models import LSTM, MLP, LSTMConfig, ResNet, ResNetConfig, causal_lm, chess_evaluator, encode_fen, regression
 
 START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
@@ -106,19 +105,10 @@ def test_what_is_not_a_position(fen, reason):
         encode_fen(fen)
 
 
-@pytest.fixture
-def example():
-    path = Path(__file__).parents[2] / "examples" / "chess_mlp.py"
-    spec = importlib.util.spec_from_file_location("chess_mlp", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_chess_network_learns_material(example):
-    data = example.Positions(512, seed=0)
+def test_the_chess_network_learns_material():
+    data = generated("positions", 512)
     batch = {key: torch.stack([data[i][key] for i in range(512)]) for key in ("inputs", "targets")}
-    assert torch.equal(batch["inputs"][7], example.Positions(512, seed=0)[7]["inputs"])
+    assert torch.equal(batch["inputs"][7], generated("positions", 512)[7]["inputs"])
     assert batch["targets"].std() > 0.3
     model = chess_evaluator()
     assert parameters(model) == 773 * 515 + 515 + 515 * 515 + 515 + 515 + 1
@@ -133,6 +123,6 @@ def test_the_chess_network_learns_material(example):
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_material_by_hand(example):
-    assert example.material(START) == 0
-    assert example.material("4k3/8/8/3q4/8/8/PP6/R3K3 w - - 0 1") == 2 + 5 - 9
+def test_material_by_hand():
+    assert material(START) == 0
+    assert material("4k3/8/8/3q4/8/8/PP6/R3K3 w - - 0 1") == 2 + 5 - 9

@@ -110,7 +110,9 @@ def state_that_fits(optimizer: ChunkOptimizer, extra: Options, saved: Mapping[st
     every = set[str]().union(*there.values())
     if not there or (extra.get("optimizer", optimizer.kind) == optimizer.kind and not _changed(optimizer, extra)):
         return every, ""
-    needed = {dims: optimizer.keys_of(dims) for dims in {len(saved[f"model.{name}"]) for name in there if f"model.{name}" in saved}}
+    needed = {
+        dims: optimizer.keys_of(dims) for dims in {len(saved[f"model.{name}"]) for name in there if f"model.{name}" in saved}
+    }
     if all(needed[len(saved[f"model.{name}"])] <= keys for name, keys in there.items() if f"model.{name}" in saved):
         return set[str]().union(*needed.values()), ""
     return set(), (
@@ -136,7 +138,9 @@ def _of_schedules(then: Options, now: Options) -> list[str]:
     before, after = _flat(then), _flat(now)
     if before.get("function") != after.get("function"):
         return [line("schedule", _spoken(now), _spoken(then))]
-    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and not isinstance(after.get(key), dict | list)]
+    keys = [
+        key for key in {**before, **after} if before.get(key) != after.get(key) and not isinstance(after.get(key), dict | list)
+    ]
     if not keys:  # what differs are parts of it
         return [line("schedule", f"{now['class']} with other parts", "what it was then")]
     return [line(f"schedule: {key}", after.get(key, "nothing"), before.get(key, "nothing")) for key in keys]

@@ -125,6 +125,40 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON
 
 
 @app.command()
+def generate(
+    path: Annotated[Path, typer.Argument(help="A run, or a checkpoint.", metavar="RUN")],
+    prompt: Annotated[str, typer.Option(help="The text to go on with.")],
+    tokens: Annotated[int, typer.Option(min=1, help="At most so many.")] = 160,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Draws among the likeliest so many. Default: among 40.")] = 40,
+    seed: Annotated[int | None, typer.Option(help="Of the draws. Default: the job's.")] = None,
+    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+) -> None:
+    """Writes a text that begins with a prompt, by the model of a run's newest good checkpoint."""
+    from shoal.jobs.export import generate_text
+
+    text = generate_text(path, prompt, job, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    print(prompt + text)
+
+
+@app.command("eval")
+def evaluate(
+    path: Annotated[Path, typer.Argument(help="A run, or a checkpoint.", metavar="RUN")],
+    data: Annotated[
+        str | None, typer.Option(help="Text, arrays or images as data.source names them. Default: what the run held out.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="So many rows, spread evenly; 0 for all.")] = 0,
+    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
+) -> None:
+    """Measures the loss of a run's newest good checkpoint on other data, and the accuracy of a model that tells classes."""
+    from shoal.cli.evaluation import show
+    from shoal.jobs.export import evaluate_run
+
+    show(*evaluate_run(path, data, samples, job), as_json)
+
+
+@app.command()
 def report(directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")]) -> None:
     """Draws the report of a run anew, also while it goes on."""
     from shoal.report.page import write_report

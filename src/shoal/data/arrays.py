@@ -1,8 +1,8 @@
 """Samples that are no text: arrays in a file, images in folders by class. Inputs are float32; bytes become 0 to 1.
 
-    numbers.npz, numbers.safetensors      arrays `inputs` and `labels` (whole numbers: classes) or `targets` (numbers to predict)
-    inputs.npy                            with labels.npy or targets.npy beside it; not read into memory
-    images/cat/1.png, images/dog/7.jpg    a folder for each class, in the order of their names; or these inside `train` and `val`
+numbers.npz, numbers.safetensors      arrays `inputs` and `labels` (whole numbers: classes) or `targets` (numbers to predict)
+inputs.npy                            with labels.npy or targets.npy beside it; not read into memory
+images/cat/1.png, images/dog/7.jpg    a folder for each class, in the order of their names; or these inside `train` and `val`
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Folder:
 
         path, label = self.files[index]
         try:
-            with Image.open(path) as image:
-                image = image.convert("L" if self.channels == 1 else "RGB")
+            with Image.open(path) as file:
+                image = file.convert("L" if self.channels == 1 else "RGB")
                 pixels = np.asarray(image if self.size is None else image.resize((self.size, self.size)))
         except OSError as error:
             raise UserError(f"the image {path} cannot be read: {error}. Repair it, or take it out of the folder") from error

@@ -95,7 +95,8 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> bool:
     else:
         content = tokenizer.file.read_bytes()
         known = _beside(tokenizer.file)
-        eos, special_in_text = tokenizer.library.id_to_token(tokenizer.eos), not tokenizer.library.encode_special_tokens
+        eos = tokenizer.library.id_to_token(tokenizer.eos) or END_OF_TEXT
+        special_in_text = not tokenizer.library.encode_special_tokens
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos, **known, SPECIAL_IN_TEXT: special_in_text}
     files = {"tokenizer.json": content, "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode()}
     for name, content in files.items():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.data import Tokenizer
 from shoal.engine import Engine
-from shoal.models import causal_lm, classification, generate
+from shoal.models import causal_lm, classification
 from shoal.models.losses import IGNORED, Loss
 
 NEW_TOKENS, TEMPERATURE, TOP_K = 160, 0.8, 40
@@ -45,14 +45,18 @@ def can_write(loss: Loss) -> bool:
     return loss is causal_lm
 
 
-def write_on(engine: Engine, tokenizer: Tokenizer, prompt: str) -> str:
-    """What the model writes after `prompt`, up to the document's end; the same draw each time. For one rank alone, or all of those among whom the model is cut or its experts
-    are spread."""
-    ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos]], device=engine.device)
-    draw = torch.Generator(engine.device).manual_seed(engine.seed)
-    # compiled blocks would be compiled anew for each length
-    with torch.compiler.set_stance("force_eager"):
-        written = generate(engine.model, ids, NEW_TOKENS, TEMPERATURE, TOP_K, draw)[0, ids.shape[1] :].tolist()
+def write_on(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int = NEW_TOKENS,
+    temperature: float = TEMPERATURE,
+    top_k: int | None = TOP_K,
+    seed: int | None = None,
+) -> str:
+    """What the model writes after `prompt`, up to the document's end or so many `tokens`; the same draw each time. All ranks call it."""
+    ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos]])
+    written = engine.generate(ids, tokens, temperature=temperature, top_k=top_k, seed=seed)[0, ids.shape[1] :].tolist()
     if tokenizer.eos in written:
         written = written[: written.index(tokenizer.eos)]
     known = [token for token in written if token < tokenizer.vocab_size]  # a model may have more ids than its tokenizer

@@ -1,37 +1,77 @@
-"""The weights of a checkpoint for others, without the run that made it."""
+"""What a run has made, for others: its weights and tokenizer exported, a text that it goes on with, its loss on other data."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.comm import World
+from shoal.data import ByteTokenizer, Tokenizer, load_tokenizer
+from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
+from shoal.evaluation import Evaluation
 from shoal.jobs.assemble import make_engine
+from shoal.jobs.choose import Settled, Sizes, settle
+from shoal.jobs.config import Job
+from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
 from shoal.jobs.read import load_job
+from shoal.jobs.samples import DEFAULT
 from shoal.jobs.save import DIRECTORY, TOKENIZER
-from shoal.models import build
+from shoal.models import ModelSpec, build
 from shoal.plan import Plan
 
 
-def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
-    """Writes the weights of `path` (a checkpoint, or a run or directory whose newest good one is taken) to `out`, with the run's tokenizer; returns `out`.
+@dataclass(frozen=True)
+class Trained:
+    """The model of a run, whole in this process, with the weights of a checkpoint. `run_dir`: None where the checkpoint lies in no run directory."""
 
-    The model is that of `job_file`, by default resolved.toml of the run that `path` lies in. Raises UserError where there is none.
+    job: Job
+    model: ModelSpec
+    engine: Engine
+    run_dir: Path | None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's own. Raises UserError where it has none."""
+        if self.job.data.tokenizer == "bytes":
+            return ByteTokenizer()
+        if self.run_dir is None or not (self.run_dir / TOKENIZER).is_dir():
+            raise UserError(
+                f"{self.run_dir or 'the checkpoint'} has no directory {TOKENIZER!r}: copy it there from the run that made the checkpoint"
+            )
+        return load_tokenizer(self.run_dir / TOKENIZER)
+
+
+def open_trained(path: Path, job_file: Path | None = None) -> Trained:
+    """The model of `path`: a checkpoint, or a run or directory whose newest good one is taken.
+
+    It is described by `job_file`, by default resolved.toml of the run that `path` lies in. Raises UserError where there is none.
     """
     if not path.is_dir():
         raise UserError(f"no such directory: {path}")
-    job, _ = load_job(job_file or _resolved(path))
-    if not {"schedule", "warmup"} <= {key for key, value in vars(job.train).items() if value is not None}:
-        job = replace(job, train=replace(job.train, schedule="constant", warmup=0))
-    alone = replace(job, plan=Plan(memory=job.plan.memory))
-    engine = make_engine(alone, build(job.model), job.train.steps, World.single())
-    directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
-    engine.load(directory)
-    engine.export(out)
-    engine.close()
-    own = [file for parent in (path, *path.resolve().parents[:2]) for file in sorted((parent / TOKENIZER).glob("tokenizer*.json"))]
+    run_dir = next((each for each in (path, *path.resolve().parents[:2]) if (each / "resolved.toml").is_file()), None)
+    if job_file is None and run_dir is None:
+        raise UserError(f"{path} lies in no run directory, whose resolved.toml tells the model: give the job file by --job")
+    job, _ = load_job(job_file if job_file is not None else run_dir / "resolved.toml")  # type: ignore[operator]
+    train = replace(job.train, schedule=job.train.schedule or "constant", warmup=job.train.warmup or 0)
+    model = build(job.model)
+    alone = replace(job, train=train, plan=Plan(memory=job.plan.memory))
+    engine = make_engine(alone, model, job.train.steps, World.single())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is used from here on")  # nothing is trained
+        engine.load(path / DIRECTORY if (path / DIRECTORY).is_dir() else path)
+    return Trained(job, model, engine, run_dir)
+
+
+def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Path:
+    """Writes the weights of `path` (see `open_trained`) to `out`, with the run's tokenizer; returns `out`."""
+    trained = open_trained(path, job_file)
+    trained.engine.export(out)
+    trained.engine.close()
+    own = sorted((trained.run_dir / TOKENIZER).glob("tokenizer*.json")) if trained.run_dir is not None else []
     try:
         for file in own:
             shutil.copy(file, out)
@@ -40,8 +80,44 @@ def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Pa
     return out
 
 
-def _resolved(path: Path) -> Path:
-    for parent in (path, *path.resolve().parents[:2]):
-        if (parent / "resolved.toml").is_file():
-            return parent / "resolved.toml"
-    raise UserError(f"{path} lies in no run directory, whose resolved.toml tells the model: give the job file by --job")
+def generate_text(path: Path, prompt: str, job_file: Path | None = None, **options: Any) -> str:
+    """What the model of `path` (see `open_trained`) writes after `prompt`; `options` are those of `write_on`. UserError for a model that writes no text."""
+    trained = open_trained(path, job_file)
+    if not can_write(trained.model.loss):
+        raise UserError(
+            f'model.name = "{trained.model.name}" does not predict the next token, so that it cannot go on with a text'
+        )
+    text = write_on(trained.engine, trained.tokenizer, prompt, **options)
+    trained.engine.close()
+    return text
+
+
+def evaluate_run(
+    path: Path, source: str | None = None, samples: int = 0, job_file: Path | None = None
+) -> tuple[Evaluation, float | None]:
+    """Loss of the model of `path` (see `open_trained`), and accuracy where it tells classes, on all of `source` (by default on what the run held out), or on so
+    many rows spread over it."""
+    trained = open_trained(path, job_file)
+    data = _data(trained, source)
+    spread = Spread(trained.model.prepare_data(data), samples)
+    right = measure_of(trained.model.loss)
+    accuracy = None if right is None else trained.engine.evaluate(spread, measure=right).loss
+    evaluation = trained.engine.evaluate(spread)
+    trained.engine.close()
+    return evaluation, accuracy
+
+
+def _data(trained: Trained, source: str | None) -> Any:
+    job = trained.job
+    text = job.model["name"] not in DEFAULT
+    own: dict[str, Any] = (
+        {"tokenizer": str((trained.run_dir or Path()) / TOKENIZER)} if text and job.data.tokenizer != "bytes" else {}
+    )
+    if source is not None:
+        own |= {"source": source, "validation": 0.0}
+    settled: Settled = settle(replace(job, data=replace(job.data, **own), plan=Plan()), {}, Sizes(1, 1))
+    if source is not None:
+        return settled.data.train
+    if settled.data.validation is None:
+        raise UserError("the run held nothing out (data.validation = 0): give --data")
+    return settled.data.validation

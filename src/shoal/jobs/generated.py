@@ -67,6 +67,12 @@ GENERATED: dict[str, tuple[Callable[[random.Random, torch.Generator], dict[str, 
 """By the name of data.source: how one is made, how many there are, and their classes."""
 
 
+def generated(name: str, count: int | None = None, seed: int = 0) -> Generated:
+    """The set of that name, of `count` samples or as many as a job has."""
+    make, usual, _ = GENERATED[name]
+    return Generated(make, count or usual, seed)
+
+
 def random_fen(rng: random.Random) -> str:
     """A board with both kings and up to 22 other pieces; pawns stay off the first and last rank."""
     board = [""] * 64

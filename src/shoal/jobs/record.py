@@ -116,9 +116,8 @@ class Recorder:
         self._write(WarningRecord(message=message))
 
     def note(self, message: str) -> None:
-        """As a warning, of what is as it was asked for."""
+        """Shows a line that the record has in another form."""
         self._message(message)
-        self._write(WarningRecord(message=message))
 
     def end(self, reason: str) -> None:
         """Closes everything; `reason` is a sentence."""

@@ -43,11 +43,12 @@ def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None,
 
 @dataclass(frozen=True)
 class Before:
-    """What an attempt goes on from. `saved`: the step of the checkpoint, 0 without one; `user`: what the run had saved there; `said`: where it goes on, and
-    what the engine says of values that are given otherwise now."""
+    """What an attempt goes on from. `saved`: the step of the checkpoint, 0 without one; `user`: what the run had saved there; `where` it goes on, for a person;
+    `said`: what the engine says of values that are given otherwise now."""
 
     saved: int
     user: Mapping[str, Any]
+    where: str
     said: list[str]
 
 
@@ -60,13 +61,13 @@ def go_on(job: Job, engine: Engine, found: Path | None) -> Before:
         recovered = job.run.resume == "auto" and engine.recover(after=saved)
         if found is not None and not recovered:
             engine.load(found)
-    lines = [str(each.message) for each in said]
+    where = ""
     if recovered:
-        lines.insert(0, f"resumed from step {engine.step_index}, the last update on the disk of plan.memory")
+        where = f"resumed from step {engine.step_index}, the last update on the disk of plan.memory"
     elif manifest is not None:
         ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)} then, {engine.world.size} now"
-        lines.insert(0, f"resumed from step {manifest.step} ({ranks})")
-    return Before(saved, user, lines)
+        where = f"resumed from step {manifest.step} ({ranks})"
+    return Before(saved, user, where, [str(each.message) for each in said])
 
 
 def _look(job: Job) -> tuple[Path | None, list[str]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.data import ArrayData, Samples, held_out, open_arrays
 from shoal.errors import UserError
 from shoal.jobs.config import Data, Job
-from shoal.jobs.generated import GENERATED, Generated
+from shoal.jobs.generated import GENERATED, generated
 from shoal.models import ModelSpec, classification, regression
 
 DEFAULT = {"resnet": "shapes", "mlp": "spirals", "chess": "positions"}
@@ -38,10 +38,12 @@ def open_samples(job: Job) -> ArrayData:
     data, name = job.data, job.model["name"]
     for key in ("tokenizer", "attend", "field", "sequence"):
         if getattr(data, key) != getattr(Data, key):
-            raise UserError(f'data.{key} = {getattr(data, key)!r} is of text, which model.name = "{name}" does not read: remove it')
-    if data.source in GENERATED if isinstance(data.source, str) else False:
-        make, count, classes = GENERATED[data.source]
-        return held_out(Generated(make, count, job.train.seed), data.validation, job.train.seed, classes)
+            raise UserError(
+                f'data.{key} = {getattr(data, key)!r} is of text, which model.name = "{name}" does not read: remove it'
+            )
+    if isinstance(data.source, str) and data.source in GENERATED:
+        made = generated(data.source, seed=job.train.seed)
+        return held_out(made, data.validation, job.train.seed, GENERATED[data.source][2])
     if isinstance(data.source, str):
         channels = job.model.get("channels", 3)
         return open_arrays(
@@ -64,7 +66,7 @@ def settings_from(data: ArrayData, job: Job) -> dict[str, Any]:
 
 def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
     """The data in the shape that `model` takes. Raises UserError where they do not go together."""
-    wants = {classification: "labels", regression: "targets"}.get(model.loss)  # type: ignore[arg-type, call-overload]
+    wants = {classification: "labels", regression: "targets"}.get(model.loss)  # type: ignore[arg-type]
     has = "targets" if data.classes is None else "labels"
     if wants is not None and wants != has:
         remedy = 'give model.task = "regression"' if model.name == "mlp" and has == "targets" else f"give data with {wants}"
@@ -82,7 +84,10 @@ def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
 
 def _check(there: tuple[int, ...], shaped: tuple[int, ...], model: ModelSpec, source: Any) -> None:
     if model.name == "resnet":
-        wanted, fits = f"images of {model.values['channels']} channels", len(shaped) == 3 and shaped[0] == model.values["channels"]
+        wanted, fits = (
+            f"images of {model.values['channels']} channels",
+            len(shaped) == 3 and shaped[0] == model.values["channels"],
+        )
     else:
         inputs = model.values["sizes"][0] if model.name == "mlp" else 773
         wanted, fits = f"{inputs} numbers", shaped == (inputs,)

@@ -74,8 +74,10 @@ def _train(settled: Settled, world: World) -> Outcome:
     engine.run = str(Path(settled.job.run.dir).resolve())
     before = resume.go_on(settled.job, engine, checkpoint)
     run = _Run(settled, engine, before, about)
+    if before.where:
+        run.recorder.note(before.where)
     for line in said + before.said:
-        run.recorder.note(line)
+        run.recorder.warning(line)
     return run.to_its_end()
 
 
@@ -196,12 +198,9 @@ class _Run:
             return
         assert self.settled.tokenizer is not None
         log.info("the model writes a sample")
-        with self.recorder.pause(), engine.whole_weights():
-            # of a model that is cut all its ranks write together, and all that have its experts
-            if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
-                text = write_on(engine, self.settled.tokenizer, job.run.sample)
-                if self.first:
-                    self.recorder.sample(engine.step_index, job.run.sample, text)
+        with self.recorder.pause():
+            text = write_on(engine, self.settled.tokenizer, job.run.sample)
+            self.recorder.sample(engine.step_index, job.run.sample, text)
 
     def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
