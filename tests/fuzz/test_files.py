@@ -98,7 +98,10 @@ DEEPSPEED = [
         "type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}}},
     {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {
         "type": "LRRangeTest", "params": {"lr_range_test_step_size": 20, "lr_range_test_step_rate": 3, "lr_range_test_staircase": True}}},
-    {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
+    {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"reduce_bucket_size": "auto"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    },
 ]  # fmt: skip
 PATRICKSTAR = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True}},
