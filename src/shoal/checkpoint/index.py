@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shoal.checkpoint.manifest import is_beside
 from shoal.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -109,7 +110,7 @@ def _place(said: Any) -> MetadataIndex:
 def _info(said: Any) -> _StorageInfo:
     _is_a(said, "_StorageInfo")
     file = _text(said.relative_path)
-    if Path(file).name != file:
+    if not is_beside(file):
         raise ValueError(f"it names the file {file!r}, which is not one beside it")
     if getattr(said, "transform_descriptors", None):
         raise ValueError(f"{file} was written through transforms, which Shoal does not have")
