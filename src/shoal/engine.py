@@ -21,8 +21,8 @@ from shoal.batchnorm import synchronise
 from shoal.buffers import OtherBuffers
 from shoal.build import build
 from shoal.checkpoint import state
+from shoal.checkpoint.extra import read_extra
 from shoal.checkpoint.given import Given
-from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.chunks import Chunk, ChunkMaker, Later, Tier, adopt, move, weakly
@@ -534,7 +534,7 @@ class Engine:
             self.pager.uncommit()
         rank, size = self._group.rank, self._group.size
         # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
-        saved = read_manifest(path).extra
+        saved = read_extra(path)
         own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
         if (versions := self._versions) is not None:

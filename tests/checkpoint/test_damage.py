@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoal.checkpoint import Want, Writer, listing, load, newest, verify
+from shoal.checkpoint import Want, Writer, listing, load, newest, read_manifest, tensor_names, verify
+from shoal.checkpoint.extra import read_extra
+from shoal.checkpoint.manifest import write_manifest
 from shoal.errors import CheckpointError
 from shoal.parallel import Box
 from tests.checkpoint.fake_ranks import FakeWorld, save_alone
@@ -96,3 +100,55 @@ def test_loading_a_damaged_one_says_so(two: Path) -> None:
     os.truncate(two / "step-00000002" / ".metadata", 10)
     with pytest.raises(CheckpointError, match=r"index \.metadata cannot be read"):
         load(two / "step-00000002", [])
+
+
+class Trap:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.fast
+def test_an_index_that_somebody_else_wrote_runs_nothing(two: Path, tmp_path: Path) -> None:
+    path = two / "step-00000002"
+    sound = pickle.loads((path / ".metadata").read_bytes())
+    wants = [Want("w", (300,), Box.whole((300,)), torch.empty(300))]
+    for inside in (Trap(tmp_path / "ran"), replace(sound, planner_data=Trap(tmp_path / "ran"))):
+        (path / ".metadata").write_bytes(pickle.dumps(inside))
+        for read in (lambda: load(path, wants), lambda: tensor_names(path)):
+            with pytest.raises(CheckpointError, match=r"names posix.mkdir, which no index holds. Load only checkpoints of people you trust"):
+                read()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["../step-00000001/__0_0.distcp", "/etc/passwd", ".."])
+def test_an_index_or_a_manifest_names_no_file_elsewhere(two: Path, name: str) -> None:
+    path = two / "step-00000002"
+    sound = pickle.loads((path / ".metadata").read_bytes())
+    for info in sound.storage_data.values():
+        info.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(sound))
+    with pytest.raises(CheckpointError, match="which is not one beside it"):
+        load(path, [Want("w", (300,), Box.whole((300,)), torch.empty(300))])
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, files={name: next(iter(manifest.files.values()))}))
+    with pytest.raises(CheckpointError, match="which is not one beside it"):
+        read_manifest(path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("key", "value"), [("step", -1), ("seed", "x"), ("groups", [{"members": 3}]), ("optim", []), ("user", None), ("scheduler", 3)])
+def test_a_state_that_no_engine_says_is_an_error(tmp_path: Path, key: str, value: object) -> None:
+    said = {"step": 3, "seed": 0, "global_batch": 2, "per_sample": 1.0, "scheduler": None, "source": {}, "groups": [], "optim": {}, "user": {}}
+    save_alone(tmp_path, 3, {"w": torch.ones(2)}, extra=said)
+    path = tmp_path / "step-00000003"
+    assert read_extra(path) == said
+    changed = {**said, key: value} if value is not None else {each: what for each, what in said.items() if each != key}
+    write_manifest(path, replace(read_manifest(path), extra=changed))
+    with pytest.raises(CheckpointError, match=rf"the engine's {key} is .*no engine has saved this checkpoint"):
+        read_extra(path)

@@ -10,6 +10,7 @@ import torch
 
 from shoal import UserError, initialize_engine
 from shoal.comm import World
+from shoal.doors import _settings
 from shoal.doors.deepspeed import batch_sizes
 from tests.doors.loops import Net, Normed, assert_alike, by_torch, through_the_door
 from tests.pool import run_ranks
@@ -198,7 +199,16 @@ def test_batch_sizes_that_contradict_each_other_are_one_error(given, message):
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "max_grad_norm: give gradient_clipping"),
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction = False is refused"),
         ({"optimizer": {}}, "the configuration names no optimizer"),
-        ({"train_batch_size": "auto"}, 'train_batch_size = "auto": only the Trainer of transformers fills that in'),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}}, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}},
+            "for gradient_clipping (its max_grad_norm); optimizer.params.lr (its learning_rate); optimizer.params.betas (its [adam_beta1, adam_beta2]); "
+            "bf16.enabled (its bf16)",
+        ),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu (its per_device_train_batch_size)"),
+        ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage = "auto": only the Trainer'),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "is refused by torch: "),
+        ({"optimizer": [1]}, "optimizer = [1]: this key of DeepSpeed's configuration is a table"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": 10**400}}}, "is refused by torch: OverflowError"),
         ({"tensorboard": {"enabled": True}}, "tensorboard = {'enabled': True} is refused: use `shoal train`"),
         ({"communication_data_type": "fp16"}, "communication_data_type = 'fp16' is refused: it is lossy"),
     ],
@@ -207,6 +217,25 @@ def test_wrong_configurations_are_refused_by_name(more, message):
     with pytest.raises(UserError) as error:
         initialize_engine(Net, 0, config(**more), world=World.single(device="cpu"))
     assert message in str(error.value)
+
+
+@pytest.mark.fast
+def test_values_auto_that_the_file_itself_defines_are_filled_in():
+    given = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 8}},
+    }
+    written = {**given, "scheduler": {"type": "WarmupDecayLR", "params": {**given["scheduler"]["params"], "warmup_min_lr": 0, "warmup_max_lr": 3e-3}}}
+    found = []
+    for each in (given, written):
+        settings = _settings(config(**each), World.single("cpu"))
+        assert (settings.engine["global_batch"], settings.engine["microbatch"], settings.plan["zero"]) == (8, 2, 3)
+        schedule = settings.schedule(settings.optimizer([torch.nn.Parameter(torch.ones(1))]))
+        found.append([schedule.get_last_lr()[0] for _ in range(8) if schedule.step() is None])
+    assert found[0] == found[1] and max(found[0]) == 3e-3
 
 
 @pytest.mark.fast

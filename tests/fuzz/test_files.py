@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from shoal import checkpoint
 from shoal.checkpoint import Want
 from shoal.comm import World
+from shoal.data.cached.record import pack, unpack
 from shoal.doors import _settings
 from shoal.errors import CheckpointError, ShoalError, UserError
 from shoal.jobs.assemble import optimizer_named
@@ -98,7 +100,10 @@ DEEPSPEED = [
         "type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}}},
     {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {
         "type": "LRRangeTest", "params": {"lr_range_test_step_size": 20, "lr_range_test_step_rate": 3, "lr_range_test_staircase": True}}},
-    {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
+    {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"reduce_bucket_size": "auto"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+    },
 ]  # fmt: skip
 PATRICKSTAR = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True}},
@@ -236,6 +241,21 @@ def test_indexes_of_checkpoints(number: int, tmp_path: Path) -> None:
                     read_checkpoint(path, wants)
 
     tries(number, 5, attempt)
+
+
+@pytest.mark.parametrize("number", LENGTHS)
+def test_samples_of_a_cache(number: int) -> None:
+    sample = {"a": torch.arange(6.0).view(2, 3), "b": 3, "c": "text", "d": np.arange(4), "e": None}
+    sound = pack(sample)
+
+    def attempt(draw: random.Random) -> None:
+        data = damaged(sound, draw)
+        with bounded(data):
+            found = unpack(data)
+        assert found is None or isinstance(found, dict)
+
+    assert set(unpack(sound) or ()) == set(sample)
+    tries(number, 8, attempt)
 
 
 @pytest.mark.parametrize("number", LENGTHS)

@@ -7,7 +7,6 @@ hold is checked, and DCP's own classes are built from it. So an index that someb
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shoal.checkpoint.manifest import is_beside
 from shoal.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -58,7 +58,7 @@ class _Record:
         vars(self).update(state)
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
+class _Unpickler(pickle._Unpickler):
     """In Python: the one in C takes as much memory as a number in the pickle says."""
 
     def __init__(self, file: Any) -> None:
@@ -110,7 +110,7 @@ def _place(said: Any) -> MetadataIndex:
 def _info(said: Any) -> _StorageInfo:
     _is_a(said, "_StorageInfo")
     file = _text(said.relative_path)
-    if Path(file).name != file:
+    if not is_beside(file):
         raise ValueError(f"it names the file {file!r}, which is not one beside it")
     if getattr(said, "transform_descriptors", None):
         raise ValueError(f"{file} was written through transforms, which Shoal does not have")
@@ -122,9 +122,9 @@ def _is_a(said: Any, kind: str) -> None:
         raise TypeError(f"a {type(said).__name__} where a {kind} belongs")
 
 
-def _of(kind: Callable[..., Value], said: Any) -> Value:
+def _of(kind: type[Value], said: Any) -> Value:
     if type(said) is not kind:
-        raise TypeError(f"a {type(said).__name__} where a {getattr(kind, '__name__', kind)} belongs")
+        raise TypeError(f"a {type(said).__name__} where a {kind.__name__} belongs")
     return said
 
 

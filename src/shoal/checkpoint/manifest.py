@@ -93,12 +93,17 @@ def _problem(content: dict[str, Any]) -> str:
     if not isinstance(files, dict):
         return f"files is {files!r:.100}"
     for name, record in files.items():
-        if Path(name).name != name or "\0" in name:  # "../a", "/a", "", "."
+        if not is_beside(name):
             return f"it names the file {name!r:.100}, which is not one beside it"
         fits = isinstance(record, dict) and record.keys() == {"bytes", "sha256"} and isinstance(record["sha256"], str)
         if not (fits and _is_number(record["bytes"], 0, int)):
             return f"of {name!r:.100} it says {record!r:.100}"
     return ""
+
+
+def is_beside(name: str) -> bool:
+    """Whether it is the name of a file in the checkpoint's own directory."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _is_number(value: Any, least: int, kind: Any) -> bool:

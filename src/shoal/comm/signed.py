@@ -37,7 +37,7 @@ class SignedStore(dist.Store):
         super().__init__()
         self.bare, self.key = bare, key
 
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]  # the stub forgets bytes
+    def set(self, key: str, value: str | bytes) -> None:  # which C++ hands over
         data = value.encode() if isinstance(value, str) else value
         self.bare.set(key, derived(self.key, key, data) + data)  # type: ignore[arg-type]
 
@@ -68,7 +68,7 @@ class SignedStore(dist.Store):
         return self.bare.delete_key(key)
 
     def clone(self) -> SignedStore:
-        return SignedStore(self.bare.clone(), self.key)
+        return SignedStore(self.bare.clone(), self.key)  # type: ignore[attr-defined]  # the stub forgets it
 
 
 def root_of(store: dist.Store) -> dist.Store:

@@ -149,7 +149,7 @@ def _read(said: Any, raw: _Raw) -> Any:
         return {_read(key, raw): _read(item, raw) for key, item in content}
     if kind in _READERS:
         return _READERS[kind](content, raw)
-    known, _, make = _sent[kind]
+    make = _sent[kind][2]
     return make(*(_read(item, raw) for item in content))
 
 

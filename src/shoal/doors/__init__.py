@@ -16,6 +16,7 @@ from torch import nn
 from shoal.comm import World
 from shoal.doors import deepspeed, deepspeed_keys, patrickstar
 from shoal.doors.config import Settings, check_keys
+from shoal.doors.deepspeed_auto import filled
 from shoal.doors.model import Model, Optimizer
 from shoal.engine import Engine
 from shoal.errors import UserError
@@ -69,6 +70,7 @@ def _settings(config: Mapping[str, Any] | str | Path, world: World) -> Settings:
     if own and foreign:
         raise UserError(f"{own[0]} is a key of PatrickStar's configuration, {foreign[0]} of DeepSpeed's: give one or the other")
     if foreign:
+        table = filled(table)
         check_keys(table, deepspeed_keys.KEYS, "DeepSpeed's configuration")
         return deepspeed.translate(table, world.size)
     check_keys(table, patrickstar.KEYS, "PatrickStar's configuration", deepspeed_keys.KEYS)

@@ -73,7 +73,7 @@ def _value(key: str, value: Any, default: Any) -> Any:
     said = f"scheduler.params.{key} = {value!r:.100}"
     if value is None and default is None:
         return None
-    if isinstance(default, bool) or isinstance(default, str):
+    if isinstance(default, bool | str):
         if type(value) is not type(default):
             raise UserError(f"{said}: give {'true or false' if isinstance(default, bool) else 'a text'}")
         return value

@@ -70,7 +70,10 @@ class CachedDataset:
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of {self._samples}")
         payload = self._store.get(index)
-        if payload is None:
+        sample = None if payload is None else unpack(payload)
+        if sample is None:  # not there, or not one that `pack` wrote
             payload = pack(self._dataset[index])
             self._store.put(index, payload)
-        return unpack(payload)
+            sample = unpack(payload)
+            assert sample is not None
+        return sample

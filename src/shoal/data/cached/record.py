@@ -66,14 +66,19 @@ def _as_tensor(key: str, value: Any) -> Tensor:
         ) from error
 
 
-def unpack(payload: bytes) -> dict[str, Any]:
-    """The sample that `pack` was given; tensors and arrays have memory of their own."""
+def unpack(payload: bytes) -> dict[str, Any] | None:
+    """The sample that `pack` was given, or None for what it did not write: who reaches a server may put there what he likes. Tensors and arrays have
+    memory of their own."""
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    (length,) = struct.unpack_from("<Q", payload)
-    about = json.loads(payload[8 : 8 + length])["__metadata__"]
-    tensors, plain = load(payload), json.loads(about["plain"])
-    return {key: _as_it_was(kind, tensors.get(key), plain.get(key)) for key, kind in json.loads(about["kinds"]).items()}
+    try:
+        (length,) = struct.unpack_from("<Q", payload)
+        about = json.loads(payload[8 : 8 + length])["__metadata__"]
+        tensors, plain = load(payload), json.loads(about["plain"])
+        return {key: _as_it_was(kind, tensors.get(key), plain.get(key)) for key, kind in json.loads(about["kinds"]).items()}
+    except (SafetensorError, struct.error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        return None
 
 
 def _as_it_was(kind: str, tensor: Tensor | None, plain: Any) -> Any:
