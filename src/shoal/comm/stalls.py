@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
@@ -59,6 +60,11 @@ class Calls:
     def end(self) -> None:
         del self.open[threading.get_ident()]
 
+    def forgive(self, seconds: float) -> None:
+        """This process itself stood still so long: it has not waited for others meanwhile."""
+        for call in list(self.open.values()):
+            call.started += seconds
+
     def look(self, say: Say) -> None:
         now = time.monotonic()
         waiting = list(self.open.values())
@@ -70,7 +76,7 @@ class Calls:
             lasted = now - call.started
             if lasted > SIGN_SECONDS and call.number is not None and not call.signed:
                 call.signed = True
-                self._ask(lambda store, call=call: store.set(f"waits/{call.number}/{self.rank}", "1"))
+                self._ask(partial(_sign, f"waits/{call.number}/{self.rank}"))
             if call.said or lasted < max(STALL_SECONDS, 2 * self.longest.get(call.what, 0.0)):
                 continue
             call.said = True
@@ -112,6 +118,10 @@ class Calls:
         thread.join(_STORE_SECONDS)
 
 
+def _sign(key: str, store: dist.Store) -> None:
+    store.set(key, "1")
+
+
 class Stalls:
     """Looks at the calls of all groups of a rank. `say` gets each line."""
 
@@ -136,6 +146,11 @@ class Stalls:
             self._thread.join(_LOOK_SECONDS)
 
     def _look(self) -> None:
+        before = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS):
+            lost = time.monotonic() - before - _LOOK_SECONDS
             for calls in list(self._calls):
+                if lost > SIGN_SECONDS:
+                    calls.forgive(lost)
                 calls.look(self._say)
+            before = time.monotonic()

@@ -14,6 +14,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -36,6 +37,7 @@ CHANNELS = ("collective", "message")
 
 _HELLO = struct.Struct("!16sII")
 _HELLO_SECONDS = 5.0
+_ACCEPT_SECONDS = 0.002  # between looks whether all have been admitted
 _DONE, _MOVED, _IDLE, _FAILED = range(4)
 
 
@@ -99,29 +101,33 @@ class Mesh:
         return connection
 
     def _welcome(self, server: socket.socket, secret: bytes) -> None:
-        """Waits for the connections of the ranks after this one; strangers are hung up on."""
+        """Waits for the connections of the ranks after this one. Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting."""
         deadline = time.monotonic() + self._timeout
+        server.settimeout(_ACCEPT_SECONDS)
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
-            server.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
+            with contextlib.suppress(TimeoutError):
                 connection, _ = server.accept()
-            except TimeoutError as error:
+                threading.Thread(target=self._admit, args=(connection, secret), name="shoal-welcome", daemon=True).start()
+            if time.monotonic() > deadline:
                 missing = [
                     peer
                     for peer in range(self.size)
                     if peer > self.rank and not {(peer, each) for each in CHANNELS} <= self._peers.keys()
                 ]
-                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
-            try:
-                connection.settimeout(_HELLO_SECONDS)
-                said, peer, channel = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-            except (struct.error, OSError):  # it has said too little, or nothing in time
-                connection.close()
-                continue
-            if secrets.compare_digest(said, secret) and self.rank < peer < self.size and channel < len(CHANNELS):
-                self._peers[peer, CHANNELS[channel]] = connection
-            else:
-                connection.close()
+                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s")
+
+    def _admit(self, connection: socket.socket, secret: bytes) -> None:
+        """Hears who a connection is from; strangers are hung up on."""
+        try:
+            connection.settimeout(_HELLO_SECONDS)
+            said, peer, channel = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+        except (struct.error, OSError):  # it has said too little, or nothing in time
+            connection.close()
+            return
+        if secrets.compare_digest(said, secret) and self.rank < peer < self.size and channel < len(CHANNELS):
+            self._peers[peer, CHANNELS[channel]] = connection
+        else:
+            connection.close()
 
     def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str = CHANNELS[0]) -> None:
         """Sends `out[peer]` to each peer and fills `into[peer]` from it, all at the same time. Contiguous CPU tensors.
