@@ -35,6 +35,9 @@ SLICE_MS = 500
 CHANNELS = ("collective", "message")
 """Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
 
+MEETING_SECONDS = 600.0
+"""How long ranks wait for each other's connections, if operations may not give up sooner."""
+
 _HELLO = struct.Struct("!16sII")
 _HELLO_SECONDS = 5.0
 _ACCEPT_SECONDS = 0.002  # between looks whether all have been admitted
@@ -64,6 +67,7 @@ class Mesh:
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
+        self._meeting_seconds = min(self._timeout, MEETING_SECONDS)
         self._peers: dict[tuple[int, str], socket.socket] = {}
         self._turns = {(peer, way): Turns() for peer in range(size) for way in ("out", "into")}
         self._ended = ""
@@ -79,19 +83,19 @@ class Mesh:
             self._welcome(server, secret)
         for connection in self._peers.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _keep_alive(connection)
             connection.setblocking(False)
 
     def _read(self, store: dist.Store, key: str, peer: int) -> str:
         try:
-            store.wait([key], timedelta(seconds=self._timeout))
+            store.wait([key], timedelta(seconds=self._meeting_seconds))
         except dist.DistStoreError as error:
-            raise LaunchError(f"rank {peer} of the group did not come within {self._timeout:.0f} s") from error
+            raise LaunchError(f"rank {peer} of the group did not come within {self._meeting_seconds:.0f} s") from error
         return store.get(key).decode()
 
     def _call_on(self, peer: int, host: str, port: int, hello: bytes) -> socket.socket:
         try:
-            connection = socket.create_connection((host, port), self._timeout)
+            connection = socket.create_connection((host, port), self._meeting_seconds)
             connection.sendall(hello)
         except OSError as error:
             raise LaunchError(
@@ -102,7 +106,7 @@ class Mesh:
 
     def _welcome(self, server: socket.socket, secret: bytes) -> None:
         """Waits for the connections of the ranks after this one. Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._meeting_seconds
         server.settimeout(_ACCEPT_SECONDS)
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
             with contextlib.suppress(TimeoutError):
@@ -114,7 +118,7 @@ class Mesh:
                     for peer in range(self.size)
                     if peer > self.rank and not {(peer, each) for each in CHANNELS} <= self._peers.keys()
                 ]
-                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s")
+                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._meeting_seconds:.0f} s")
 
     def _admit(self, connection: socket.socket, secret: bytes) -> None:
         """Hears who a connection is from; strangers are hung up on."""
@@ -180,6 +184,15 @@ class Mesh:
         for connection in connections.values():  # an operation in another thread still holds its own, and learns of it
             with contextlib.suppress(OSError):  # the other side may have gone first
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Has the kernel ask whether the other host is still there, and know within a minute and a half. (Not TCP_USER_TIMEOUT: it also ends connections
+    whose other side lives but does not read.)"""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if (option := getattr(socket, name, None)) is not None:  # Linux has them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def swap_here(links: ctypes.Array[Link]) -> int:
