@@ -36,7 +36,7 @@ class Group:
     Made by `World.group`, or by `Group.of` around a transport. `transports`: by device type, "cpu" and perhaps "cuda". Every rank of the
     group calls the same operations in the same order (`send`, `recv` and `exchange`: those concerned). Tensors may have any shape and
     strides; those of one call fit each other. A call that fails raises LaunchError with the operation and the ranks that did not come.
-    Threads may share a group: collectives wait for those that were called before, whatever the thread, and the order is for the callers to keep.
+    Threads may share a group: collectives wait for those that were called before; the order is for the callers to keep.
     """
 
     def __init__(
@@ -229,9 +229,7 @@ class Group:
         self, operation: str, purpose: str, payload: int, flat: Tensor, call: Callable[[Transport], None], peer: int | None = None
     ) -> None:
         started = time.monotonic()
-        under_way = None
-        if self._open is not None:
-            under_way = self._open.begin(_what(operation, purpose), self._calls if peer is None else None, peer)
+        under_way = self._open.begin(_what(operation, purpose), self._calls, peer) if self._open is not None else None
         try:
             transport = self.transports["cuda" if flat.is_cuda else "cpu"]
             if not self.ledger.recording:

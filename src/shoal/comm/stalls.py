@@ -1,7 +1,8 @@
-"""Says when a call of a group waits unusually long, for whom, and when it goes on. It never ends the wait: the other rank may have a reason.
+"""Says when a call of a group waits unusually long, for whom, and when it goes on.
 
-A thread of each rank looks at its calls twice a second. For a collective that has lasted a second the rank signs at the group's store; after
-STALL_SECONDS those who have not signed are missing, and the first rank that is there speaks for all.
+It never ends the wait: the other rank may have a reason. A thread of each rank looks at its calls twice a second. For a
+collective that has lasted a second the rank signs at the group's store; after STALL_SECONDS those who have not signed are
+missing, and the first rank that is there speaks for all.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def to_stderr(line: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that is under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
+    """A call under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
 
     what: str
     number: int | None
@@ -45,7 +46,7 @@ class Call:
 
 
 class Calls:
-    """The calls of one group that are under way, by thread; `begin` and `end` are called by those threads, the rest by that of `Stalls`."""
+    """The calls of one group that are under way, by thread. Those threads call `begin` and `end`, that of `Stalls` the rest."""
 
     def __init__(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> None:
         self.group, self.rank, self.ranks, self.store = group, rank, ranks, store
@@ -53,8 +54,9 @@ class Calls:
         self.said: list[Call] = []
         self.longest: dict[str, float] = {}  # waits for messages: a pipeline may be slow, and that is said once
 
-    def begin(self, what: str, number: int | None, peer: int | None) -> Call:
-        call = self.open[threading.get_ident()] = Call(what, number, peer)
+    def begin(self, what: str, number: int, peer: int | None) -> Call:
+        """`number`: of the last collective; `peer`: of a message, else None."""
+        call = self.open[threading.get_ident()] = Call(what, number if peer is None else None, peer)
         return call
 
     def end(self) -> None:
@@ -82,14 +84,16 @@ class Calls:
             call.said = True
             missing = self._missing(call)
             if missing is None or (missing and self.rank == min(set(range(len(self.ranks))) - set(missing))):
-                whom = f"rank {', '.join(str(self.ranks[rank]) for rank in missing)}" if missing else "others (the store does not answer)"
+                names = ", ".join(str(self.ranks[rank]) for rank in missing or [])
+                whom = f"rank {names}" if missing else "others (the store does not answer)"
                 say(f"shoal: rank {self.ranks[self.rank]} has waited {lasted:.0f} s in {self._name(call)}, for {whom}")
                 self.said.append(call)
                 if call.number is None:
                     self.longest[call.what] = lasted
 
     def _name(self, call: Call) -> str:
-        return f"{call.what}, " + (f"collective {call.number} of group {self.group}" if call.number is not None else f"group {self.group}")
+        where = f"group {self.group}"
+        return f"{call.what}, " + (where if call.number is None else f"collective {call.number} of {where}")
 
     def _missing(self, call: Call) -> list[int] | None:
         """The ranks in the group that have not come, or None if that cannot be found out."""

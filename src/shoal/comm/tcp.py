@@ -105,7 +105,10 @@ class Mesh:
         return connection
 
     def _welcome(self, server: socket.socket, secret: bytes) -> None:
-        """Waits for the connections of the ranks after this one. Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting."""
+        """Waits for the connections of the ranks after this one.
+
+        Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting.
+        """
         deadline = time.monotonic() + self._meeting_seconds
         server.settimeout(_ACCEPT_SECONDS)
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
@@ -187,8 +190,10 @@ class Mesh:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Has the kernel ask whether the other host is still there, and know within a minute and a half. (Not TCP_USER_TIMEOUT: it also ends connections
-    whose other side lives but does not read.)"""
+    """Has the kernel ask whether the other host is still there, and know within a minute and a half.
+
+    Not by TCP_USER_TIMEOUT, which also ends connections whose other side lives but does not read.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
         if (option := getattr(socket, name, None)) is not None:  # Linux has them
