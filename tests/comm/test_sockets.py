@@ -215,6 +215,30 @@ def test_strangers_are_not_let_in():
     assert run_ranks(meet_a_stranger, 2) == [20.0] * 2
 
 
+def meet_the_silent(world, speak: bool) -> float:
+    """Rank 0 has six connections at its door that say nothing, or half a hello, and stay. Returns how long the ranks then took to meet."""
+    store = dist.PrefixStore("silent strangers", world.store)
+    strangers = []
+    if world.rank == 1:
+        host, port = store.get("address/0").decode().split()
+        strangers = [socket.create_connection((host, int(port))) for _ in range(6)]
+        for stranger in strangers if speak else []:
+            stranger.sendall(b"GET / HTTP")
+        time.sleep(0.2)
+    started = time.monotonic()
+    transport = Sockets(store, world.rank, world.size, True, timedelta(seconds=60))
+    transport.barrier()
+    seconds = time.monotonic() - started
+    for stranger in strangers:
+        stranger.close()
+    return seconds
+
+
+@pytest.mark.parametrize("speak", [False, True])
+def test_those_who_say_nothing_keep_nobody_waiting(speak):
+    assert max(run_ranks(meet_the_silent, 2, speak)) < 3  # 30 if each were waited for
+
+
 def come_too_late(world) -> str:
     if world.rank == 1:
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from shoal.comm import World, stalls
 from shoal.comm.stalls import Calls
-from tests.pool import apart, disposable_ranks, make_world
+from tests.pool import apart, disposable_ranks, make_world, run_ranks
 
 
 def lines_of(world: World, tmp: str, on_sockets: bool, message: bool) -> list[str]:
@@ -59,7 +60,7 @@ def test_a_message_that_does_not_come_is_said(tmp_path):
     with disposable_ranks(lines_of, 2, str(tmp_path), False, True) as ranks:
         waiting, late = [rank.result(30) for rank in ranks]
     assert late == [] and waiting[0] == "shoal: rank 0 has waited 1 s in recv (activations), group world, for rank 1"
-    assert "goes on after 2 s" in waiting[1] and len(waiting) == 2
+    assert "goes on after" in waiting[1] and len(waiting) == 2
 
 
 class Stopped(dist.Store):  # type: ignore[misc]
@@ -103,6 +104,18 @@ def test_when_all_have_come_nothing_is_said_and_a_failure_does_not_go_on():
     ranks[1].end()
     ranks[1].look(said.append)
     assert said == ["shoal: rank 5 has waited 7 s in all_reduce, collective 2 of group world, for rank 4"]
+
+
+def patience(world: World) -> tuple[float, float, int]:
+    """Of a world whose maker names no time: how long operations wait, how long connecting does, and after how many idle seconds a host is asked for."""
+    world = World(world.rank, world.size, store=world.store, host_id=f"host {world.rank}", device="cpu", say=lambda line: None)
+    mesh = world.everyone.transports["cpu"]._mesh  # type: ignore[attr-defined]
+    (connection, *_) = mesh._peers.values()
+    return mesh._timeout, mesh._meeting_seconds, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+
+
+def test_a_rank_that_lives_is_waited_for_and_a_host_that_is_gone_is_found_out():
+    assert run_ranks(patience, 2) == [(24 * 3600, 600, 30)] * 2
 
 
 @pytest.mark.fast

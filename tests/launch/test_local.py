@@ -221,3 +221,49 @@ def test_no_orphan_outlives_a_killed_launcher(sleeping_run) -> None:
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
     wait_until(lambda: gone(pids), 20)
+
+
+BUSY = {
+    "in a collective": "while True:\n    world.everyone.all_reduce(torch.ones(1000))\n",
+    "computing": "while True:\n    torch.ones(100).sum()\n",
+    "asleep": "time.sleep(600)\n",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)\n",
+}
+
+
+@pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY)
+def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, capfd) -> None:
+    program = script(
+        "import signal, torch, shoal.launch\n"
+        "world = shoal.launch.join()\n"
+        "world.everyone.barrier()\n"
+        f"open({str(tmp_path)!r} + f'/pid{{rank}}', 'w').write(str(os.getpid()))\n"
+        "if rank == 1:\n"
+        "    time.sleep(0.5)\n"
+        f"    open({str(tmp_path)!r} + '/died', 'w').close()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n" + busy
+    )
+    assert launch(program, 3) == 4
+    seconds = time.time() - (tmp_path / "died").stat().st_mtime
+    assert "rank 1 on host" in capfd.readouterr().err
+    assert gone([int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)])
+    assert seconds < 3  # 2 where a rank has a core of its own
+
+
+def test_a_stall_of_rank_0_is_seen_where_the_ranks_were_started(script, capfd) -> None:
+    """The output of the ranks that wait goes to files."""
+    program = script(
+        "import torch, shoal.launch\n"
+        "from shoal.comm import stalls\n"
+        "stalls.STALL_SECONDS, stalls.SIGN_SECONDS, stalls._LOOK_SECONDS = 1.0, 0.2, 0.1\n"
+        "world = shoal.launch.join()\n"
+        "world.everyone.barrier()\n"
+        "if rank == 0:\n"
+        "    time.sleep(2.5)\n"
+        "world.everyone.all_reduce(torch.ones(3), purpose='loss')\n"
+        "time.sleep(0.3)\n"
+    )
+    assert launch(program, 3) == 0
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == "shoal: rank 1 has waited 1 s in all_reduce (loss), collective 2 of group world, for rank 0"
+    assert second.startswith("shoal: rank 1: all_reduce (loss), collective 2 of group world goes on after")

@@ -25,7 +25,7 @@ from shoal.comm.transport import Transport, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
 from shoal.errors import LaunchError, UserError
 
-_ROLL_CALL_SECONDS = 2.0
+_ROLL_CALL_SECONDS = 0.5  # once in the life of a group; a launcher waits little longer for the ranks that have lost one
 _MESSAGES = ("send", "recv", "exchange")
 """Operations to which not all ranks come: they are not numbered, and no roll is called when they fail."""
 
@@ -36,7 +36,7 @@ class Group:
     Made by `World.group`, or by `Group.of` around a transport. `transports`: by device type, "cpu" and perhaps "cuda". Every rank of the
     group calls the same operations in the same order (`send`, `recv` and `exchange`: those concerned). Tensors may have any shape and
     strides; those of one call fit each other. A call that fails raises LaunchError with the operation and the ranks that did not come.
-    Threads may share a group: collectives wait for those that were called before, whatever the thread, and the order is for the callers to keep.
+    Threads may share a group: collectives wait for those that were called before; the order is for the callers to keep.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Group:
         self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store
         self._calls = 0
+        self._failed = False
         self._turns = Turns()
         self._open = stalls.watch(name, self.rank, ranks, store) if stalls is not None and self.size > 1 else None
         self._links: dict[str, Link] = {}
@@ -229,7 +230,7 @@ class Group:
         self, operation: str, purpose: str, payload: int, flat: Tensor, call: Callable[[Transport], None], peer: int | None = None
     ) -> None:
         started = time.monotonic()
-        under_way = self._open and self._open.begin(_what(operation, purpose), self._calls if peer is None else None, peer)
+        under_way = self._open.begin(_what(operation, purpose), self._calls, peer) if self._open is not None else None
         try:
             transport = self.transports["cuda" if flat.is_cuda else "cpu"]
             if not self.ledger.recording:
@@ -275,8 +276,9 @@ class Group:
         return f"rank {self.ranks[self.rank]}: {where}, failed after {waited:.1f} s; {roll}Cause: {cause}"
 
     def _roll_call(self) -> str:
-        if self._store is None:
+        if self._store is None or self._failed:
             return ""
+        self._failed = True
         missing = []
         deadline = time.monotonic() + _ROLL_CALL_SECONDS
         with suppress(RuntimeError):

@@ -16,6 +16,9 @@ from shoal.comm.shm import Shared
 from shoal.comm.sockets import Sockets
 from shoal.comm.transport import Transport
 
+NCCL_TIMEOUT = timedelta(minutes=10)
+"""NCCL does not notice that a rank has died: this is when its operations give up."""
+
 
 def connect(
     store: dist.Store | None, rank: int, hosts: list[str], device: torch.device, timeout: timedelta
@@ -29,7 +32,7 @@ def connect(
     assert store is not None, "ranks need a store to meet"
     transports = {"cpu": _connect_cpu(store, rank, hosts, timeout)}
     if device.type == "cuda":
-        transports["cuda"] = Nccl.open(dist.PrefixStore("nccl", store), rank, len(hosts), timeout)
+        transports["cuda"] = Nccl.open(dist.PrefixStore("nccl", store), rank, len(hosts), min(timeout, NCCL_TIMEOUT))
     return transports
 
 

@@ -187,7 +187,10 @@ class Shared:
             return source
 
     def _first_sender(self, tag: int) -> int:
-        """Looks again and again, since C waits for one rank at a time. Ranks that have closed the group are waited for no more while there are others."""
+        """Looks again and again, since C waits for one rank at a time.
+
+        Ranks that have closed the group are waited for no more while there are others.
+        """
         started = looked = time.monotonic()
         while True:
             view, now = self._usable(), time.monotonic()

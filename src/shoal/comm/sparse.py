@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_sparse(transport: Any, tensor: Tensor, op: str) -> None:
-    """Replaces the sparse COO tensor by the sum over the ranks of `transport`, coalesced. The ranks' shapes are alike, their entries need not be."""
+    """Replaces the sparse COO tensor by the sum over the ranks, coalesced. Shapes are alike, entries need not be."""
     if op != "sum" or tensor.device.type != "cpu":
         raise NotImplementedError(f"sparse tensors can be summed on the CPU, not reduced by {op} on {tensor.device}")
     mine = tensor.detach().coalesce()

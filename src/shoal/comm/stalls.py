@@ -1,7 +1,8 @@
-"""Says when a call of a group waits unusually long, for whom, and when it goes on. It never ends the wait: the other rank may have a reason.
+"""Says when a call of a group waits unusually long, for whom, and when it goes on.
 
-A thread of each rank looks at its calls twice a second. For a collective that has lasted a second the rank signs at the group's store; after
-STALL_SECONDS those who have not signed are missing, and the first rank that is there speaks for all.
+It never ends the wait: the other rank may have a reason. A thread of each rank looks at its calls twice a second. For a
+collective that has lasted a second the rank signs at the group's store; after STALL_SECONDS those who have not signed are
+missing, and the first rank that is there speaks for all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch.distributed as dist
 
@@ -32,7 +34,7 @@ def to_stderr(line: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call that is under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
+    """A call under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
 
     what: str
     number: int | None
@@ -44,7 +46,7 @@ class Call:
 
 
 class Calls:
-    """The calls of one group that are under way, by thread; `begin` and `end` are called by those threads, the rest by that of `Stalls`."""
+    """The calls of one group that are under way, by thread. Those threads call `begin` and `end`, that of `Stalls` the rest."""
 
     def __init__(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> None:
         self.group, self.rank, self.ranks, self.store = group, rank, ranks, store
@@ -52,12 +54,18 @@ class Calls:
         self.said: list[Call] = []
         self.longest: dict[str, float] = {}  # waits for messages: a pipeline may be slow, and that is said once
 
-    def begin(self, what: str, number: int | None, peer: int | None) -> Call:
-        call = self.open[threading.get_ident()] = Call(what, number, peer)
+    def begin(self, what: str, number: int, peer: int | None) -> Call:
+        """`number`: of the last collective; `peer`: of a message, else None."""
+        call = self.open[threading.get_ident()] = Call(what, number if peer is None else None, peer)
         return call
 
     def end(self) -> None:
         del self.open[threading.get_ident()]
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself stood still so long: it has not waited for others meanwhile."""
+        for call in list(self.open.values()):
+            call.started += seconds
 
     def look(self, say: Say) -> None:
         now = time.monotonic()
@@ -70,20 +78,22 @@ class Calls:
             lasted = now - call.started
             if lasted > SIGN_SECONDS and call.number is not None and not call.signed:
                 call.signed = True
-                self._ask(lambda store, call=call: store.set(f"waits/{call.number}/{self.rank}", "1"))
+                self._ask(partial(_sign, f"waits/{call.number}/{self.rank}"))
             if call.said or lasted < max(STALL_SECONDS, 2 * self.longest.get(call.what, 0.0)):
                 continue
             call.said = True
             missing = self._missing(call)
             if missing is None or (missing and self.rank == min(set(range(len(self.ranks))) - set(missing))):
-                whom = f"rank {', '.join(str(self.ranks[rank]) for rank in missing)}" if missing else "others (the store does not answer)"
+                names = ", ".join(str(self.ranks[rank]) for rank in missing or [])
+                whom = f"rank {names}" if missing else "others (the store does not answer)"
                 say(f"shoal: rank {self.ranks[self.rank]} has waited {lasted:.0f} s in {self._name(call)}, for {whom}")
                 self.said.append(call)
                 if call.number is None:
                     self.longest[call.what] = lasted
 
     def _name(self, call: Call) -> str:
-        return f"{call.what}, " + (f"collective {call.number} of group {self.group}" if call.number is not None else f"group {self.group}")
+        where = f"group {self.group}"
+        return f"{call.what}, " + (where if call.number is None else f"collective {call.number} of {where}")
 
     def _missing(self, call: Call) -> list[int] | None:
         """The ranks in the group that have not come, or None if that cannot be found out."""
@@ -112,6 +122,10 @@ class Calls:
         thread.join(_STORE_SECONDS)
 
 
+def _sign(key: str, store: dist.Store) -> None:
+    store.set(key, "1")
+
+
 class Stalls:
     """Looks at the calls of all groups of a rank. `say` gets each line."""
 
@@ -136,6 +150,11 @@ class Stalls:
             self._thread.join(_LOOK_SECONDS)
 
     def _look(self) -> None:
+        before = time.monotonic()
         while not self._closed.wait(_LOOK_SECONDS):
+            lost = time.monotonic() - before - _LOOK_SECONDS
             for calls in list(self._calls):
+                if lost > SIGN_SECONDS:
+                    calls.forgive(lost)
                 calls.look(self._say)
+            before = time.monotonic()

@@ -13,6 +13,7 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -35,7 +36,11 @@ SLICE_MS = 500
 CHANNELS = ("collective", "message")
 """Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
 
+MEETING_SECONDS = 600.0
+"""How long ranks wait for each other's connections, if operations may not give up sooner."""
+
 _HELLO_SECONDS = 5.0
+_ACCEPT_SECONDS = 0.002  # between looks whether all have been admitted
 _DONE, _MOVED, _IDLE, _FAILED = range(4)
 
 
@@ -62,6 +67,7 @@ class Mesh:
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> None:
         self.rank, self.size = rank, size
         self._timeout = timeout.total_seconds()
+        self._meeting_seconds = min(self._timeout, MEETING_SECONDS)
         self._peers: dict[tuple[int, str], socket.socket] = {}
         self._turns = {(peer, way): Turns() for peer in range(size) for way in ("out", "into")}
         self._ended = ""
@@ -77,20 +83,20 @@ class Mesh:
             self._welcome(server, key)
         for connection in self._peers.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _keep_alive(connection)
             connection.setblocking(False)
 
     def _read(self, store: dist.Store, key: str, peer: int) -> str:
         try:
-            store.wait([key], timedelta(seconds=self._timeout))
+            store.wait([key], timedelta(seconds=self._meeting_seconds))
         except dist.DistStoreError as error:
-            raise LaunchError(f"rank {peer} of the group did not come within {self._timeout:.0f} s") from error
+            raise LaunchError(f"rank {peer} of the group did not come within {self._meeting_seconds:.0f} s") from error
         return store.get(key).decode()
 
     def _call_on(self, peer: int, host: str, port: int, key: bytes, channel: int) -> socket.socket:
         try:
-            connection = socket.create_connection((host, port), self._timeout)
-            hello.call(connection, key, self.rank, peer, channel, self._timeout)
+            connection = socket.create_connection((host, port), self._meeting_seconds)
+            hello.call(connection, key, self.rank, peer, channel, self._meeting_seconds)
         except hello.Stranger as error:
             raise LaunchError(
                 f"rank {self.rank} of the group found a stranger at {host}, port {port}, where rank {peer} should be: it does not know the "
@@ -104,28 +110,35 @@ class Mesh:
         return connection
 
     def _welcome(self, server: socket.socket, key: bytes) -> None:
-        """Waits for the connections of the ranks after this one; strangers are hung up on."""
-        deadline = time.monotonic() + self._timeout
+        """Waits for the connections of the ranks after this one.
+
+        Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting.
+        """
+        deadline = time.monotonic() + self._meeting_seconds
+        server.settimeout(_ACCEPT_SECONDS)
         while len(self._peers) < (self.size - 1) * len(CHANNELS):
-            server.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
+            with contextlib.suppress(TimeoutError):
                 connection, _ = server.accept()
-            except TimeoutError as error:
+                threading.Thread(target=self._admit, args=(connection, key), name="shoal-welcome", daemon=True).start()
+            if time.monotonic() > deadline:
                 missing = [
                     peer
                     for peer in range(self.size)
                     if peer > self.rank and not {(peer, each) for each in CHANNELS} <= self._peers.keys()
                 ]
-                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._timeout:.0f} s") from error
-            try:
-                peer, channel = hello.answer(connection, key, self.rank, _HELLO_SECONDS)
-            except (hello.Stranger, OSError):  # it does not know the secret, or has said too little, or nothing in time
-                connection.close()
-                continue
-            if self.rank < peer < self.size and channel < len(CHANNELS):
-                self._peers[peer, CHANNELS[channel]] = connection
-            else:
-                connection.close()
+                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._meeting_seconds:.0f} s")
+
+    def _admit(self, connection: socket.socket, key: bytes) -> None:
+        """Hears who a connection is from; strangers are hung up on."""
+        try:
+            peer, channel = hello.answer(connection, key, self.rank, _HELLO_SECONDS)
+        except (hello.Stranger, OSError):  # it does not know the secret, or has said too little, or nothing in time
+            connection.close()
+            return
+        if self.rank < peer < self.size and channel < len(CHANNELS):
+            self._peers[peer, CHANNELS[channel]] = connection
+        else:
+            connection.close()
 
     def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str = CHANNELS[0]) -> None:
         """Sends `out[peer]` to each peer and fills `into[peer]` from it, all at the same time. Contiguous CPU tensors.
@@ -178,6 +191,17 @@ class Mesh:
         for connection in connections.values():  # an operation in another thread still holds its own, and learns of it
             with contextlib.suppress(OSError):  # the other side may have gone first
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Has the kernel ask whether the other host is still there, and know within a minute and a half.
+
+    Not by TCP_USER_TIMEOUT, which also ends connections whose other side lives but does not read.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+        if (option := getattr(socket, name, None)) is not None:  # Linux has them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def swap_here(links: ctypes.Array[Link]) -> int:

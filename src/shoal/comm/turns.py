@@ -15,14 +15,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class Turns:
     """A lock that is fair and that its holder may take again.
 
-    Fair, because the order of a group's collectives must be the order of the calls on every rank: a plain lock may let a later caller in first,
-    on one rank and not on another. Taken again, because an operation may consist of several.
+    Fair, because the order of a group's collectives must be the order of the calls on every rank: a plain lock may let a
+    later caller in first, on one rank and not on another. Taken again, because an operation may consist of several.
     """
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._guard = threading.Lock()
-        self._line: deque[threading.Lock] = deque()  # the first place is open: who has it waits for the turn itself
+        self._line: deque[threading.Lock] = deque()  # the first is open: who has it waits for the turn itself
 
     def ask(self) -> threading.Lock:
         """A place in the line, whose turn `take` awaits, in whatever thread; every place that is asked for must be taken."""
@@ -50,15 +50,18 @@ class Turns:
         self._turn.release()
 
     def __enter__(self) -> None:
-        if (self._line and not self._turn._is_owned()) or not self._turn.acquire(blocking=False):  # type: ignore[attr-defined]
+        behind = self._line and not self._turn._is_owned()  # type: ignore[attr-defined]
+        if behind or not self._turn.acquire(blocking=False):
             self.take(self.ask())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._turn.release()
 
 
 def in_one_turn(method: Method) -> Method:
-    """For a method that consists of several collectives of `self`, whose turns are `self._turns`: no other thread's come between them."""
+    """For a method that consists of several collectives of `self`: no other thread's come between them."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **options: Any) -> Any:

@@ -24,7 +24,8 @@ class World:
     `generation` counts memberships: every group's keys stand under it, so a later generation never reads an earlier one's.
     The store's server lives in the launcher (or the cluster), `None` for a single process; its values are signed (see `signed`). `device` defaults to
     `cuda:local_rank` where there is CUDA, else the CPU. Ranks whose `host_id` is equal share a host (default: see `connect.this_host`).
-    `say`: where a line goes that tells of a long wait.
+    `timeout`: how long an operation on CPU tensors waits for a rank that lives; long, because it may have a reason (it compiles, evaluates, verifies a
+    checkpoint), and a rank that has died is noticed otherwise. `say`: where a line goes that tells of a long wait.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class World:
         generation: int = 0,
         device: torch.device | str | None = None,
         host_id: str | None = None,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = timedelta(days=1),
         say: Say = to_stderr,
     ) -> None:
         assert size == 1 or store is not None, "ranks need a store to meet"

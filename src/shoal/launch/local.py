@@ -29,9 +29,10 @@ from shoal.launch.store import serve_on_loopback
 from shoal.launch.verdict import Ending, verdict
 from shoal.plan import MOST_RANKS_OF_A_HOST
 
-PEER_GRACE = 8.0  # seconds for the others once a rank has failed: a collective takes 2 to find out who is missing, then reports are written
+PEER_GRACE = 1.2  # seconds for the others once a rank has gone: a collective takes half a second to find out who is missing
+MISTAKE_GRACE = 8.0  # for the others to come to the same mistake of the user's, which all of them then say once
 SIGNAL_GRACE = 60.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM: a step, a checkpoint, a report
-_TERM_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
+_TERM_GRACE = 0.4  # seconds between SIGTERM and SIGKILL
 _POLL = 0.02
 
 
@@ -111,6 +112,12 @@ class _Rank:
             return False
         state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
         return state is not None and state.si_status != 0
+
+    @property
+    def grace(self) -> float:
+        """Seconds for the other ranks once this one has failed."""
+        failure = read_failure(self.failure_file)
+        return MISTAKE_GRACE if failure is not None and failure.exit_code == UserError.exit_code else PEER_GRACE
 
     def signal(self, signum: int) -> None:
         if self.running:
@@ -199,16 +206,18 @@ def _signals() -> Iterator[list[int]]:
 def _watch(ranks: list[_Rank], received: list[int]) -> None:
     """Returns when all ranks have ended, or when their time to do so is over: after a failure, a signal, or a second signal."""
     deadline = float("inf")
-    forwarded = failed = False
+    forwarded = False
+    failed: set[int] = set()
     while any(rank.running for rank in ranks) and time.monotonic() < deadline and len(received) < 2:
         if received and not forwarded:
             forwarded = True
             deadline = time.monotonic() + SIGNAL_GRACE
             for rank in ranks:
                 rank.signal(received[0])
-        if not forwarded and not failed and any(rank.failed for rank in ranks):
-            failed = True
-            deadline = time.monotonic() + PEER_GRACE
+        for rank in ranks if not forwarded else []:
+            if rank.rank not in failed and rank.failed:
+                failed.add(rank.rank)
+                deadline = min(deadline, time.monotonic() + rank.grace)
         time.sleep(_POLL)
 
 

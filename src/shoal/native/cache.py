@@ -1,4 +1,4 @@
-"""Where compiled libraries are kept. One is loaded only if it and its folder are this user's alone and it is as whole as when it was built.
+"""Where compiled libraries are kept. One is loaded only if it and its folder are this user's alone and it is whole.
 
     $XDG_CACHE_HOME/shoal/native     or ~/.cache/shoal/native; where that cannot be trusted or used:
     $TMPDIR/shoal-native-<uid>       where that cannot be either: a fresh folder, which goes with the process
@@ -25,7 +25,10 @@ Build = Callable[[Path], None]
 
 
 def load(name: str, build: Build) -> ctypes.CDLL:
-    """The library `name`, built if it is not kept yet or is not what was built. Raises RuntimeError as `build` does, OSError if no folder will do."""
+    """The library `name`, built if it is not kept yet or is not what was built.
+
+    Raises RuntimeError as `build` does, OSError if no folder will do.
+    """
     try:
         return _load_from(_usual_folder(), name, build)
     except OSError as error:
@@ -90,8 +93,10 @@ def _problem(status: os.stat_result, is_kind: Callable[[int], bool]) -> str:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether the file is there, is this user's alone, and has the checksum that stands beside it. A library cut short would load, and end the process
-    when its missing pages are touched."""
+    """Whether the file is there, is this user's alone, and has the checksum that stands beside it.
+
+    A library cut short would load, and end the process when its missing pages are touched.
+    """
     checksum = _checksum_of(target)
     try:
         if any(_problem(path.lstat(), stat.S_ISREG) for path in (target, checksum)):
@@ -102,7 +107,7 @@ def _is_whole(target: Path) -> bool:
 
 
 def _build(target: Path, build: Build) -> None:
-    """Both files reach the disk before they get their names, and get them at once: what dies in between leaves a mismatch, which is built anew."""
+    """Both files reach the disk before they get their names; who dies in between leaves a mismatch, which is built anew."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         build(fresh)
@@ -134,7 +139,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, so that the ranks of a host compile once. Without locks (some network file systems) each of them compiles."""
+    """One process at a time, so that the ranks of a host compile once; where the file system has no locks, each does."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
