@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -55,8 +55,10 @@ def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int
     return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
 
 
-def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
-    """Samples a forward: as `given`, else a rank's whole share. UserError where that would change what the model computes."""
+def choose_microbatch(
+    given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
+) -> int:
+    """Samples a forward: as `given`, else `part` of a rank's whole share. UserError where that would change what the model computes."""
     if global_batch < 1:
         raise UserError(f"global_batch = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
@@ -77,7 +79,7 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
             "the model has BatchNorm, whose result depends on which samples share a microbatch: give microbatch=, or sync_bn=True "
             "for statistics over the global batch"
         )
-    return given or whole
+    return given or part(whole)
 
 
 def _routed_by_microbatch(module: nn.Module) -> str | None:

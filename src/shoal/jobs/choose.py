@@ -18,6 +18,7 @@ from shoal.jobs.config import Job, Origins
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optimizer import decay_matrices_only
+from shoal.pipeline import samples_to_fill
 from shoal.planner import Subject, with_stages
 from shoal.precision import precision
 
@@ -153,7 +154,7 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
 def microbatches_of(job: Job) -> tuple[int, int]:
     """Samples of a microbatch, and the most microbatches that a rank has in a step."""
     train, ranks = job.train, job.plan.dp
-    microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
+    microbatch = train.microbatch or samples_to_fill(job.plan, math.ceil(train.global_batch / ranks))
     return microbatch, math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
 
 
