@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.pipeline.split import Split
-
 
 READS = "the model reads, outside its parts, the value of something that another stage computes"
 
