@@ -63,7 +63,7 @@ from shoal.optimizer import (
 )
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import CutLayers, Rules, check_rules
-from shoal.pipeline import Whole, cut_into_stages, delay
+from shoal.pipeline import Whole, cut_into_stages, delay, samples_to_fill
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
@@ -80,7 +80,7 @@ class Engine:
 
     `model`: a factory without arguments, or a ready module. `loss(model, microbatch)` returns (sum, count) or (sum, count, {name:
     auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
-    parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, and must
+    parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, of a pipeline so few that its ranks seldom wait, and must
     be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16", "fp8",
     or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient; `clip_value`: largest
     absolute value of each of its elements.
@@ -138,7 +138,9 @@ class Engine:
         self._randomness = Randomness(seed, self.device)
         self._check_cut(optimizer, options, sync_bn)
         check_rules(built.module, tensor_rules or {})
-        self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, built.module, sync_bn)
+        self.microbatch = choose_microbatch(
+            microbatch, global_batch, self.plan.dp, built.module, sync_bn, partial(samples_to_fill, self.plan)
+        )
         self._even = microbatch is None or sync_bn
         pipeline = self._pipeline = cut_into_stages(built, self.plan, self.mesh, self.world) if self.plan.pp > 1 else None
         elsewhere = [] if pipeline is None else pipeline.split.elsewhere
@@ -185,7 +187,7 @@ class Engine:
         whole = partial(needs_whole_parameters, optimizer, options, self.precision.master)
         keeping, apart = storage.keeping(exchange, whole)
         if self.offload is not None and clip_value is None:
-            once = global_batch <= self._microbatch
+            once = global_batch <= self.microbatch
             self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
         private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
         self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place, unflushed)
@@ -246,7 +248,7 @@ class Engine:
             exchange,
             self._randomness,
             group,
-            microbatch=self._microbatch,
+            microbatch=self.microbatch,
             whole=sync_bn,
             even=self._even,
             clip=clip,
@@ -384,7 +386,7 @@ class Engine:
         check_dataset(dataset, indexed=True)
         self._runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
-        of_all = (self.module, measure or self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
+        of_all = (self.module, measure or self._loss, dataset, samples, self.microbatch, self._collate, self._group, self.device)
         with self._as_one():
             draws = (self._randomness, self._keyed)
             return evaluate(*of_all, *draws, self.passing, self._parted.context, self._alike, self._pipeline, self._even)

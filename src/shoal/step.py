@@ -52,7 +52,7 @@ def share(number: int, rank: int, size: int) -> range:
 
 
 def even(ids: Sequence[int], ranks: int) -> list[Sequence[int]]:
-    """The shares of `ranks` ranks, as even as can be: one microbatch each, empty where there are fewer samples than ranks."""
+    """The shares of `ranks` ranks, as even as can be, empty where there are fewer samples than ranks."""
     parts = [share(len(ids), rank, ranks) for rank in range(ranks)]
     return [ids[part.start : part.stop] for part in parts]
 
@@ -71,8 +71,10 @@ def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int
     return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
 
 
-def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool) -> int:
-    """Samples a forward: as `given`, else a rank's whole share. UserError where that would change what the model computes."""
+def choose_microbatch(
+    given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
+) -> int:
+    """Samples a forward: as `given`, else `part` of a rank's whole share. UserError where that would change what the model computes."""
     if global_batch < 1:
         raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
@@ -96,14 +98,14 @@ def choose_microbatch(given: int | None, global_batch: int, ranks: int, module: 
             " is not given, and the model has BatchNorm, whose result depends on which samples share one: give it, or switch on sync_bn "
             "for statistics over the global batch",
         )
-    return given or whole
+    return given or part(whole)
 
 
 def no_fixed_cut(given: int | None, sync_bn: bool) -> str:
     """Why the microbatches of a step are other ones under another number of ranks, if they are; `given`: the engine's microbatch."""
     if sync_bn:
         return "sync_bn makes each rank's share one microbatch"
-    return "microbatch=None makes each rank's share one: give microbatch=" if given is None else ""
+    return "microbatch=None cuts each rank's share: give microbatch=" if given is None else ""
 
 
 def _routed_by_microbatch(module: nn.Module) -> str | None:
@@ -200,12 +202,15 @@ class StepRunner:
 
     def cut(self, ids: Sequence[int]) -> Share:
         """This rank's share of a global batch."""
-        each = self._streams
-        pieces = even(ids, self._group.size // each) if self._even else microbatches(ids, self._microbatch)
-        places = (self._group.rank, *(self._group.ranks.index(self._partners.ranks[place]) for place in (-1, 0)))
-        mine, last, first = (share(len(pieces), place // each, self._group.size // each) for place in places)
-        samples = sum(len(piece) for piece in pieces[first.start : last.stop])
-        return Share([pieces[i] for i in mine if pieces[i] or self._whole], last.stop - mine.stop, len(first), samples)
+        ranks = self._group.size // self._streams
+        if self._even:
+            shares = [microbatches(part, self._microbatch) or [part] * self._whole for part in even(ids, ranks)]
+        else:
+            pieces = microbatches(ids, self._microbatch)
+            shares = [[pieces[place] for place in share(len(pieces), rank, ranks)] for rank in range(ranks)]
+        first, last = (self._group.ranks.index(self._partners.ranks[place]) // self._streams for place in (0, -1))
+        mine, samples = self._group.rank // self._streams, sum(len(piece) for part in shares[first : last + 1] for piece in part)
+        return Share(shares[mine], sum(map(len, shares[mine + 1 : last + 1])), len(shares[first]), samples)
 
     @contextmanager
     def rows(self) -> Iterator[None]:

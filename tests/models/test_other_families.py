@@ -1,4 +1,4 @@
-"""Models of `transformers` that nobody here wrote, cut among ranks: each against plain torch in one process."""
+"""Models of `transformers` that nobody here wrote, cut among ranks: each against one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ SMALL = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
-ATTENTION = {"self_attn": "attention", "self_attn.?_proj": "column", "self_attn.o_proj": "row"}
 MODELS: dict[str, dict[str, Any]] = {
     "phi3": {**SMALL, "attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
@@ -71,7 +70,7 @@ def loss(module: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1).float(), mb["labels"].flatten(), reduction="sum"), mb["labels"].numel()
 
 
-def trained(world, name: str, plan: dict[str, Any], rules: dict[str, str] | None, fill: int | None = 3) -> list[float]:
+def trained(world, name: str, plan: dict[str, Any], rules: dict[str, str] | None) -> list[float]:
     options: dict[str, Any] = {"global_batch": ROWS, "microbatch": 2, "tensor_rules": rules, "world": world}
     running = Engine(partial(model, name), loss, SGD, Plan(**plan), **options)
     results = [running.step(batch) for batch in running.batches(data(), steps=STEPS)]
@@ -118,3 +117,50 @@ TENSOR: list[tuple[str, dict[str, str] | None]] = [
 def test_a_model_of_others_cut_among_ranks_equals_one_process(name, rules):
     for found in run_ranks(trained, 2, name, {"tp": 2}, rules):
         assert found == pytest.approx(alone(name), rel=2e-5)
+
+
+ENCODER = {key: value for key, value in SMALL.items() if key != "vocab_size"}
+CUT: dict[str, tuple[dict[str, Any], str]] = {
+    "opt": ({**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}, "AutoModelForCausalLM"),
+    "bert": ({**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "AutoModelForMaskedLM"),
+    "vit": (
+        {**ENCODER, "image_size": 8, "patch_size": 4, "num_labels": 5, "hidden_dropout_prob": 0.0},
+        "AutoModelForImageClassification",
+    ),
+}
+
+
+def whole(name: str) -> nn.Module:
+    import transformers
+
+    config, kind = CUT[name]
+    return getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(name, **config))
+
+
+def images() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(6)
+    return [
+        {"pixel_values": torch.randn(3, 8, 8, generator=draw), "labels": torch.randint(0, 5, (), generator=draw)}
+        for _ in range(ROWS)
+    ]
+
+
+def of_logits(module: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = module(**{key: value for key, value in mb.items() if key != "labels"}).logits
+    return F.cross_entropy(logits.flatten(0, -2).float(), mb["labels"].flatten(), reduction="sum"), mb["labels"].numel()
+
+
+def in_stages(world, name: str, plan: dict[str, Any]) -> list[float]:
+    options: dict[str, Any] = {"global_batch": ROWS, "microbatch": 2, "world": world}
+    running = Engine(partial(whole, name), of_logits, SGD, Plan(**plan), **options)
+    results = [running.step(batch) for batch in running.batches(images() if name == "vit" else data(), steps=STEPS)]
+    found = [number for each in results for number in (each.loss, each.grad_norm)]
+    running.close()
+    return found
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_model_of_others_in_stages_equals_one_process(name):
+    one = run_ranks(in_stages, 1, name, {})[0]
+    for found in run_ranks(in_stages, 2, name, {"pp": 2}):
+        assert found == pytest.approx(one, rel=2e-5)

@@ -24,6 +24,7 @@ from shoal.pipeline import (
     live_activations,
     make_schedule,
     read_schedule,
+    samples_to_fill,
     schedule_of,
     simulate,
     versions,
@@ -276,3 +277,23 @@ def test_a_file_with_updates_is_none_to_run(tmp_path):
 def test_orders_for_other_ranks_are_refused():
     with pytest.raises(UserError, match="1 orders for 2 ranks"):
         check(replace(make_schedule("gpipe", 2, 2), orders=make_schedule("gpipe", 1, 2).orders))
+
+
+@pytest.mark.parametrize(
+    ("plan", "samples", "each"),
+    [
+        (Plan(), 64, 64),
+        (Plan(pp=2), 64, 8),
+        (Plan(pp=2), 5, 1),
+        (Plan(pp=2), 20, 2),
+        (Plan(pp=2, schedule="interleaved"), 24, 3),
+        (Plan(pp=4), 100, 5),
+        (Plan(pp=2, schedule="pipedream"), 64, 64),
+    ],
+    ids=str,
+)
+def test_microbatches_that_keep_a_pipeline_busy(plan, samples, each):
+    assert samples_to_fill(plan, samples) == each
+    if plan.pp > 1 and samples >= 8 * plan.pp and plan.schedule != "pipedream":
+        schedule = schedule_of(plan, -(-samples // each))
+        assert simulate(schedule, Costs.even(schedule.stages)).bubble < 0.21

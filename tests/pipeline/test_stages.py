@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shoal import Engine, Plan
 from shoal.build import Built
@@ -657,3 +658,95 @@ class Late(Skips):
 def test_a_slow_stage_is_named(tmp_path):
     with disposable_ranks(slow, 2) as ranks, pytest.raises(RankError, match=r"stage 1|timed out|group.s rank 1"):
         ranks[0].result(60)
+
+
+class Checkpointed(Loose):
+    """Its forward computes blocks again in backward, some of them together."""
+
+    def __init__(self, reentrant: bool = False, together: int = 1) -> None:
+        super().__init__()
+        self.reentrant, self.together = reentrant, together
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) + self.token
+        for first in range(0, len(self.blocks), self.together):
+            x = checkpoint(self.run, first, x, use_reentrant=self.reentrant)
+        return self.head(x) * self.scale
+
+    def run(self, first: int, x: Tensor) -> Tensor:
+        for block in self.blocks[first : first + self.together]:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("together", "plan"), [(1, {"pp": 2}), (1, {"pp": 2, "schedule": "zb1p"}), (4, {"pp": 2}), (4, {"pp": 2, "schedule": "zbv"})]
+)
+def test_a_model_may_compute_its_blocks_again(together, plan):
+    one = run_ranks(train, 1, Checkpointed, {})[0]
+    for found in run_ranks(train, 2, partial(Checkpointed, together=together), plan):
+        assert found == pytest.approx(one, rel=1e-12)
+
+
+def refusal(world: World, model: Any) -> str:
+    cut = {"pp": 3, "stages": [1, 1, 2]} if model is Chosen else {"pp": 2}
+    with pytest.raises(UserError) as caught:
+        train(world, model, cut, steps=1)
+    return str(caught.value)
+
+
+class Chosen(Loose):
+    """How many rows its last blocks see depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.embedding(x) + self.token)
+        for block in self.blocks[1:]:
+            x = block(x[x.sum(1) > 0])
+        return self.head(x).sum() * torch.ones_like(x)
+
+
+class Compared(Skips):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        return self.last(self.third(self.second(first))) if torch.equal(first, x) else self.last(self.third(first))
+
+
+class Around(nn.Module):
+    """A recurrence: all its layers, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (*self.layers, *self.layers):
+            x = each(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (partial(Checkpointed, reentrant=True), 'plan.recompute = "full"'),
+        (Chosen, "shape .* depends on .* values"),
+        (Compared, "reads, outside its parts, the value"),
+        (Around, "layers.0 more than once.* plan.pp = 1"),
+    ],
+)
+def test_what_a_forward_does_between_parts_is_refused_alike_on_all_ranks(model, message):
+    found = run_ranks(refusal, 3 if model is Chosen else 2, model)
+    assert found[0] == found[1] and re.search(message, found[0]), found
+    assert "Error:" not in found[0], "no text of torch"
+
+
+def test_without_a_microbatch_a_pipeline_is_kept_busy():
+    found = run_ranks(partial(train, microbatch=None, global_batch=24), 2, Skips, {"pp": 2})
+    one = run_ranks(partial(train, microbatch=3, global_batch=24), 1, Skips, {})[0]
+    assert found == [pytest.approx(one, rel=1e-12)] * 2
+    assert run_ranks(chosen, 2) == [3, 3]
+
+
+def chosen(world: World) -> int:
+    engine = Engine(Skips, squares, SGD, Plan(pp=2), world=world, global_batch=24)
+    engine.close()
+    return engine.microbatch

@@ -19,6 +19,7 @@ from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optimizer import decay_matrices_only
+from shoal.pipeline import samples_to_fill
 from shoal.planner import Subject, with_stages
 from shoal.precision import precision
 
@@ -171,8 +172,10 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
 def microbatches_of(job: Job) -> tuple[int, int]:
     """Samples of a microbatch, and the most microbatches that a rank has in a step."""
     train, ranks = job.train, job.plan.dp
-    microbatch = train.microbatch or math.ceil(train.global_batch / ranks)
-    return microbatch, math.ceil(math.ceil(train.global_batch / microbatch) / ranks)
+    if train.microbatch is not None:
+        return train.microbatch, math.ceil(math.ceil(train.global_batch / train.microbatch) / ranks)
+    share = math.ceil(train.global_batch / ranks)
+    return (microbatch := samples_to_fill(job.plan, share)), math.ceil(share / microbatch)
 
 
 def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData | ArrayData, world: World | Sizes) -> tuple[Job, Origins]:

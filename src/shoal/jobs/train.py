@@ -22,7 +22,7 @@ from shoal.errors import CheckpointError, ShoalError, TrainingError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.changes import remembered
-from shoal.jobs.choose import Settled, settle
+from shoal.jobs.choose import Settled, microbatches_of, settle
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
@@ -98,6 +98,9 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
         if engine.link is not None:
             mebibytes = engine.chunk_bytes / 2**20
             console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})", markup=False)
+        if settled.job.train.microbatch is None and engine.plan.pp > 1:
+            size, number = microbatches_of(settled.job)
+            console.print(f"{number} microbatches of {size} samples in a step keep the {engine.plan.pp} ranks of a pipeline busy (train.microbatch)")
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem

@@ -3,7 +3,7 @@
 from shoal.pipeline.actions import Action, Kind, Schedule
 from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, kept, live_activations
-from shoal.pipeline.cut import cut_into_stages, delay, given_stages, schedule_of, steady
+from shoal.pipeline.cut import cut_into_stages, delay, given_stages, samples_to_fill, schedule_of, steady
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.routes import Routes, look
 from shoal.pipeline.runner import Pass, Runner, Work
@@ -42,6 +42,7 @@ __all__ = [
     "look",
     "make_schedule",
     "read_schedule",
+    "samples_to_fill",
     "schedule_of",
     "simulate",
     "stages_of",

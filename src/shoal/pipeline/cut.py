@@ -40,6 +40,20 @@ def steady(plan: Plan, microbatches: int) -> Schedule:
     return schedule_of(plan, microbatches if flushes else max(microbatches, plan.pp))
 
 
+FILLS = 4
+"""Microbatches for each rank of a pipeline, where nobody says how many: of 1f1b less than a fifth of the time is then spent waiting."""
+
+
+def samples_to_fill(plan: Plan, samples: int) -> int:
+    """Samples of a microbatch, of `samples` that a replica has in a step, where nobody says how many: all of them, but in a pipeline few enough for FILLS x plan.pp microbatches, as even as can be.
+    A file's schedule has a number of its own, and a step of pipedream is one microbatch."""
+    if plan.pp == 1 or option_name(plan.schedule, "schedule") in ("file", "pipedream"):
+        return samples
+    most = max(1, samples // (FILLS * plan.pp))
+    even = [size for size in range(1, most + 1) if samples % size == 0 and samples // size % plan.pp == 0]
+    return even[-1] if even and even[-1] * 2 > most else most
+
+
 def given_stages(plan: Plan) -> Stages | None:
     """Numbers or names of the plan. UserError for what is still to be found out."""
     if isinstance(plan.stages, str | Mapping):

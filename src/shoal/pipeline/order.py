@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,38 +28,43 @@ class _Uses(ast.NodeVisitor):
     """Collects in `found` the attributes `names` of self in the order in which methods of `of` use them; what is called comes behind its arguments."""
 
     def __init__(self, of: type, names: set[str]) -> None:
-        self._of, self._names, self._followed = of, names, set[str]()
-        self._self = "self"
+        self._names, self._followed = names, set[tuple[type, str]]()
+        self._of, self._self = of.__mro__, "self"  # classes in which a method is looked for
+        self._behind: Sequence[type] = ()  # those that super() means
         self.found: list[str] = []
 
-    def follow(self, method: str) -> None:
-        """Into a method of the class, once."""
-        function: Callable[..., Any] | None = getattr(self._of, method, None)
-        if method in self._followed or not inspect.isroutine(function):
+    def follow(self, method: str, among: Sequence[type] | None = None) -> None:
+        """Into a method of the class, or of the first of `among` that has one, once."""
+        among = self._of if among is None else among
+        owner = next((each for each in among if method in vars(each)), None)
+        function: Callable[..., Any] | None = None if owner is None else inspect.getattr_static(owner, method)
+        if owner is None or (owner, method) in self._followed or not inspect.isroutine(function):
             return
-        self._followed.add(method)
+        self._followed.add((owner, method))
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
         except (OSError, TypeError, SyntaxError, ValueError):
             return  # made at run time: nothing is known of it
         if isinstance(tree, ast.FunctionDef) and tree.args.args:
-            before, self._self = self._self, tree.args.args[0].arg
+            before = self._self, self._behind
+            self._self, self._behind = tree.args.args[0].arg, self._of[self._of.index(owner) + 1 :]
             for statement in tree.body:
                 self.visit(statement)
-            self._self = before
+            self._self, self._behind = before
 
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
         self.visit(node.func)
-        name = self._of_self(node.func)
-        if name is not None and name not in self._names:
-            self.follow(name)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self._of_self(node)
-        if name in self._names and name not in self.found:
-            self.found.append(str(name))
+        if name in self._names:
+            self.found += [str(name)] if name not in self.found else []
+        elif name is not None:
+            self.follow(name)
+        elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super":
+            self.follow(node.attr, self._behind)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:

@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shoal.comm import Group, wire
 from shoal.errors import UserError
 from shoal.pipeline.split import Split
+
+READS = "the model reads, outside its parts, the value of something that another stage computes"
 
 
 @wire.sent
@@ -155,7 +158,7 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
     if stage:
         split.hear(routes.stages[-1].said)
     try:
-        with torch.no_grad(), seen.marks:
+        with torch.no_grad(), seen.marks, seen.set_apart():
             result = split.run(stage, seen, run)
             seen.use(result)
     except _Unfit as error:
@@ -180,6 +183,10 @@ class Calls:
         self._numbers[unit] = self._numbers.get(unit, -1) + 1
         return self._numbers[unit]
 
+    def called(self, unit: int) -> int:
+        """How many calls there have been."""
+        return self._numbers.get(unit, -1) + 1
+
 
 class _Look(Calls):
     """A forward of `stage` that notes what it needs (split.Forward)."""
@@ -188,11 +195,38 @@ class _Look(Calls):
         super().__init__()
         self._split, self._stage, self._routes, self._device = split, stage, routes, device
         self.marks = _Marks(
-            lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)")
+            lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)"),
+            stage == max(split.stages),
         )
         self.given: dict[tuple[int, int], Given] = {}
         self.needs: set[Value] = set()
         self._own: list[tuple[Value, Tensor, int]] = []
+        self._is_apart = 0
+
+    @contextmanager
+    def set_apart(self) -> Iterator[None]:
+        """Around the forward: knows what runs inside torch's reentrant checkpoint, apart from the graph, so that no gradient would find its way to what another stage gave."""
+        before = torch_checkpoint.CheckpointFunction
+        torch_checkpoint.CheckpointFunction = self  # type: ignore[assignment,misc]
+        try:
+            yield
+        finally:
+            torch_checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Stands in for that checkpoint."""
+        self._is_apart += 1
+        try:
+            return function(*args)
+        finally:
+            self._is_apart -= 1
+
+    def _check_not_apart(self, unit: int) -> None:
+        if self._is_apart:
+            raise _Unfit(
+                f"{self._split.units[unit].name} is called inside torch.utils.checkpoint.checkpoint(.., use_reentrant=True), through which gradients do not travel between stages: give "
+                'use_reentrant=False, or leave it out and take plan.recompute = "full"'
+            )
 
     def use(self, values: Any) -> None:
         """Notes that `values` are used here."""
@@ -207,6 +241,7 @@ class _Look(Calls):
                         )
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._check_not_apart(unit)
         self.use((args, kwargs))
         with self.marks.paused():
             result, beside = self._split.taps.run(unit, part, args, kwargs)
@@ -224,13 +259,19 @@ class _Look(Calls):
         return result
 
     def elsewhere(self, unit: int) -> Any:
+        self._check_not_apart(unit)
         call = self.count(unit)
         given = self._routes.given(unit, call)
         if given is None:
             name, its = self._split.units[unit].name, self._split.stages[unit]
+            if call:
+                raise _Unfit(
+                    f"the model calls {name} more than once, with parts of other stages in between, and a stage runs once for a microbatch: give all of them to one stage (plan.stages), or take "
+                    "plan.pp = 1"
+                )
             raise _Unfit(
                 f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: give both to one stage, or name them in the order of "
-                "the calls (plan.stages)"
+                "the calls (plan.stages), or take plan.pp = 1"
             )
 
         def placeholder(leaf: int, shape: Shape) -> Tensor:
@@ -247,9 +288,9 @@ class _Look(Calls):
 class _Marks(TorchDispatchMode):
     """Follows, by memory, which values tensors are computed of. `written`: marked ones of the first hand that were written to."""
 
-    def __init__(self, unfit: Callable[[str], Exception]) -> None:
+    def __init__(self, unfit: Callable[[str], Exception], is_last: bool) -> None:
         super().__init__()
-        self._unfit = unfit
+        self._unfit, self._is_last = unfit, is_last
         self._marks: dict[int, frozenset[Value]] = {}
         self._first: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # memory is known by its address, which must not be used twice
@@ -284,15 +325,24 @@ class _Marks(TorchDispatchMode):
         inputs = _tensors((args, kwargs))
         marks = frozenset[Value]().union(*(self.of(each) for each in inputs))
         if func is torch.ops.aten._local_scalar_dense.default and marks:
-            raise self._unfit("the model reads, outside its parts, the value of something that another stage computes")
+            raise self._unfit(READS)
+        if marks and not self._is_last and torch.Tag.dynamic_output_shape in func.tags and _by_values(func, inputs):
+            raise self._unfit("the shape of something between the model's parts depends on the values of what another stage computes")
         if func._schema.is_mutable:
             self.written |= {self._first[_memory(each)] for each in inputs if _memory(each) in self._first}
         out = func(*args, **kwargs)
+        if marks and isinstance(out, bool | int | float):
+            raise self._unfit(READS)
         for each in _tensors(out):
             self._alive.append(each)
             if marks:
                 self._marks[_memory(each)] = self.of(each) | marks
         return out
+
+
+def _by_values(func: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether the shape of what `func` gives depends on values: picking rows by numbers has that of the numbers."""
+    return func is not torch.ops.aten.index.Tensor or any(each.dtype in (torch.bool, torch.uint8) for each in inputs[1:])
 
 
 def _tensors(tree: Any) -> Sequence[Tensor]:

@@ -175,7 +175,8 @@ class Runner:
         current.recall()
         with self._span(action), work.backward(action.microbatch, complete, last):
             if roots:
-                torch.autograd.backward(roots, grads)
+                with self.split.running(action.stage, Again(current)):
+                    torch.autograd.backward(roots, grads)
         self._send_back(action, {value: box.grad for value, box in current.boxes.items()})
 
     def _inputs(self, action: Action, work: Work) -> None:
@@ -187,7 +188,7 @@ class Runner:
             self._send_back(action, {})
             return
         current.recall()
-        with self._span(action), work.backward(action.microbatch, None, False):
+        with self._span(action), work.backward(action.microbatch, None, False), self.split.running(action.stage, Again(current)):
             found, current.starts = input_half(roots, grads, list(current.boxes.values()))
         self._send_back(action, dict(zip(current.boxes, found, strict=True)))
 
@@ -195,7 +196,8 @@ class Runner:
         current = self._passes.pop((action.stage, action.microbatch))
         roots, grads = current.later
         current.recall()
-        with self._span(action), work.backward(action.microbatch, complete, last):
+        again = self.split.running(action.stage, Again(current))
+        with self._span(action), work.backward(action.microbatch, complete, last), again:
             weight_half(current.starts)
             if roots:
                 torch.autograd.backward(roots, grads)
@@ -342,11 +344,28 @@ class Pass(Calls):
         for place, leaf in enumerate(tree_leaves((result, beside))):
             value = Value(unit, call, place)
             if value in self._wanted:
+                known = self._routes.shape(value).size
+                if tuple(leaf.shape) != known:
+                    raise UserError(
+                        f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the first microbatch of these shapes it gave {known}: shapes that depend on the data "
+                        "must stay within one stage (plan.stages)"
+                    )
                 self.given[value] = leaf.clone() if value in self._own.changed else leaf
         return result
 
     def elsewhere(self, unit: int) -> Any:
-        call = self.count(unit)
+        return self._of_others(unit, self.count(unit))
+
+    def again(self, unit: int) -> Any:
+        """What another stage's part has given, for a forward that backward runs again."""
+        if self.called(unit) > 1:
+            raise UserError(
+                f"{self._split.units[unit].name} is called {self.called(unit)} times in a forward, and once more inside torch.utils.checkpoint.checkpoint, which does not say which call that "
+                'is: take plan.recompute = "full" in its place'
+            )
+        return self._of_others(unit, 0)
+
+    def _of_others(self, unit: int, call: int) -> Any:
         given: Given | None = self._routes.given(unit, call)
         if given is None:
             raise UserError(
@@ -374,3 +393,16 @@ class Pass(Calls):
                 f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not depend on the data, but within one stage"
             )
         return self.given[value]
+
+
+class Again:
+    """What a backward runs again of a forward that is over (split.Forward), as torch.utils.checkpoint does."""
+
+    def __init__(self, before: Pass) -> None:
+        self._before = before
+
+    def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        return part(*args, **kwargs)
+
+    def elsewhere(self, unit: int) -> Any:
+        return self._before.again(unit)

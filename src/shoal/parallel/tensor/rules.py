@@ -138,7 +138,8 @@ def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
     if not any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)):
         raise UserError(
             f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give Engine(tensor_rules={{pattern of module names: "
-            f"one of {', '.join(KINDS)}}}), such as {{'**.attention': 'attention', '**.query': 'column', '**.out': 'row'}}"
+            f"one of {', '.join(KINDS)}}}), such as {{'**.up': 'column', '**.down': 'row'}} for a layer "
+            "and the one behind it"
         )
     return found
 
@@ -191,7 +192,7 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
     names = [name for name, _ in whole_model(module)]
     rules: dict[str, str] = {}
     output: Callable[[], nn.Module | None] | None = getattr(module, "get_output_embeddings", None)
-    head = output() if output is not None else None
+    head = output() if output is not None and plan else None
     at = {id(each): name for name, each in module.named_modules()}
     for pattern, style in plan.items():
         named = [name for name in names if matches(pattern, name)]
@@ -208,7 +209,7 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
         if last in ("q_proj", "k_proj", "v_proj", "qkv_proj") and kind == "column":
             rules[owner] = "attention"
     find: Callable[[], nn.Module] | None = getattr(module, "get_input_embeddings", None)
-    embedding = find() if find is not None and "head" in rules.values() else None  # not every model without a head has just one
+    embedding = find() if find is not None and "head" in rules.values() else None
     if isinstance(embedding, nn.Embedding):
         rules[next(name for name, each in module.named_modules() if each is embedding)] = "vocabulary"
     return rules
