@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.comm.simulation import simulate_world
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import regression
@@ -64,3 +65,17 @@ def refusal(world) -> str:
 def test_ranks_with_other_parameters_are_refused_on_all_of_them():
     one, other = run_ranks(refusal, 2)
     assert one == other and "models of other parameters" in one
+
+
+def drawn(world, built: list[str]) -> list[float]:
+    engine = Engine(partial(nn.Linear, 64, 64), regression, ADAMW, global_batch=2, world=world)
+    built.append(engine.build_note)
+    values = engine.module.weight.flatten()[:3].tolist()
+    engine.close()
+    return values
+
+
+def test_ranks_that_are_threads_do_not_seed_each_other():
+    notes: list[str] = []
+    found = [each for _ in range(8) for each in simulate_world(3, partial(drawn, built=notes))]
+    assert found == [found[0]] * 24 and set(notes) == {"recorded"}

@@ -14,6 +14,7 @@ from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.models import regression
 from tests.exchange import teacher
+from tests.pool import apart, run_ranks
 
 WIDTH = 32
 
@@ -322,14 +323,17 @@ def of_compiled_parts(world: World, how: str, **plan) -> list[float]:
     return losses
 
 
+def without_and_with(world: World, plan: dict) -> list[list[float]]:
+    """Losses: without compiling and with a compiled forward, whose names are the same, under `plan`; of a wrapped part whole and under `plan`."""
+    world = apart(world) if world.size > 1 else world  # in processes of their own, since compiling is not for several threads
+    cases: list[tuple[str, dict]] = [("no", {}), ("forward", plan), ("wrapped", {}), ("wrapped", plan)]
+    return [of_compiled_parts(world, how, **options) for how, options in cases]
+
+
 @pytest.mark.parametrize("plan", [{"memory": {"device": "64KiB"}}, {"zero": 3}], ids=["budget", "zero 3"])
 def test_weights_come_for_parts_that_are_compiled(plan):
-    """Under ZeRO 3 of two ranks; a budget with one. Names differ where a part is wrapped, and draws and dropout with them."""
-    size = 2 if "zero" in plan else 1
-    expected = simulate_world(size, partial(of_compiled_parts, how="no"))[0]
-    assert simulate_world(size, partial(of_compiled_parts, how="forward", **plan))[0] == pytest.approx(expected, rel=1e-6)
-    wrapped = simulate_world(size, partial(of_compiled_parts, how="wrapped"))[0]
-    assert simulate_world(size, partial(of_compiled_parts, how="wrapped", **plan))[0] == pytest.approx(wrapped, rel=1e-6)
+    for plainly, forward, whole, wrapped in run_ranks(without_and_with, 2 if "zero" in plan else 1, plan):
+        assert forward == pytest.approx(plainly, rel=1e-6) and wrapped == pytest.approx(whole, rel=1e-6)
 
 
 def test_parts_compiled_in_place_are_refused_by_name():

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ArgumentError, UserError
-from shoal.record import Record, Unrecordable, conversion_by_data, rejection_sampling_whole, seed_of, storage_of
+from shoal.record import ONE_AT_A_TIME, Record, Unrecordable, conversion_by_data, rejection_sampling_whole, seed_of, storage_of
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _hidden(module: nn.Module) -> list[nn.Module]:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seeds the generators that a constructor may draw from: torch's, numpy's and Python's. Afterwards they are as before."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        states = random.getstate(), np.random.get_state()
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)

@@ -27,7 +27,7 @@ _UNINITIALISED = {
 
 _NO_SCHEMA = SimpleNamespace(arguments=(), returns=())
 
-_ONE_AT_A_TIME = threading.Lock()
+ONE_AT_A_TIME = threading.RLock()
 """The default generator is the whole process's, and ranks may be threads of one (see comm.simulation)."""
 
 
@@ -175,7 +175,7 @@ class Record(TorchDispatchMode):
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu()
         wanted, real = _ref(tensor), dict[int, Tensor]()
-        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.no_grad():
+        with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.no_grad():
             for position, index in enumerate(self._needed(wanted.storage)):
                 torch.manual_seed(seed_of(seed, sites.get(index, f"{name}#{position}")))
                 _run(self._ops[index], real)
