@@ -89,3 +89,32 @@ def islands(world) -> tuple[list[float], list[float]]:
 
 def test_the_share_of_an_island_is_what_its_ranks_have():
     assert [share for share, _ in simulate_world(4, islands)] == [[7 / 13]] * 2 + [[6 / 13]] * 2
+
+
+def apart_then_mean(world, option: Any, batch: int) -> torch.Tensor:
+    torch.set_num_threads(1)
+    make = partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(lambda: nn.Linear(3, 2), square, make, Plan(dp=world.size, exchange=option), global_batch=batch, world=world)
+    for each in engine.batches(SAMPLES, steps=3):
+        engine.step(each)
+    weights = torch.cat([value.detach().flatten() for value in engine.parameters.values()])
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"name": "local_sgd", "every": 1},
+        {"name": "diloco", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "guard": 0.0},
+    ],
+    ids=["local_sgd", "diloco"],
+)
+def test_replicas_that_train_apart_weigh_by_what_they_counted(option, across):
+    """Under SGD the mean after each step is then the step of one process: of five samples on two replicas, and of three on four, of which one has none."""
+    chosen = {"name": "islands", "ranks": 2, "across": option} if across else option
+    for ranks, batch in ((4 if across else 2, 5), (4, 3)):
+        wanted = simulate_world(1, apart_then_mean, "allreduce", batch)[0]
+        for got in simulate_world(ranks, apart_then_mean, chosen, batch):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
