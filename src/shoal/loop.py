@@ -142,20 +142,24 @@ class Loop:
             self._asks, self._has_work = None, [1] * self._group.size
 
     def _end(self) -> StepResult:
-        self._is_open, self._done = False, 0
+        done, self._is_open, self._done = self._gather(self._done), False, 0
         if self._passing is not None:
             self._passing.end()
-        behind = sum(self._has_work[place] for place in self._partners if place > self._group.rank)
-        result = self._runner.end(0, behind * self.microbatches, 1.0)
+        result = self._runner.end(0, sum(done[place] for place in self._partners if place > self._group.rank), 1.0)
         self._stepped()
         return result
 
     def _asked(self, has_work: bool) -> bool:
         """Learns which ranks have a microbatch for the step that begins; whether any has."""
-        if self._asks is not None:
-            mine = torch.tensor([int(has_work)], device=self._randomness.device)
-            self._has_work = self._asks.all_gather(mine.new_empty(self._asks.size), mine, purpose="join").tolist()
+        self._has_work = self._gather(int(has_work))
         return any(self._has_work)
+
+    def _gather(self, number: int) -> list[int]:
+        """The `number` of each rank; outside `join` all have the same."""
+        if self._asks is None:
+            return [number] * self._group.size
+        mine = torch.tensor([number], device=self._randomness.device)
+        return self._asks.all_gather(mine.new_empty(self._asks.size), mine, purpose="join").tolist()
 
     @property
     def at_boundary(self) -> bool:

@@ -539,6 +539,8 @@ class StepRunner:
         def update(skip: Tensor | None) -> None:
             self._algorithm.update(result.step, factor, skip, untouched)
             self._algorithm.renew(self._to_mean, skip, untouched)
+            count = result._totals[1]
+            self._algorithm.counted(count if skip is None else count * (1 - skip))
 
         if holds is Holds.NOTHING:
             self._require_finite(result)

@@ -160,6 +160,9 @@ class Algorithm:
     def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         """After an update with the gradient chunks times `to_mean` (0-dim), clipping apart: what is kept back for later steps is renewed. `skip`, `untouched`: as in `update`."""
 
+    def counted(self, count: Tensor) -> None:
+        """After an update of this replica: what its samples counted (0-dim)."""
+
     def end(self, step: int) -> None:
         """After the update, or after a step without one."""
 
@@ -185,11 +188,25 @@ class TrainsAlone(Algorithm):
     def alone_from(self) -> int:
         return 0
 
+    def attach(self, replica: Replica) -> None:
+        super().attach(replica)
+        self._counts = torch.zeros(1, dtype=torch.float64, device=replica.chunks[0].master.device)
+        """Of this replica's updates since its mean with the others was last taken."""
+
+    def counted(self, count: Tensor) -> None:
+        self._counts += count
+
     def holds(self, step: int) -> Holds:
         return Holds.SUM if step < self.alone_from else Holds.ALONE
 
     def drifts(self, step: int) -> bool:
         return step > self.alone_from
+
+
+def part_of_mean(counts: Tensor, group: Group) -> float | None:
+    """This replica's part of a mean in which each weighs by its `counts` (one element): as one step of all of them would weigh its samples. None where they are the same."""
+    everyone = group.all_gather(counts.new_empty(group.size), counts, purpose="counts").tolist()
+    return None if len(set(everyone)) == 1 else everyone[group.rank] / sum(everyone)
 
 
 def by_parameter(chunks: Sequence[Chunk], flats: Sequence[Tensor]) -> dict[str, Tensor]:

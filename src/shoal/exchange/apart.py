@@ -61,7 +61,10 @@ class Apart(Algorithm):
             part.exchanged(step, to_mean)
 
     def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        return [part.due(step, untouched) for part in self._parts][0]
+        due = untouched
+        for part in self._parts:  # all of them take the step's, and give the same
+            due = part.due(step, untouched)
+        return due
 
     @property
     def keeps_back(self) -> bool:

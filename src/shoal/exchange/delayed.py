@@ -27,7 +27,7 @@ class Delayed(Algorithm):
             raise UserError(f"plan.exchange: delay = {self.delay}: give at least 1 step")
         self._group = replica.background("delayed")
         self._waiting = [[chunk.like_gradient() for chunk in replica.chunks] for _ in range(self.delay)]
-        self._untouched: list[Sequence[str]] = [() for _ in range(self.delay)]
+        self.restored()
 
     def holds(self, step: int) -> Holds:
         return Holds.LATE if step >= self.delay else Holds.NOTHING
@@ -48,7 +48,11 @@ class Delayed(Algorithm):
     def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
         place = step % self.delay
         due, self._untouched[place] = self._untouched[place], untouched
-        return due
+        return untouched if due is None else due
+
+    def restored(self) -> None:
+        # of gradients that come from a checkpoint, or from other chunks, it is not known: as in the step that they meet
+        self._untouched: list[Sequence[str] | None] = [None] * self.delay
 
     def _sum(self, flat: Tensor, index: int) -> None:
         self._group.all_reduce(flat, purpose=f"gradients {index}")

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter
+from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter, part_of_mean
 from shoal.exchange.scatter_gather import scatter_gather
 from shoal.plan import Option
 
@@ -53,12 +53,17 @@ class DiLoCo(TrainsAlone):
         self._anchors = [chunk.master.clone() for chunk in replica.chunks]
         self._momentum = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
         self._moved = [torch.zeros_like(chunk.master) for chunk in replica.chunks]
+        self._part: float | None = None
+        # what had been counted when each fragment last started
+        self._until = [torch.zeros_like(self._counts) for _ in range(self.fragments)]
         self._usual = {str(fragment): torch.zeros(1) for fragment in range(self.fragments)}
 
     @torch.no_grad()
     def end(self, step: int) -> None:
         starting, arriving = self._due(step + 1), self._due(step + 1 - self.overlap)
         if starting is not None:
+            self.replica.lane.submit(partial(self._weigh, self._counts - self._until[starting]), "counts")
+            self._until[starting].copy_(self._counts)
             for place in self._places(starting):
                 chunk, moved = self.replica.chunks[place], self._moved[place]
                 torch.sub(self._anchors[place], chunk.master, out=moved)
@@ -81,7 +86,12 @@ class DiLoCo(TrainsAlone):
         """Its chunks: every `fragments`-th, so that fragments are of a size."""
         return range(fragment, len(self.replica.chunks), self.fragments)
 
+    def _weigh(self, counts: Tensor) -> None:
+        self._part = part_of_mean(counts, self._group)
+
     def _average(self, chunk: Chunk, moved: Tensor) -> None:
+        if self._part is not None:
+            moved.mul_(self._part * self._group.size)
         scatter_gather(moved, self._group, self._codec, f"movement {chunk.index}")
         chunk.clear_padding(moved.div_(self._group.size))
 
@@ -131,4 +141,5 @@ class DiLoCo(TrainsAlone):
             "momentum": State(by_parameter(chunks, self._momentum), "mean"),
             "moved": State(by_parameter(chunks, self._moved), "mean"),
             "usual": State(self._usual, "mean"),
+            "counts": State({"all": self._counts, **{str(place): until for place, until in enumerate(self._until)}}, "mean"),
         }

@@ -87,6 +87,9 @@ class Islands(Algorithm):
         self._inside.renew(to_mean, skip, untouched)
         self._across.renew(to_mean, skip, untouched)
 
+    def counted(self, count: Tensor) -> None:
+        self._across.counted(count)
+
     def end(self, step: int) -> None:
         self._inside.end(step)
         self._across.end(step)

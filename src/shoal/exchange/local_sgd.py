@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from shoal.errors import UserError
-from shoal.exchange.algorithm import Replica, TrainsAlone
+from shoal.exchange.algorithm import Replica, State, TrainsAlone, part_of_mean
 
 
 @dataclass
 class LocalSGD(TrainsAlone):
-    """Averages weights after every `every`-th step, from step `start` on; before it replicas stay equal by all-reduce."""
+    """Averages weights after every `every`-th step, from step `start` on, each replica's by what its samples counted since the last time; before it replicas stay equal by
+    all-reduce."""
 
     every: int = 8
     start: int = 0
@@ -33,6 +35,20 @@ class LocalSGD(TrainsAlone):
     def end(self, step: int) -> None:
         if step < self.start or (step + 1 - self.start) % self.every:
             return
+        group, part = self.replica.group, part_of_mean(self._counts, self.replica.group)
+        self._counts.zero_()
         for chunk in self.replica.chunks:
-            self.replica.group.all_reduce(chunk.master, "avg", purpose=f"weights {chunk.index}")
+            if part is not None:
+                chunk.master.mul_(part)
+            group.all_reduce(chunk.master, "avg" if part is None else "sum", purpose=f"weights {chunk.index}")
             chunk.publish()
+
+    def counted(self, count: Tensor) -> None:
+        if self._alone:
+            super().counted(count)
+
+    def begin(self, step: int) -> None:
+        self._alone = step >= self.start
+
+    def state(self) -> dict[str, State]:
+        return {"counts": State({"all": self._counts}, "mean")}
