@@ -15,11 +15,13 @@ from shoal.parallel.layout import Layout
 from shoal.plan import Plan, option_name
 
 ClipRule = Callable[[Mapping[str, float]], float | Mapping[str, float]]
-"""Of the norms of all gradients by name, in the unit of the mean and the same on every rank: a factor for all of them, or factors by name (1 where there is none)."""
+"""Of the norms of all gradients by name, in the unit of the mean and the same on every rank: a factor for all of
+them, or factors by name (1 where there is none)."""
 
 
 def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
-    """UserError where gradients by name, which `what` wants, are not the same on all ranks. `sums`: the exchange leaves the group's sum or mean."""
+    """UserError where gradients by name, which `what` wants, are not the same on all ranks. `sums`: the exchange
+    leaves the group's sum or mean."""
     reasons = {
         f'plan.exchange = "{option_name(plan.exchange, "exchange")}" leaves each replica a gradient of its own': not sums,
         f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
@@ -32,7 +34,8 @@ def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
 def norms_by_name(
     chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, replicas: Group, beside: Group | None, across: Group | None
 ) -> dict[str, float]:
-    """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
+    """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
+    rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
     squares = {
         slot.name: float(slot.view(chunk.owned.gradient).double().square().sum()) for chunk in chunks for slot in chunk.owned.slots
@@ -78,7 +81,8 @@ def clip_by(rule: ClipRule, norms: Mapping[str, float], chunks: Sequence[Chunk])
 
 @torch.no_grad()
 def whole_gradients(chunks: Sequence[Chunk], kept: Sequence[Tensor]) -> dict[str, Tensor]:
-    """By name, from `kept`, which this rank owns of each chunk; whole over the ranks that cut them, which all call it."""
+    """By name, from `kept`, which this rank owns of each chunk; whole over the ranks that cut them, which all call
+    it."""
     found: dict[str, Tensor] = {}
     for chunk, flat in zip(chunks, kept, strict=True):
         if chunk.is_cut and chunk.group is not None:
