@@ -1,7 +1,10 @@
-"""Which buffers a forward writes, and whether by a rule of which the parts of a step can be put together: new = keep * old + what the microbatch alone says.
+"""Which buffers a forward writes, and whether by a rule of which the parts of a step can be put together: new = keep
+* old + what the microbatch alone says.
 
-`keep` is a number: 0.9 of a moving average, 1 of a sum or a counter, 0 of what is set anew. The operations of a forward are looked at one by one below autograd, where none is hidden; a buffer that goes
-into any other kind of operation (a product with the input, `.item()`) is one on which the forward depends, and then what later microbatches compute depends on those before them.
+`keep` is a number: 0.9 of a moving average, 1 of a sum or a counter, 0 of what is set anew. The operations of a
+forward are looked at one by one below autograd, where none is hidden; a buffer that goes
+into any other kind of operation (a product with the input, `.item()`) is one on which the forward depends, and then
+what later microbatches compute depends on those before them.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ _COPIES = {aten.clone, aten._to_copy, aten.lift_fresh_copy}
 @sent
 @dataclass(frozen=True)
 class Rule:
-    """Of a buffer: new = `keep` * old + the microbatch's; `writes`: how often a forward's operations write it in place, None where it is bound anew."""
+    """Of a buffer: new = `keep` * old + the microbatch's; `writes`: how often a forward's operations write it in
+    place, None where it is bound anew."""
 
     keep: float
     writes: int | None

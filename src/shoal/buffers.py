@@ -1,8 +1,11 @@
 """Buffers that a forward changes and whose rule nobody told us: replicas are equal after each step.
 
-BatchNorm's statistics compose exactly (see batchnorm), and so do others that a forward writes as keep * old + what the microbatch says, and does not use otherwise (see affine): moving averages, sums, counters, the
-last value. With n microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of keep^(microbatches after r) (y_r - keep^(microbatches of r) x_0), where y_r is what
-rank r arrived at from x_0. Of any other (a codebook, the vectors of a power iteration) what one process would have cannot be had: those are refused, or on request become the mean over microbatches,
+BatchNorm's statistics compose exactly (see batchnorm), and so do others that a forward writes as keep * old + what
+the microbatch says, and does not use otherwise (see affine): moving averages, sums, counters, the
+last value. With n microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of
+keep^(microbatches after r) (y_r - keep^(microbatches of r) x_0), where y_r is what
+rank r arrived at from x_0. Of any other (a codebook, the vectors of a power iteration) what one process would have
+cannot be had: those are refused, or on request become the mean over microbatches,
 where they float, else the largest.
 """
 
@@ -23,7 +26,8 @@ from shoal.errors import UserError
 
 @contextmanager
 def buffers_untouched(root: nn.Module) -> Iterator[None]:
-    """Whatever a forward inside does to the buffers of `root` is done to copies: a backward to come may need them as they are."""
+    """Whatever a forward inside does to the buffers of `root` is done to copies: a backward to come may need them as
+    they are."""
     places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
     copies: dict[int, Tensor] = {}
     for owner, name, buffer in places:
@@ -38,9 +42,11 @@ def buffers_untouched(root: nn.Module) -> Iterator[None]:
 
 
 class OtherBuffers:
-    """The buffers of `root` outside BatchNorm; non-persistent ones only where they are written in place: bound anew they are tables that follow shapes.
+    """The buffers of `root` outside BatchNorm; non-persistent ones only where they are written in place: bound anew
+    they are tables that follow shapes.
 
-    `replicas`: how many ranks have them. `averages`: those without a rule are averaged instead of refused. `whole_shares`: why the microbatches of a step are not the same under every plan, if they are not.
+    `replicas`: how many ranks have them. `averages`: those without a rule are averaged instead of refused.
+    `whole_shares`: why the microbatches of a step are not the same under every plan, if they are not.
     """
 
     def __init__(self, root: nn.Module, replicas: int, averages: bool, whole_shares: str) -> None:
@@ -69,7 +75,8 @@ class OtherBuffers:
 
     @contextmanager
     def watching(self) -> Iterator[Callable[[Any], None]]:
-        """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more rarely."""
+        """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more
+        rarely."""
         self._forwards += 1
         if not self._places or self._forwards & (self._forwards - 1):
             yield _nothing
@@ -95,7 +102,8 @@ class OtherBuffers:
         ]
 
     def flags(self, microbatches: int) -> list[bool]:
-        """What ranks tell each other of a step: whether any changed here, and whether one did otherwise than has been agreed on."""
+        """What ranks tell each other of a step: whether any changed here, and whether one did otherwise than has been
+        agreed on."""
         changed, now = self.changed(), self._now()
         for name in self._rules.keys() | set(changed):
             rule = self._rules.get(name, "some forwards write it and others do not")
@@ -115,7 +123,8 @@ class OtherBuffers:
         return self._rules
 
     def agree(self, told: Sequence[Mapping[str, Rule | str]], ranks: int, streams: int) -> None:
-        """All ranks go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on `streams` of them, cannot have as one process would."""
+        """All ranks go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on
+        `streams` of them, cannot have as one process would."""
         for theirs in told:
             for name, rule in theirs.items():
                 if name in self._places and self._rules.setdefault(name, rule) != rule:
@@ -138,7 +147,8 @@ class OtherBuffers:
         )
 
     def merge(self, group: Group, microbatches: int, after: int, exact: bool) -> None:
-        """Makes them equal over `group`; this rank ran `microbatches`, those of `group` behind it `after`. `exact`: where there is a rule."""
+        """Makes them equal over `group`; this rank ran `microbatches`, those of `group` behind it `after`. `exact`:
+        where there is a rule."""
         total = float(group.all_reduce(torch.tensor(float(microbatches)), purpose="buffers"))
         for name, buffer in self._now().items():
             rule = self._rules.get(name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal import checkpoint
 from shoal.alike import make_alike
@@ -35,7 +35,7 @@ from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
 from shoal.evaluation import Evaluation, evaluate
-from shoal.exchange import Replica
+from shoal.exchange import Holds, Replica
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
 from shoal.exchange.hooks import UserHooks, check_hooks, is_hooked
@@ -51,6 +51,7 @@ from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_whole
 from shoal.models.generate import generate
+from shoal.norms import ClipRule, check_by_name, whole_gradients
 from shoal.objective import Objective
 from shoal.offload import Offload
 from shoal.optimizer import (
@@ -74,6 +75,9 @@ from shoal.step import StepRunner, choose_microbatch, no_fixed_cut
 from shoal.storage import Storage
 from shoal.unflushed import Unflushed, check_unflushed
 
+FAR = 10**9
+"""A step by which an exchange does what it comes to in the end."""
+
 
 class Engine:
     """Trains `model`, written for one device, on the ranks of `world` as `plan` says.
@@ -82,13 +86,13 @@ class Engine:
     auxiliary mean}). `optimizer` takes a list of parameter groups, e.g. `partial(torch.optim.AdamW, lr=3e-4)`. `plan`: by default data
     parallel over all ranks. `global_batch`: samples a step. `microbatch`: samples a forward; None takes a rank's whole share, of a pipeline so few that its ranks seldom wait, and must
     be given where the model has batch-wide statistics. `precision`: "fp32", "tf32", "fp64", "bf16", "fp16", "fp8",
-    or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient; `clip_value`: largest
+    or a table with its parameters (see `precision`). `clip`: largest norm of the global gradient, or a function that gets the norms by name and gives a factor, or factors by name; `clip_value`: largest
     absolute value of each of its elements.
     `schedule(optimizer)` gives a torch LRScheduler, stepped once a step. `param_groups(name, parameter)` gives options of the
     parameter's group. `tensor_rules`: how a model's layers are cut for `plan.tp`, beside what is known (see parallel.tensor.rules). `sync_bn`: BatchNorm statistics
     over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
     (torch's own kernels; depends on the plan). `buffers`: of those that forwards write, and that several ranks cannot have as one process would: "exact" refuses
-    them, "averaged" makes them the mean over microbatches. `world`: by default what the launcher's variables say.
+    them, "averaged" makes them the mean over microbatches. `keep_gradients`: for `gradients()`. `world`: by default what the launcher's variables say.
 
     Raises UserError for what does not fit together.
     """
@@ -104,7 +108,7 @@ class Engine:
         microbatch: int | None = None,
         precision: str | Mapping[str, Any] = "fp32",
         seed: int = 0,
-        clip: float | None = None,
+        clip: float | ClipRule | None = None,
         clip_value: float | None = None,
         schedule: Schedule | None = None,
         param_groups: GroupRule | None = None,
@@ -112,6 +116,7 @@ class Engine:
         sync_bn: bool = False,
         dropout: str = "keyed",
         buffers: str = "exact",
+        keep_gradients: bool = False,
         collate: Collate | None = None,
         world: World | None = None,
     ) -> None:
@@ -235,6 +240,10 @@ class Engine:
         exchange.attach(
             Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self.lender, tokens, deciding)
         )
+        alike = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
+        for what, wanted in (("clip by a function", callable(clip)), ("keep_gradients", keep_gradients)):
+            if wanted:
+                check_by_name(what, self.plan, unflushed, alike)
         self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
         serial = self._serial
@@ -252,6 +261,8 @@ class Engine:
             whole=sync_bn,
             even=self._even,
             clip=clip,
+            keeps=keep_gradients,
+            layouts=self.layouts,
             device=self.device,
             keyed=self._keyed,
             users=UserHooks(self.parameters, self.layouts, self.plan),
@@ -316,6 +327,14 @@ class Engine:
         where ranks need not be at the same step (async_average), others would wait for this one in a round of averaging, and it for them."""
         self._exchange.settle()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's by name, after the exchange and before clipping, in the unit of the mean loss; whole where plan.zero cuts them, of a model that is cut this rank's
+        part. All ranks call it alike. UserError without `keep_gradients`, which costs a copy a step, or before the first step."""
+        if not self._runner.gradients:
+            raise UserError("no gradients are kept: give Engine(keep_gradients=True), and ask after a step")
+        found = whole_gradients(self._exchange.replica.chunks, self._runner.gradients)
+        return {name: found[name] for name in self.parameters if name in found}
+
     def rounds(self, batch: Batch) -> int:
         """The most microbatches that a rank has of `batch`."""
         return self._runner.cut(batch.ids).most
@@ -360,6 +379,7 @@ class Engine:
         """Once, after the first step: cuts the chunks in the order in which gradients came, if they leave enough earlier so. Nothing that
         is computed changes."""
         self._order_is_open = False
+        self._runner.gradients = []
         order = self._runner.arrivals if self._maker.better(self.chunk_bytes, self._runner.arrivals) is not None else None
         order = self._stage.broadcast_object(order)
         if order is None:

@@ -29,9 +29,11 @@ from shoal.exchange.reducer import Reducer
 from shoal.exchange.rows import as_rows
 from shoal.loss import Loss, Sums, call_loss
 from shoal.models.moe import Router
+from shoal.norms import ClipRule, clip_by, norms_by_name
 from shoal.optimizer import ChunkOptimizer
 from shoal.parallel.context import Context
 from shoal.parallel.expert import Tally
+from shoal.parallel.layout import Layout
 from shoal.pipeline import Runner as Pipeline
 from shoal.precision import LossScale
 from shoal.random import Randomness, keyed_functional
@@ -128,7 +130,7 @@ class StepRunner:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
     of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
     whose gradients are added up by rows. `users`: hooks on the parameters; `buffers`: those that are
-    not BatchNorm's."""
+    not BatchNorm's; `keeps`: `gradients` of the last step are kept, of each chunk what is owned here, before clipping."""
 
     def __init__(
         self,
@@ -144,7 +146,9 @@ class StepRunner:
         microbatch: int,
         whole: bool,
         even: bool,
-        clip: float | None,
+        clip: float | ClipRule | None,
+        keeps: bool,
+        layouts: Mapping[str, Layout],
         device: torch.device,
         keyed: bool,
         users: UserHooks,
@@ -172,7 +176,8 @@ class StepRunner:
         self._reducer = Reducer(parameters, algorithm, self._users)
         self._group, self._ledger = group, group.ledger
         self._microbatch, self._whole, self._even, self._clip, self._device, self._keyed = microbatch, whole, even, clip, device, keyed
-        self._partners = algorithm.partners
+        self._partners, self._keeps, self._layouts = algorithm.partners, keeps, layouts
+        self.gradients: list[Tensor] = []
         self._statistics, self._buffers = RunningStatistics(module), buffers
         self._aux_names: tuple[str, ...] | None = None
         self.per_sample = 1.0  # counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits
@@ -490,7 +495,16 @@ class StepRunner:
             norm = squares.sqrt() * to_mean
         else:
             norm = self._squares_here().sqrt() * to_mean
-        factor = to_mean if self._clip is None else to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        chunks = self._algorithm.replica.chunks
+        if self._keeps:
+            self.gradients = [chunk.owned.gradient * to_mean.to(chunk.owned.gradient.device) for chunk in chunks]
+        factor = to_mean
+        if callable(self._clip):
+            if math.isfinite(norm):
+                norms = norms_by_name(chunks, self._layouts, float(to_mean), self._partners, self._beside, self._across)
+                factor = to_mean * clip_by(self._clip, norms, chunks)
+        elif self._clip is not None:
+            factor = to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
         if holds in (Holds.OWN, Holds.OWN_MEAN) and self._partners.size > 1:
             # all vote alike, for the update is one that they make together
             mean = (self._partners.all_reduce(norm.square(), purpose="norm") / self._partners.size).sqrt()

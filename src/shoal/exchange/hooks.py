@@ -1,10 +1,14 @@
 """Hooks that users have registered on parameters, with torch's meaning.
 
-    parameter.register_hook(fn)                        fn(gradient) of each microbatch: that of the microbatch's own mean loss
-    parameter.register_post_accumulate_grad_hook(fn)   fn(parameter), whose `grad` then is that of the mean over what this rank has counted in the step so far
+    parameter.register_hook(fn)                        fn(gradient) of each microbatch: that of the microbatch's own
+    mean loss
+    parameter.register_post_accumulate_grad_hook(fn)   fn(parameter), whose `grad` then is that of the mean over what
+    this rank has counted in the step so far
 
-Both are what a plain loop of `(sum / count).backward()` shows, in fp32 or wider: the power of two that losses are divided by, and the scale of fp16, are taken out for the hook and put back behind it.
-The hooks stay in torch's own dicts, under their own keys, so that `handle.remove()` works; there they are wrapped, since the engine has hooks of its own beside them.
+Both are what a plain loop of `(sum / count).backward()` shows, in fp32 or wider: the power of two that losses are
+divided by, and the scale of fp16, are taken out for the hook and put back behind it.
+The hooks stay in torch's own dicts, under their own keys, so that `handle.remove()` works; there they are wrapped,
+since the engine has hooks of its own beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ def is_hooked(parameter: Tensor) -> bool:
 
 
 def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
-    """Why `plan` cannot show a hook the gradient of the parameter `name`, if it cannot. `layout`: None for one that other ranks have."""
+    """Why `plan` cannot show a hook the gradient of the parameter `name`, if it cannot. `layout`: None for one that
+    other ranks have."""
     if plan.pp > 1:
         return f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage knows the count"
     if plan.cp > 1:
@@ -54,7 +59,8 @@ def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], plan: Plan)
 
 
 class _Unit:
-    """`value` (0-dim) turns a gradient, as it comes, into that of the microbatch's mean loss; None outside of a step's backward. `counts`: whether the microbatch does."""
+    """`value` (0-dim) turns a gradient, as it comes, into that of the microbatch's mean loss; None outside of a
+    step's backward. `counts`: whether the microbatch does."""
 
     value: Tensor | None = None
     counts = True
@@ -83,7 +89,8 @@ class _InUnit:
 
 
 class _Held:
-    """A user's `hook` on a parameter whose gradient has been added: torch does not run it in a step, the reducer does, which has the sum."""
+    """A user's `hook` on a parameter whose gradient has been added: torch does not run it in a step, the reducer
+    does, which has the sum."""
 
     def __init__(self, hook: Hook, unit: _Unit) -> None:
         self.hook, self._unit = hook, unit
@@ -94,7 +101,8 @@ class _Held:
 
 
 class UserHooks:
-    """Those on `parameters`, also the ones that come later. `reshaped`: the parameter of which one changed a sum in this step, other than by zeros."""
+    """Those on `parameters`, also the ones that come later. `reshaped`: the parameter of which one changed a sum in
+    this step, other than by zeros."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], plan: Plan) -> None:
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
@@ -103,7 +111,8 @@ class UserHooks:
         self.reshaped = ""
 
     def begin(self, rounds: int, borrows: Callable[[str], bool], unscale: Tensor | None) -> None:
-        """A step begins. `borrows(name)`: whether of this parameter's gradient only a stretch is kept from one of the `rounds` to the next. `unscale`: as of Reducer.begin."""
+        """A step begins. `borrows(name)`: whether of this parameter's gradient only a stretch is kept from one of the
+        `rounds` to the next. `unscale`: as of Reducer.begin."""
         self.reshaped, self._unscale = "", unscale
         self._wrap()
         for name, each in self._parameters.items():
@@ -162,7 +171,8 @@ def _held(parameter: Tensor) -> list[Hook]:
 
 
 def run_on_sum(hooks: Iterable[Hook], parameter: Tensor, total: Tensor, unit: Tensor) -> Tensor | None:
-    """Shows `hooks` the sum `total`, times `unit`, as the gradient of `parameter`. Returns what they made of it, `total` itself if nothing, None if they took it away."""
+    """Shows `hooks` the sum `total`, times `unit`, as the gradient of `parameter`. Returns what they made of it,
+    `total` itself if nothing, None if they took it away."""
     shown = total.to(torch.promote_types(total.dtype, parameter.dtype)) * unit.to(total.device)
     before = _version(shown)
     if shown.dtype != parameter.dtype:
@@ -177,7 +187,8 @@ def run_on_sum(hooks: Iterable[Hook], parameter: Tensor, total: Tensor, unit: Te
 
 
 def only_zeroed(result: Tensor, total: Tensor) -> bool:
-    """Whether `result` differs from `total` by zeros, and by rounding, alone: such a mask is the same of each part of a sum."""
+    """Whether `result` differs from `total` by zeros, and by rounding, alone: such a mask is the same of each part of
+    a sum."""
     result, total = (each.to_dense() if each.is_sparse else each for each in (result, total))
     tolerance = 8 * torch.finfo(total.dtype).eps
     return bool(((result == 0) | torch.isclose(result.to(total.dtype), total, rtol=tolerance, atol=0.0)).all())

@@ -1,0 +1,92 @@
+"""Gradients by name, after the exchange: their norms, clipping by a function of the user's, and themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.comm import Group
+from shoal.errors import UserError
+from shoal.parallel.layout import Layout
+from shoal.plan import Plan, option_name
+
+ClipRule = Callable[[Mapping[str, float]], float | Mapping[str, float]]
+"""Of the norms of all gradients by name, in the unit of the mean and the same on every rank: a factor for all of
+them, or factors by name (1 where there is none)."""
+
+
+def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
+    """UserError where gradients by name, which `what` wants, are not the same on all ranks. `sums`: the exchange
+    leaves the group's sum or mean."""
+    reasons = {
+        f'plan.exchange = "{option_name(plan.exchange, "exchange")}" leaves each replica a gradient of its own': not sums,
+        f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
+        f'plan.schedule = "{option_name(plan.schedule, "schedule")}" has no flush, and its stages update by themselves': unflushed,
+    }
+    if (why := next((why for why, so in reasons.items() if so), None)) is not None:
+        raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
+
+
+def norms_by_name(
+    chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, replicas: Group, beside: Group | None, across: Group | None
+) -> dict[str, float]:
+    """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
+    rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
+    cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
+    squares = {
+        slot.name: float(slot.view(chunk.owned.gradient).double().square().sum()) for chunk in chunks for slot in chunk.owned.slots
+    }
+    squares = _together(replicas.all_gather_object(squares), cut)
+    if beside is not None:
+        squares = _together(beside.all_gather_object(squares), {name for name in squares if not layouts[name].alike})
+    squares = {name: squares[name] for name in layouts if name in squares}
+    if across is not None:
+        squares = _together(across.all_gather_object(squares), set())
+    return {name: math.sqrt(value) * unit for name, value in squares.items()}
+
+
+def _together(told: Sequence[Mapping[str, float]], summed: set[str]) -> dict[str, float]:
+    """What the ranks know of each name: the sum of those `summed`, of others what the first has that knows it."""
+    found: dict[str, float] = {}
+    for theirs in told:
+        for name, value in theirs.items():
+            if name not in found:
+                found[name] = value
+            elif name in summed:
+                found[name] += value
+    return found
+
+
+def clip_by(rule: ClipRule, norms: Mapping[str, float], chunks: Sequence[Chunk]) -> float:
+    """Asks `rule`: multiplies the gradients in `chunks` by the factors that it names, or returns the one for all."""
+    answer = rule(dict(norms))
+    factors = answer if isinstance(answer, Mapping) else {"": answer}
+    if unknown := [name for name in factors if name and name not in norms]:
+        raise UserError(f"clip gave a factor for {unknown[0]}, which is no parameter that is trained; names are such as {next(iter(norms))}")
+    for name, factor in factors.items():
+        if not (isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0):
+            raise UserError(f"clip gave {factor!r}{f' for {name}' if name else ''}: give finite numbers from 0 on, or a dict of them by name")
+    if not isinstance(answer, Mapping):
+        return float(answer)
+    for chunk in chunks:
+        for slot in chunk.owned.slots:
+            if (factor := factors.get(slot.name, 1.0)) != 1.0:
+                slot.view(chunk.owned.gradient).mul_(factor)
+    return 1.0
+
+
+@torch.no_grad()
+def whole_gradients(chunks: Sequence[Chunk], kept: Sequence[Tensor]) -> dict[str, Tensor]:
+    """By name, from `kept`, which this rank owns of each chunk; whole over the ranks that cut them, which all call
+    it."""
+    found: dict[str, Tensor] = {}
+    for chunk, flat in zip(chunks, kept, strict=True):
+        if chunk.is_cut and chunk.group is not None:
+            flat = flat.to(chunk.data.device)
+            flat = chunk.group.all_gather(flat.new_empty(chunk.size), flat, purpose=f"gradients {chunk.index}")
+        found.update({slot.name: slot.view(flat).clone() for slot in chunk.slots})
+    return found
