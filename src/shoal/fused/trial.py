@@ -111,6 +111,7 @@ def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
         if not optimizer.defaults.get("capturable"):  # which takes parameters on a GPU only
             optimizer.step()
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
-        raise UserError(f"{what} is refused by torch: {type(error).__name__}: {error}") from error
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # torch's own words need none
+        raise UserError(f"{what} is refused by torch: {kind}{error}") from error
     if not parameter.isfinite().all():
         raise UserError(f"{what} makes a weight of 1 with a gradient of 1 {parameter.flatten()[0]:g} in one step: give other values")
