@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -246,6 +247,11 @@ class Engine:
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
         self.run = ""
+
+    def __repr__(self) -> str:
+        elements = sum(math.prod(layout.shape) for layout in self.layouts.values())
+        plan = ", ".join(f"{key}={value!r}" for key, value in self.plan.to_dict().items())
+        return f"Engine({type(self.module).__name__} of {elements:,} parameters, Plan({plan}), {self.precision.name}, step {self.step_index}, {self.world})"
 
     def batches(
         self, dataset: Any, *, steps: int | None = None, epochs: int | None = None, cursor: Order | None = None
