@@ -127,6 +127,18 @@ def test_what_a_person_sees_of_the_objects(tmp_path: Path) -> None:
     made.close()
 
 
+def test_the_names_of_an_engine_are_the_documented_ones() -> None:
+    """A new one needs a row in the guide, an internal one an underscore or a place in `engine.parts`."""
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    table = guide.partition("All that an engine has")[2].partition("\n\n**")[0]
+    made = engine()
+    public = {name for name in dir(made) if not name.startswith("_")}
+    assert public == set(re.findall(r"`engine\.(\w+)`", table))
+    assert made.parts.mesh.size("dp") == 1 and made.parts.chunks and made.parts.tier is None and made.parts.lag == 0
+    assert made.parts.rounds(next(made.batches(Rows()))) == 1
+    made.close()
+
+
 def test_a_stream_that_a_loader_reads_in_the_background_is_an_iterable() -> None:
     """`batch_size=None` cuts no batches: it gives samples."""
     made = engine()

@@ -23,7 +23,7 @@ from shoal.checkpoint import state
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
-from shoal.chunks import Chunk, ChunkMaker, Later, Tier, adopt, move, weakly
+from shoal.chunks import Chunk, ChunkMaker, Later, adopt, move, weakly
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
 from shoal.chunks.versions import Versions
@@ -57,6 +57,7 @@ from shoal.optimizer import (
 )
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import Rules, check_rules
+from shoal.parts import Parts
 from shoal.pipeline import Whole, cut_into_stages, delay
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
@@ -110,13 +111,13 @@ class Engine:
         check_arguments(locals())
         self.world = world or join()
         self.plan = plan or Plan(dp=self.world.size)
-        self.mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
+        self._mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
         self.device, self.ledger = self.world.device, self.world.ledger
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         cp = self.plan.cp > 1
-        group = self._group = self.world.group("dp-cp" if cp else "dp", self.mesh.ranks("dp", "cp"))
-        beside = self._beside = self.world.group("tp", self.mesh.ranks("tp"))
-        self._stage = group if beside.size == 1 else self.world.group("dp-cp-tp", self.mesh.ranks("dp", "cp", "tp"))
+        group = self._group = self.world.group("dp-cp" if cp else "dp", self._mesh.ranks("dp", "cp"))
+        beside = self._beside = self.world.group("tp", self._mesh.ranks("tp"))
+        self._stage = group if beside.size == 1 else self.world.group("dp-cp-tp", self._mesh.ranks("dp", "cp", "tp"))
         self._all = self._stage if self.plan.pp == 1 else self.world.everyone
 
         if self.device.type == "cpu":
@@ -127,9 +128,9 @@ class Engine:
         self._check_cut(optimizer, options, sync_bn)
         check_rules(built.module, tensor_rules or {})
         self._microbatch = choose_microbatch(microbatch, global_batch, self.plan.dp, built.module, sync_bn)
-        pipeline = self._pipeline = cut_into_stages(built, self.plan, self.mesh, self.world) if self.plan.pp > 1 else None
+        pipeline = self._pipeline = cut_into_stages(built, self.plan, self._mesh, self.world) if self.plan.pp > 1 else None
         elsewhere = [] if pipeline is None else pipeline.split.elsewhere
-        parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
+        parted = self._parted = Parted(built, self.plan, self._mesh, self.world, tensor_rules, attention, elsewhere)
         built, self.layouts = parted.built, parted.layouts
         self._apart = {} if parted.experts is None else {"experts": parted.experts}
         unflushed = pipeline is not None and not pipeline.flushes
@@ -141,7 +142,7 @@ class Engine:
             check_unflushed(self.plan, self.precision, parted, group.size, sync_bn, bool(pipeline and pipeline.tied))
         self.module, self.build_note = built.module, built.how
         if sync_bn:
-            synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
+            synchronise(self.module, self.world.group("dp-batchnorm", self._mesh.ranks("dp")))
         if parted.parts is not None:
             self._randomness.part = parted.parts
         if parted.context is not None:
@@ -158,46 +159,46 @@ class Engine:
         set_products(self.module, self.precision, self.device)
         if self.plan.compile:
             compile_blocks(self.module, self.plan.compile)
-        self.recompute = self._recompute()
+        self._recomputing = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
+        self._offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
         exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among)
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
-        storage = self._storage = Storage(self.plan, self.mesh, self.world, group, self._apart, self._stage, self.offload, tied)
+        storage = self._storage = Storage(self.plan, self._mesh, self.world, group, self._apart, self._stage, self._offload, tied)
         whole = partial(needs_whole_parameters, optimizer, options, self.precision.master)
         keeping, apart = storage.keeping(exchange, whole)
-        if self.offload is not None and clip_value is None:
+        if self._offload is not None and clip_value is None:
             once = global_batch <= self._microbatch
-            self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
+            self.precision = self._offload.narrow_gradients(self.precision, optimizer, options, once)
         private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
         self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place, unflushed)
         sized = storage.chunk_bytes(exchange, self._maker, keeping.shards, self.precision.grad.itemsize)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
-        self.link = group.link(self.device) if measured else None
-        self.chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self.link))
+        self._link = group.link(self.device) if measured else None
+        self._chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self._link))
         if pipeline is not None:  # what is tied lies in chunks of one size
-            self.chunk_bytes = pipeline.group.broadcast_object(self.chunk_bytes)
-        cut = self._maker.cut(self.chunk_bytes)
+            self._chunk_bytes = pipeline.group.broadcast_object(self._chunk_bytes)
+        cut = self._maker.cut(self._chunk_bytes)
         self._versions: Versions | None = None
-        self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
-        self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
-        self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
-        self.passing, tally = storage.passing(self.module, self.chunks), parted.tally()
-        if self.passing is not None and self.recompute is not None:
-            self.recompute.again.append(self.passing.again)
-        storage.agree(self.module, self.chunks, beside)
+        self._chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
+        self._pager = self._offload.pages(self._chunks, optimizer, options, self.precision) if self._offload else None
+        self.parameters = adopt(self.module, self._chunks, built.value, self.precision, self.device)
+        self._passing, tally = storage.passing(self.module, self._chunks), parted.tally()
+        if self._passing is not None and self._recomputing is not None:
+            self._recomputing.again.append(self._passing.again)
+        storage.agree(self.module, self._chunks, beside)
 
-        trainable = [chunk for chunk in self.chunks if chunk.trainable]
+        trainable = [chunk for chunk in self._chunks if chunk.trainable]
         if not self._on_any_stage(bool(trainable)):
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
-        offload = self.offload
+        offload = self._offload
         chunkwise = offload is not None and offload.chunkwise
         later = Later(self.ledger) if offload is not None and offload.update == "deferred" else None
         self.optimizer = ChunkOptimizer(
-            optimizer, trainable, self.parameters, options, member, clip_value, self.pager, chunkwise, later
+            optimizer, trainable, self.parameters, options, member, clip_value, self._pager, chunkwise, later
         )
         self.optimizer.settled = weakly(self._commit)
         self.scheduler = schedule(self.optimizer.torch) if schedule else None
@@ -208,12 +209,12 @@ class Engine:
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
-        self.lender = self._maker.lender(trainable, Shared(group, self.device), self.tier)
+        self._lender = self._maker.lender(trainable, Shared(group, self.device), None if offload is None else offload.tier)
         by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
         tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
         deciding = self.world.group("tp-decisions", beside.ranks) if beside.size > 1 else None
         exchange.attach(
-            Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self.lender, tokens, deciding)
+            Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self._lender, tokens, deciding)
         )
         self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None
         self.loss_scale = LossScale(self.precision.scaling, self.device) if self.precision.scaling else None
@@ -233,7 +234,7 @@ class Engine:
             clip=clip,
             device=self.device,
             keyed=self._keyed,
-            passing=self.passing,
+            passing=self._passing,
             scale=self.loss_scale,
             beside=beside if not unflushed else self.world.group(f"tp-ballot{serial}", beside.ranks),
             context=parted.context,
@@ -241,7 +242,7 @@ class Engine:
             alike=self._alike,
             shares_routing=tally is not None and parted.losses_of_all_tokens,
             stages=pipeline,
-            across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self.mesh.ranks("pp")),
+            across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self._mesh.ranks("pp")),
             by_rows=row_by_row(self.module, blocks(self.module) if self.plan.compile else (), self.device),
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
@@ -293,10 +294,6 @@ class Engine:
         self._stepped()
         return result
 
-    def rounds(self, batch: Batch) -> int:
-        """The most microbatches that a rank has of `batch`."""
-        return self._runner.cut(batch.ids)[2]
-
     def loop(self, microbatches: int = 1) -> Loop:
         """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank; ranks among whom a model is cut (plan.tp) are to be given the same. UserError for more than its `global_batch` has, where
         that has decided how gradients are kept."""
@@ -313,21 +310,21 @@ class Engine:
             raise UserError(
                 "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
             )
-        passing, group = self.passing, self._group
+        passing, group = self._passing, self._group
         return Loop(
             self.module, self._runner, self._randomness, passing, group, microbatches, lambda: self.step_index, self._stepped
         )
 
     def _stepped(self) -> None:
         self.step_index += 1
-        if self.offload is not None:
+        if self._offload is not None:
             if not self._exchange.state():  # which would be lost
-                self.offload.note(self.module, lambda: {**self._place(), "run": self.run}, self.pager)
+                self._offload.note(self.module, lambda: {**self._place(), "run": self.run}, self._pager)
             self.optimizer.end_of_step()
-            if self.passing is not None and self.offload.use_the_device(self.chunks, self.passing, self.optimizer):
+            if self._passing is not None and self._offload.use_the_device(self._chunks, self._passing, self.optimizer):
                 self._runner.follow()
-        if self.recompute is not None:
-            self.recompute.decide(self._stage.broadcast_object)
+        if self._recomputing is not None:
+            self._recomputing.decide(self._stage.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
 
@@ -335,18 +332,18 @@ class Engine:
         """Once, after the first step: cuts the chunks in the order in which gradients came, if they leave enough earlier so. Nothing that
         is computed changes."""
         self._order_is_open = False
-        order = self._runner.arrivals if self._maker.better(self.chunk_bytes, self._runner.arrivals) is not None else None
+        order = self._runner.arrivals if self._maker.better(self._chunk_bytes, self._runner.arrivals) is not None else None
         order = self._stage.broadcast_object(order)
         if order is None:
             return
-        cut = self._maker.cut_like(self._maker.cut(self.chunk_bytes, order), self._beside)
+        cut = self._maker.cut_like(self._maker.cut(self._chunk_bytes, order), self._beside)
         self._runner.settle()
         self._exchange.settle()
         self._exchange.close()
         kept = {name: {key: each.clone() for key, each in part.tensors.items()} for name, part in self._exchange.state().items()}
         new = self._maker.make(cut)
-        move(self.parameters, self.optimizer.parameters, self.chunks, new)
-        self.chunks, trainable = new, [chunk for chunk in new if chunk.trainable]
+        move(self.parameters, self.optimizer.parameters, self._chunks, new)
+        self._chunks, trainable = new, [chunk for chunk in new if chunk.trainable]
         self.optimizer.follow(trainable)
         self._exchange.attach(replace(self._exchange.replica, chunks=trainable))
         for name, part in self._exchange.state().items():
@@ -362,7 +359,7 @@ class Engine:
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
         of_all = (self.module, self._loss, dataset, samples, self._microbatch, self._collate, self._group, self.device)
         with self._as_one():
-            return evaluate(*of_all, self.passing, self._parted.context, self._randomness, self._alike, self._pipeline)
+            return evaluate(*of_all, self._passing, self._parted.context, self._randomness, self._alike, self._pipeline)
 
     def _drifted(self) -> bool:
         """Whether the replicas differ now; ends the exchange's background work for the moment."""
@@ -371,12 +368,12 @@ class Engine:
 
     def _as_one(self) -> AbstractContextManager[None]:
         """Inside, replicas that have drifted apart are their mean."""
-        return mean_of_replicas(self.module, self.chunks, self._group) if self._drifted() else nullcontext()
+        return mean_of_replicas(self.module, self._chunks, self._group) if self._drifted() else nullcontext()
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Inside, the module's parameters can be read, also where each rank keeps only a stretch of them (`plan.zero = 3` without shared
         memory; outside they show NaN there). All ranks call it alike, between steps."""
-        return nullcontext() if self.passing is None else self.passing.whole()
+        return nullcontext() if self._passing is None else self._passing.whole()
 
     @property
     def model(self) -> nn.Module:
@@ -408,7 +405,7 @@ class Engine:
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
-        copy = self.pager is None or self.pager.disk is None
+        copy = self._pager is None or self._pager.disk is None
         extra = {**self._extra(), "user": dict(extra or {})}
         self._writers[path].save(self.step_index, self._pieces(), extra, wait or not copy, copy)
 
@@ -420,11 +417,11 @@ class Engine:
         if (versions := self._versions) is not None:
             own += state.version_pieces({versions.newest - each: versions.tensors(each) for each in versions.kept}, standing)
         if not self._drifted():
-            return own + state.pieces(self.module, self.chunks, self.optimizer, standing)
-        own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, standing)]
+            return own + state.pieces(self.module, self._chunks, self.optimizer, standing)
+        own += [_copied(piece) for piece in state.replica_pieces(self.module, self._chunks, self.optimizer, standing)]
         means = mean_of_optimizers(self.optimizer, self._group)
-        with mean_of_replicas(self.module, self.chunks, self._group):
-            pieces = state.pieces(self.module, self.chunks, self.optimizer, standing, means)
+        with mean_of_replicas(self.module, self._chunks, self._group):
+            pieces = state.pieces(self.module, self._chunks, self.optimizer, standing, means)
             return own + [_copied(piece) for piece in pieces]
 
     @property
@@ -462,8 +459,8 @@ class Engine:
         }
 
     def _commit(self) -> None:
-        if self.offload is not None and self.pager is not None:
-            self.offload.commit(self.optimizer, self.pager)
+        if self._offload is not None and self._pager is not None:
+            self._offload.commit(self.optimizer, self._pager)
 
     def recover(self, after: int = -1) -> bool:
         """Goes on from the last update that all ranks have on the disk of `plan.memory`, if there is one of this model and plan, of the run `engine.run`
@@ -472,16 +469,16 @@ class Engine:
         For a run that was killed: no update is lost. There is one where the optimizer's side of all chunks lies on the disk. Frozen parameters are what the
         model was built with.
         """
-        if self.pager is None or not self.pager.durable or self.step_index:
+        if self._pager is None or not self._pager.durable or self.step_index:
             return False
-        generation = self.pager.generation - 1
+        generation = self._pager.generation - 1
         if generation == 0:
             return False
-        extra, tensors = self.pager.read(generation)
+        extra, tensors = self._pager.read(generation)
         if extra["step"] <= after or extra["run"] != self.run:
             return False
         state.restore_small(self.module, self.optimizer, tensors, extra)
-        self.pager.recall(generation)
+        self._pager.recall(generation)
         self._go_on(extra)
         return True
 
@@ -493,13 +490,13 @@ class Engine:
         self._runner.flush()
         self._exchange.settle()
         self.optimizer.settle()
-        if self.pager is not None:
-            self.pager.uncommit()
+        if self._pager is not None:
+            self._pager.uncommit()
         rank, size = self._group.rank, self._group.size
         # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
         saved = read_manifest(path).extra
         own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
-        extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
+        extra = state.restore(path, self.module, self._chunks, self.optimizer, self._standing, own)
         if (versions := self._versions) is not None:
             ago, step = state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])
@@ -551,7 +548,7 @@ class Engine:
         self.optimizer.settle()
         with self._as_one():
             weights = {}
-            for chunk in self.chunks:  # those on a disk are read as they are written
+            for chunk in self._chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
             of_experts = {name: value for name, value in weights.items() if self.layouts[name].of_experts}
@@ -573,8 +570,8 @@ class Engine:
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
         with ExitStack() as stack:  # all of it, whichever of them raises
-            if self.pager is not None:
-                stack.callback(self.pager.close)
+            if self._pager is not None:
+                stack.callback(self._pager.close)
             stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
             stack.callback(self._storage.close)
@@ -589,19 +586,22 @@ class Engine:
                 stack.callback(writer.close)
 
     @property
-    def lag(self) -> int:
-        """How many steps go by until the numbers of one can be read without waiting: for the device, or for the stages behind where the schedule has no flush."""
-        return self.plan.pp - 1 if self._versions is not None else int(self.device.type == "cuda")
-
-    @property
-    def tier(self) -> Tier | None:
-        """What is on the device of `plan.memory`."""
-        return None if self.offload is None else self.offload.tier
-
-    @property
-    def host(self) -> Tier | None:
-        """What `plan.memory` has at home on the host."""
-        return None if self.offload is None else self.offload.host
+    def parts(self) -> Parts:
+        """What the engine is made of: for reports and those who look inside, not needed to train."""
+        offload, lag = self._offload, self.plan.pp - 1 if self._versions is not None else int(self.device.type == "cuda")
+        return Parts(
+            mesh=self._mesh,
+            chunks=self._chunks,
+            chunk_bytes=self._chunk_bytes,
+            link=self._link,
+            passing=self._passing,
+            lender=self._lender,
+            pager=self._pager,
+            tier=None if offload is None else offload.tier,
+            host=None if offload is None else offload.host,
+            lag=lag,
+            rounds=lambda batch: self._runner.cut(batch.ids)[2],
+        )
 
     @property
     def _across(self) -> Group | None:
@@ -620,7 +620,7 @@ class Engine:
                 )
         own = next((list(places) for places in sets if self._pipeline.group.rank in places), [])
         if own:
-            self._apart["tied"] = self.world.group(f"tied{self._serial}", self.mesh.on(own, self.mesh.ranks("dp", "cp")))
+            self._apart["tied"] = self.world.group(f"tied{self._serial}", self._mesh.on(own, self._mesh.ranks("dp", "cp")))
         for name, places in self._pipeline.tied.items():
             if places == own:
                 self.layouts[name] = self.layouts[name].tied
@@ -639,14 +639,14 @@ class Engine:
         self._versions = Versions(trainable, self.parameters, late + 1)
         telling = [
             self.world.group(f"dp-results{serial}", self._group.ranks),
-            self.world.group(f"pp-results{serial}", self.mesh.ranks("pp")),
+            self.world.group(f"pp-results{serial}", self._mesh.ranks("pp")),
         ]
         return {"versions": self._versions, "delay": late, "together": together, "telling": telling}
 
     @property
     def _alike(self) -> bool:
         """Whether all ranks run as many forwards, since weights or tokens come together in them."""
-        return self.passing is not None or self._parted.experts is not None
+        return self._passing is not None or self._parted.experts is not None
 
     def _among(self, group: Group, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the ranks of `group`, by their places."""

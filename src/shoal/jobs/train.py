@@ -80,9 +80,9 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
         console.print(origin_table(settled.job, settled.origins))
-        if engine.link is not None:
-            mebibytes = engine.chunk_bytes / 2**20
-            console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})", markup=False)
+        if engine.parts.link is not None:
+            mebibytes = engine.parts.chunk_bytes / 2**20
+            console.print(f"gradients travel in {len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.parts.link})", markup=False)
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem
@@ -104,7 +104,7 @@ class _Run:
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        aside = engine.lag > 0 and world.device.type == "cpu"
+        aside = engine.parts.lag > 0 and world.device.type == "cpu"
         self.stop = Stop(world.group("stop", world.everyone.ranks) if aside else world.everyone, limit, aside)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
@@ -117,7 +117,7 @@ class _Run:
             device=engine.device,
             total=settled.total,
             flops_per_sample=cost,
-            late=engine.lag,
+            late=engine.parts.lag,
         )
         self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, lambda: seconds_before + self.stop.elapsed, saved)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
@@ -178,7 +178,7 @@ class _Run:
         log.info("the model writes a sample")
         with self.recorder.pause(), engine.whole_weights():
             # of a model that is cut all its ranks write together, and all that have its experts
-            if engine.plan.ep > 1 or engine.mesh.rank("dp") == 0:
+            if engine.plan.ep > 1 or engine.parts.mesh.rank("dp") == 0:
                 text = write_on(engine, self.settled.data.tokenizer, job.run.sample)
                 if self.first:
                     self.recorder.sample(engine.step_index, job.run.sample, text)
