@@ -595,6 +595,7 @@ class Engine:
             chunk_bytes=self._chunk_bytes,
             link=self._link,
             passing=self._passing,
+            recompute=self._recomputing,
             lender=self._lender,
             pager=self._pager,
             tier=None if offload is None else offload.tier,
