@@ -93,15 +93,15 @@ def train(case: Case, memory: dict[str, Any] | None, rule: str = OURS, rate: flo
             world=World.single("cpu"),
         )
     if rate is not None:
-        throttled(engine.chunks, rate)
+        throttled(engine.parts.chunks, rate)
     _time_updates(engine)
     batches = engine.batches(Tokens(case.sequence))
 
     def step() -> None:
         global _moved
-        before = engine.passing.executor.bytes_in if engine.passing else 0
+        before = engine.parts.passing.executor.bytes_in if engine.parts.passing else 0
         engine.step(next(batches))
-        _moved = engine.passing.executor.bytes_in - before if engine.passing else 0
+        _moved = engine.parts.passing.executor.bytes_in - before if engine.parts.passing else 0
 
     return step
 
@@ -120,7 +120,7 @@ def _time_updates(engine: Engine) -> None:
 def moves() -> dict[str, Any]:
     """Of the engine that runs in this process: bytes a step by its plan, by the other rules for the same trace and room, and as they came. `others`: what all
     else on the device takes at most."""
-    executor, tier = _running.passing.executor, _running.tier  # type: ignore[union-attr]
+    executor, tier = _running.parts.passing.executor, _running.parts.tier  # type: ignore[union-attr]
     assert isinstance(executor, Planned) and tier is not None
     trace, ticks = executor.recorded
     return {
@@ -203,7 +203,7 @@ def run_update(case: Case, share: int, rate: float, rounds: int, device: int) ->
 
 def pages() -> dict[str, Any]:
     """Of the engine that runs in this process: milliseconds of an update, and MB/s that the disk was read and written meanwhile."""
-    seconds, pager = statistics.median(_update_seconds[1:]), _running.pager
+    seconds, pager = statistics.median(_update_seconds[1:]), _running.parts.pager
     found: dict[str, Any] = {"update_ms": seconds * 1e3}
     if pager is not None:
         nbytes = sum(page.moving for page in pager.pages), sum(page.nbytes_whole for page in pager.pages)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 import shoal
 from shoal.engine import Engine
 from shoal.errors import UserError
+from shoal.mesh import Mesh
 
 pytestmark = pytest.mark.fast
 
@@ -104,6 +107,35 @@ def test_what_a_step_and_an_evaluation_take() -> None:
     with pytest.raises(UserError, match="of step 0, the engine is at step 1"):
         made.step(batch)
     assert made.evaluate(loader.dataset).tokens == 8
+    made.close()
+
+
+def test_what_a_person_sees_of_the_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" * 50)
+    text = shoal.open_text(tmp_path / "a.txt", sequence=10, validation=0, cache_dir=tmp_path)
+    made = engine(plan=shoal.Plan(dp=1, zero=1))
+    batch = next(made.batches(Rows()))
+    out = made.step(batch)
+    assert repr(text.train) == 'PackedText(10 rows of 10 tokens, attend="row")'
+    assert repr(text).startswith("TextData(train=PackedText(10 rows")
+    assert repr(batch) == "Batch(step=0, epoch=0, 4 samples)"
+    world = f"World(rank 0 of 1 on {made.world.host}, cpu)"
+    assert repr(made.world) == world
+    assert repr(made) == f"Engine(Linear of 5 parameters, Plan(zero=1), fp32, step 1, {world})"
+    assert re.fullmatch(rf"StepResult\(step=0, loss={out.loss:.4f}, grad_norm=[\d.]+, tokens=4, seconds=[\d.e-]+\)", repr(out))
+    assert repr(Mesh(shoal.Plan(dp=2, tp=2), 3, 4)) == "Mesh(dp 1 of 2, tp 1 of 2)"
+    made.close()
+
+
+def test_the_names_of_an_engine_are_the_documented_ones() -> None:
+    """A new one needs a row in the guide, an internal one an underscore or a place in `engine.parts`."""
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    table = guide.partition("All that an engine has")[2].partition("\n\n**")[0]
+    made = engine()
+    public = {name for name in dir(made) if not name.startswith("_")}
+    assert public == set(re.findall(r"`engine\.(\w+)`", table))
+    assert made.parts.mesh.size("dp") == 1 and made.parts.chunks and made.parts.tier is None and made.parts.lag == 0
+    assert made.parts.rounds(next(made.batches(Rows()))) == 1
     made.close()
 
 

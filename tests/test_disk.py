@@ -76,8 +76,8 @@ def test_with_several_ranks(tmp_path, zero):
 
 def test_the_host_holds_as_much_as_it_may(tmp_path):
     everything = make(tmp_path, host="1GiB")
-    assert everything.pager is None and everything.host.held["optimizer state"] > 0
-    needed = everything.host.used
+    assert everything.parts.pager is None and everything.parts.host.held["optimizer state"] > 0
+    needed = everything.parts.host.used
     everything.close()
     with pytest.raises(BudgetExceeded, match="masters, optimizer state") as without:
         train(None, {"host": needed - 1})
@@ -88,9 +88,9 @@ def test_the_host_holds_as_much_as_it_may(tmp_path):
     for host in (least.value.needed, (least.value.needed + needed) // 2, needed - 1):
         engine = make(tmp_path, host=host)
         assert losses(engine, 4) == whole[0]
-        assert engine.host.most_in_all <= host
-        pages.append(len(engine.pager.pages))
-        assert engine.pager.bytes_read == 3 * sum(page.moving for page in engine.pager.pages), "not before there is state"
+        assert engine.parts.host.most_in_all <= host
+        pages.append(len(engine.parts.pager.pages))
+        assert engine.parts.pager.bytes_read == 3 * sum(page.moving for page in engine.parts.pager.pages), "not before there is state"
         engine.close()
     assert pages == sorted(pages, reverse=True) and pages[0] > pages[-1] > 0
 
@@ -98,7 +98,7 @@ def test_the_host_holds_as_much_as_it_may(tmp_path):
 def test_what_the_host_keeps_of_pages_is_counted(tmp_path):
     engine = make(tmp_path)
     losses(engine, 2)
-    assert engine.host.held["optimizer state in turn"] == sum(memory.nbytes for memory in engine.pager._buffers)
+    assert engine.parts.host.held["optimizer state in turn"] == sum(memory.nbytes for memory in engine.parts.pager._buffers)
     state = [value for value in engine.optimizer.torch.state.values() if value["exp_avg"].numel() > 1]
     assert state and all(value["exp_avg"].untyped_storage().nbytes() == 4 for value in state), "NaN of one element"
     engine.close()
@@ -314,8 +314,8 @@ def test_reading_weights_brings_no_page_into_memory(tmp_path):
     engine = make(tmp_path / "disk", "bf16")
     losses(engine, 2)
     engine.export(tmp_path / "out")
-    whole_state(engine.module, engine.chunks)
-    assert not any(page.is_open for page in engine.pager.pages)
+    whole_state(engine.module, engine.parts.chunks)
+    assert not any(page.is_open for page in engine.parts.pager.pages)
     engine.close()
 
 
@@ -335,7 +335,7 @@ def test_a_full_disk_is_found_before_training(tmp_path):
 def test_a_file_that_was_cut_is_named(tmp_path):
     engine = make(tmp_path)
     losses(engine, 2)
-    victim = sorted(tmp_path.glob("rank-0/*.[ab]"))[engine.pager.generation % 2]
+    victim = sorted(tmp_path.glob("rank-0/*.[ab]"))[engine.parts.pager.generation % 2]
     os.truncate(victim, SECTOR)
     with pytest.raises(StorageError, match=f"{victim.name} ends at byte 4,096"):
         losses(engine, 1)

@@ -507,7 +507,7 @@ def test_nothing_of_an_engine_outlives_it(plan):
     running = engine("gpt", "fp32", 1, plan=plan)
     running.step(next(running.batches(CASES["gpt"].data())))
     running.close()
-    kept = [weakref.ref(each) for each in (running, running.module, running.chunks[0])]
+    kept = [weakref.ref(each) for each in (running, running.module, running.parts.chunks[0])]
     del running
     gc.collect()
     assert [reference() for reference in kept] == [None] * 3

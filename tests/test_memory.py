@@ -41,12 +41,12 @@ def train(
     try:
         results = []
         for batch in running.batches(text(), steps=steps):
-            before = running.passing.executor.bytes_in if running.passing else 0
+            before = running.parts.passing.executor.bytes_in if running.parts.passing else 0
             results.append(running.step(batch))
-        moved = running.passing.executor.bytes_in - before if running.passing else 0
+        moved = running.parts.passing.executor.bytes_in - before if running.parts.passing else 0
         masters = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
-        sizes = [chunk.nbytes_whole for chunk in running.chunks if chunk.passes]
-        return [r.loss for r in results], [r.grad_norm for r in results], masters, running.tier, moved, sizes, running.host
+        sizes = [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes]
+        return [r.loss for r in results], [r.grad_norm for r in results], masters, running.parts.tier, moved, sizes, running.parts.host
     finally:
         running.close()
 
@@ -297,7 +297,7 @@ def test_an_error_in_backward_leaves_nothing_booked():
             engine.step(batch)
     broken[0] = False
     engine.step(batch)
-    assert not any(engine.tier.held.values())
+    assert not any(engine.parts.tier.held.values())
     engine.close()
 
 
@@ -443,7 +443,7 @@ def test_gradients_are_bf16_on_the_host_where_that_loses_nothing(memory):
         )
         results = [engine.step(batch) for batch in engine.batches(text(), steps=6)]
         masters = {name: value.detach().clone() for name, value in engine.optimizer.parameters.items()}
-        held = engine.host.held["gradients"] if engine.host else 0
+        held = engine.parts.host.held["gradients"] if engine.parts.host else 0
         engine.close()
         return [r.loss for r in results], [r.grad_norm for r in results], masters, held
 

@@ -25,9 +25,9 @@ def test_levels_stay_below_the_budget_and_reach_what_the_tier_says(tight):
     engine = make({"device": budget} if budget else {})
     for batch in engine.batches(text(), steps=3):
         if batch.step == 2:
-            engine.tier.most, engine.tier.most_in_all = {}, 0
+            engine.parts.tier.most, engine.parts.tier.most_in_all = {}, 0
             engine.ledger.step, engine.ledger.recording = 2, True
-            engine.tier.note(time.time())
+            engine.parts.tier.note(time.time())
         engine.step(batch)
     engine.close()
     held, most, together = defaultdict(int), defaultdict(int), 0
@@ -37,7 +37,7 @@ def test_levels_stay_below_the_budget_and_reach_what_the_tier_says(tight):
         most[level.role] = max(most[level.role], level.nbytes)
         together = max(together, sum(held.values()))
         assert budget is None or sum(held.values()) <= budget
-    assert dict(most) == engine.tier.most and together == engine.tier.most_in_all
+    assert dict(most) == engine.parts.tier.most and together == engine.parts.tier.most_in_all
     assert set(most) == {"weights in use", "activations", "gradients on loan"}
     assert not any(held.values())
 
@@ -46,7 +46,7 @@ def test_levels_stay_below_the_budget_and_reach_what_the_tier_says(tight):
 def test_what_moves_is_what_was_planned(share):
     least, most = smallest(), 10**6
     engine = make({"device": int(least + share * (most - least))})
-    executor = engine.passing.executor
+    executor = engine.parts.passing.executor
     for batch in engine.batches(text(), steps=3):
         before = executor.bytes_in
         engine.step(batch)

@@ -59,9 +59,9 @@ def train(world: World, zero: int, model=Mixed, steps: int = 4, chunk_bytes: int
         with running.whole_weights():
             weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
         moved = None
-        if running.passing is not None:
-            executor = running.passing.executor
-            moved = executor.most, executor.bytes_in, [chunk.nbytes_whole for chunk in running.chunks if chunk.passes]
+        if running.parts.passing is not None:
+            executor = running.parts.passing.executor
+            moved = executor.most, executor.bytes_in, [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes]
         return [r.loss for r in results], [r.grad_norm for r in results], weights, evaluation, moved
     finally:
         running.close()
@@ -151,7 +151,7 @@ def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:
     )  # fmt: skip
     seen: list[str] = []
     try:
-        executor = running.passing.executor
+        executor = running.parts.passing.executor
         before = []
         for batch in running.batches(teacher.data(), steps=steps):
             before.append(executor.bytes_in)

@@ -213,7 +213,7 @@ def budget_of_uneven_ranks(world) -> list[int]:
     for batch in running.batches(text(sequence=32), steps=3):
         running.step(batch)
     running.close()
-    return running.recompute.chosen
+    return running.parts.recompute.chosen
 
 
 def test_ranks_agree_on_a_budget():

@@ -73,19 +73,19 @@ def train(world, stage: int, config: GPTConfig) -> dict[str, int]:
         loans = Loans(monkeypatch)
         for batch in engine.batches(data, steps=2):
             assert torch.isfinite(torch.tensor(engine.step(batch).loss))
-    owned = [chunk.owned for chunk in engine.chunks]
-    *others, tied = engine.chunks
+    owned = [chunk.owned for chunk in engine.parts.chunks]
+    *others, tied = engine.parts.chunks
     assert "token_embedding.weight" in {slot.name for slot in tied.slots}
-    kept = sum(chunk.nbytes for chunk in engine.chunks)
+    kept = sum(chunk.nbytes for chunk in engine.parts.chunks)
     masters = sum(each.master.nbytes for each in owned)
-    whole = sum(chunk.data.nbytes for chunk in engine.chunks)  # without memory of its own where it passes
-    weights = sum(each.data.nbytes for each in owned) if engine.passing else whole
+    whole = sum(chunk.data.nbytes for chunk in engine.parts.chunks)  # without memory of its own where it passes
+    weights = sum(each.data.nbytes for each in owned) if engine.parts.passing else whole
     found = {
         "weights": weights,
         "gradients": kept - masters - weights,
         "masters": masters,
         "optimizer state": sum(each.nbytes for each in engine.optimizer.state_tensors().values()),
-        "in use": engine.passing.executor.most if engine.passing else 0,
+        "in use": engine.parts.passing.executor.most if engine.parts.passing else 0,
         "on loan": loans.most,
         "tied": tied.size,
         "largest": max((chunk.size for chunk in others), default=0),

@@ -130,7 +130,7 @@ def peak(device: str, running: Engine | None = None) -> int:
     """Bytes: the most that was allocated on the device since `clear`; on a CPU what the tier has counted."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
-    return running.tier.most_in_all if running is not None and running.tier is not None else 0
+    return running.parts.tier.most_in_all if running is not None and running.parts.tier is not None else 0
 
 
 def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: int) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: in
         most = max(most, peak(device, running))  # the tier resets the allocator's peak while it records
 
     batches = running.batches(rows(config.vocab_size, config.sequence, batch * 4))
-    executor = running.passing.executor if running.passing else None
+    executor = running.parts.passing.executor if running.parts.passing else None
     assert executor is None or isinstance(executor, Stalled)
     try:
         for _ in range(WARM_UP):

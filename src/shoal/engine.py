@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -25,7 +26,7 @@ from shoal.checkpoint.extra import read_extra
 from shoal.checkpoint.given import Given
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
-from shoal.chunks import Chunk, ChunkMaker, Later, Tier, adopt, move, weakly
+from shoal.chunks import Chunk, ChunkMaker, Later, adopt, move, weakly
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
 from shoal.chunks.versions import Versions
@@ -64,6 +65,7 @@ from shoal.optimizer import (
 )
 from shoal.parallel.parted import Parted
 from shoal.parallel.tensor import CutLayers, Rules, check_rules
+from shoal.parts import Parts
 from shoal.pipeline import Whole, cut_into_stages, delay, samples_to_fill
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
@@ -123,15 +125,15 @@ class Engine:
         check_arguments(locals())
         self.world = world or join()
         self.plan = plan or Plan(dp=self.world.size)
-        self.mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
+        self._mesh, self._serial = Mesh(self.plan, self.world.rank, self.world.size), self.world.serial("engine")
         self.device, self.ledger = self.world.device, self.world.ledger
         if buffers not in ("exact", "averaged"):
             raise UserError(f'buffers = "{buffers}": "exact" refuses what ranks cannot have as one process would, "averaged" takes the mean')
         self.precision, self.seed, self.global_batch = precision_named(precision), seed, global_batch
         cp = self.plan.cp > 1
-        group = self._group = self.world.group("dp-cp" if cp else "dp", self.mesh.ranks("dp", "cp"))
-        beside = self._beside = self.world.group("tp", self.mesh.ranks("tp"))
-        self._stage = group if beside.size == 1 else self.world.group("dp-cp-tp", self.mesh.ranks("dp", "cp", "tp"))
+        group = self._group = self.world.group("dp-cp" if cp else "dp", self._mesh.ranks("dp", "cp"))
+        beside = self._beside = self.world.group("tp", self._mesh.ranks("tp"))
+        self._stage = group if beside.size == 1 else self.world.group("dp-cp-tp", self._mesh.ranks("dp", "cp", "tp"))
         self._all = self._stage if self.plan.pp == 1 else self.world.everyone
 
         if self.device.type == "cpu":
@@ -147,9 +149,9 @@ class Engine:
             microbatch, global_batch, self.plan.dp, built.module, sync_bn, partial(samples_to_fill, self.plan)
         )
         self._even = microbatch is None or sync_bn
-        pipeline = self._pipeline = cut_into_stages(built, self.plan, self.mesh, self.world) if self.plan.pp > 1 else None
+        pipeline = self._pipeline = cut_into_stages(built, self.plan, self._mesh, self.world) if self.plan.pp > 1 else None
         elsewhere = [] if pipeline is None else pipeline.split.elsewhere
-        parted = self._parted = Parted(built, self.plan, self.mesh, self.world, tensor_rules, attention, elsewhere)
+        parted = self._parted = Parted(built, self.plan, self._mesh, self.world, tensor_rules, attention, elsewhere)
         built, self.layouts = parted.built, parted.layouts
         check_hooks(hooked, self.layouts, self.plan)
         self._apart = {} if parted.experts is None else {"experts": parted.experts}
@@ -163,7 +165,7 @@ class Engine:
         self.module, self.build_note = built.module, built.how
         without_caches(self.module)
         if sync_bn:
-            synchronise(self.module, self.world.group("dp-batchnorm", self.mesh.ranks("dp")))
+            synchronise(self.module, self.world.group("dp-batchnorm", self._mesh.ranks("dp")))
         if parted.parts is not None:
             self._randomness.part = parted.parts
         if parted.context is not None:
@@ -180,47 +182,47 @@ class Engine:
         set_products(self.module, self.precision, self.device)
         if self.plan.compile:
             compile_blocks(self.module, self.plan.compile)
-        self.recompute = self._recompute()
+        self._recomputing = self._recompute()
         cast_at_the_border(self.module, self.precision)
 
-        self.offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
+        self._offload = None if self.plan.memory is None else Offload(self.plan, self.device, group, self._all, self.ledger)
         small = partial(small_optimizer, optimizer, options)
         exchange = self._exchange = choose_exchange(self.plan, self.precision.keep, clip_value, self._apart, self._among, small)
         if parted.moves_biases:
             check_biases(exchange, self.plan.exchange)
-        storage = self._storage = Storage(self.plan, self.mesh, self.world, group, self._apart, self._stage, self.offload, tied)
+        storage = self._storage = Storage(self.plan, self._mesh, self.world, group, self._apart, self._stage, self._offload, tied)
         whole = partial(needs_whole_parameters, optimizer, options, self.precision.master)
         keeping, apart = storage.keeping(exchange, whole)
-        if self.offload is not None and clip_value is None:
+        if self._offload is not None and clip_value is None:
             once = global_batch <= self.microbatch
-            self.precision = self.offload.narrow_gradients(self.precision, optimizer, options, once)
+            self.precision = self._offload.narrow_gradients(self.precision, optimizer, options, once)
         private, groups, place = Private(self.device), groups_of(self.layouts), (beside.rank, beside.size)
         self._maker = ChunkMaker(self.module, member, self.precision, private, keeping, apart, groups, place, unflushed)
         sized = storage.chunk_bytes(exchange, self._maker, keeping.shards, self.precision.grad.itemsize)
         gradient_bytes = beside.broadcast_object(self._maker.gradient_bytes)
         measured = sized is None and worth_measuring(exchange, gradient_bytes, group.size)
-        self.link = group.link(self.device) if measured else None
-        self.chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self.link))
+        self._link = group.link(self.device) if measured else None
+        self._chunk_bytes = beside.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, self._link))
         if pipeline is not None:  # what is tied lies in chunks of one size
-            self.chunk_bytes = pipeline.group.broadcast_object(self.chunk_bytes)
-        cut = self._maker.cut(self.chunk_bytes)
+            self._chunk_bytes = pipeline.group.broadcast_object(self._chunk_bytes)
+        cut = self._maker.cut(self._chunk_bytes)
         self._versions: Versions | None = None
-        self.chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
-        self.pager = self.offload.pages(self.chunks, optimizer, options, self.precision) if self.offload else None
-        self.parameters = adopt(self.module, self.chunks, built.value, self.precision, self.device)
-        self.passing, tally = storage.passing(self.module, self.chunks), parted.tally()
-        if self.passing is not None and self.recompute is not None:
-            self.recompute.again.append(self.passing.again)
-        storage.agree(self.module, self.chunks, beside)
+        self._chunks = self._maker.make(cut if beside.size == 1 else self._maker.cut_like(cut, beside))
+        self._pager = self._offload.pages(self._chunks, optimizer, options, self.precision) if self._offload else None
+        self.parameters = adopt(self.module, self._chunks, built.value, self.precision, self.device)
+        self._passing, tally = storage.passing(self.module, self._chunks), parted.tally()
+        if self._passing is not None and self._recomputing is not None:
+            self._recomputing.again.append(self._passing.again)
+        storage.agree(self.module, self._chunks, beside)
 
-        trainable = [chunk for chunk in self.chunks if chunk.trainable]
+        trainable = [chunk for chunk in self._chunks if chunk.trainable]
         if not self._on_any_stage(bool(trainable)):
             raise UserError("the model has no parameter with requires_grad: there is nothing to train")
-        offload = self.offload
+        offload = self._offload
         chunkwise = offload is not None and offload.chunkwise
         later = Later(self.ledger) if offload is not None and offload.update == "deferred" else None
         self.optimizer = ChunkOptimizer(
-            optimizer, trainable, self.parameters, options, member, clip_value, self.pager, chunkwise, later
+            optimizer, trainable, self.parameters, options, member, clip_value, self._pager, chunkwise, later
         )
         self.optimizer.settled = weakly(self._commit)
         self.scheduler = schedule(self.optimizer.torch) if schedule else None
@@ -233,12 +235,12 @@ class Engine:
         for chunk in trainable:
             chunk.rest()
         self._lane = Lane(self.device, self.ledger)
-        self.lender = self._maker.lender(trainable, Shared(group, self.device), self.tier)
+        self._lender = self._maker.lender(trainable, Shared(group, self.device), None if offload is None else offload.tier)
         by_tokens = any("tp" in layout.reduce for layout in self.layouts.values())
         tokens = self.world.group("tp-gradients", beside.ranks) if by_tokens else None
         deciding = self.world.group("tp-decisions", beside.ranks) if beside.size > 1 else None
         exchange.attach(
-            Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self.lender, tokens, deciding)
+            Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self._lender, tokens, deciding)
         )
         alike = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
         for what, wanted in (("clip by a function", callable(clip)), ("keep_gradients", keep_gradients)):
@@ -267,7 +269,7 @@ class Engine:
             keyed=self._keyed,
             users=UserHooks(self.parameters, self.layouts, self.plan),
             buffers=OtherBuffers(self.module, exchange.partners.size, buffers == "averaged", no_fixed_cut(microbatch, sync_bn)),
-            passing=self.passing,
+            passing=self._passing,
             scale=self.loss_scale,
             beside=beside if not unflushed else self.world.group(f"tp-ballot{serial}", beside.ranks),
             context=parted.context,
@@ -275,12 +277,17 @@ class Engine:
             alike=self._alike,
             shares_routing=tally is not None and parted.losses_of_all_tokens,
             stages=pipeline,
-            across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self.mesh.ranks("pp")),
+            across=self._across if not unflushed else self.world.group(f"pp-ballot{serial}", self._mesh.ranks("pp")),
             by_rows=row_by_row(self.module, blocks(self.module) if self.plan.compile else (), self.device),
         )
         self._writers: dict[Path, checkpoint.Writer] = {}
         self.step_index = 0
         self.run = ""
+
+    def __repr__(self) -> str:
+        elements = sum(math.prod(layout.shape) for layout in self.layouts.values())
+        plan = ", ".join(f"{key}={value!r}" for key, value in self.plan.to_dict().items())
+        return f"Engine({type(self.module).__name__} of {elements:,} parameters, Plan({plan}), {self.precision.name}, step {self.step_index}, {self.world})"
 
     def batches(
         self, dataset: Any, *, steps: int | None = None, epochs: int | None = None, cursor: Order | None = None
@@ -335,10 +342,6 @@ class Engine:
         found = whole_gradients(self._exchange.replica.chunks, self._runner.gradients)
         return {name: found[name] for name in self.parameters if name in found}
 
-    def rounds(self, batch: Batch) -> int:
-        """The most microbatches that a rank has of `batch`."""
-        return self._runner.cut(batch.ids).most
-
     def loop(self, microbatches: int = 1) -> Loop:
         """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank; ranks among whom a model is cut (plan.tp) are to be given the same. UserError for more than its `global_batch` has, where
         that has decided how gradients are kept."""
@@ -355,7 +358,7 @@ class Engine:
             raise UserError(
                 "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of your own"
             )
-        passing, group = self.passing, self._group
+        passing, group = self._passing, self._group
         places = [group.ranks.index(rank) for rank in self._exchange.partners.ranks]
         joined = None if self._alike or self._runner.whole else partial(self._among, group, "join", range(group.size))
         return Loop(
@@ -364,14 +367,14 @@ class Engine:
 
     def _stepped(self) -> None:
         self.step_index += 1
-        if self.offload is not None:
+        if self._offload is not None:
             if not self._exchange.state():  # which would be lost
-                self.offload.note(self.module, lambda: {**self._place(), "run": self.run}, self.pager)
+                self._offload.note(self.module, lambda: {**self._place(), "run": self.run}, self._pager)
             self.optimizer.end_of_step()
-            if self.passing is not None and self.offload.use_the_device(self.chunks, self.passing, self.optimizer):
+            if self._passing is not None and self._offload.use_the_device(self._chunks, self._passing, self.optimizer):
                 self._runner.follow()
-        if self.recompute is not None:
-            self.recompute.decide(self._stage.broadcast_object)
+        if self._recomputing is not None:
+            self._recomputing.decide(self._stage.broadcast_object)
         if self._order_is_open:
             self._order_chunks()
 
@@ -380,18 +383,18 @@ class Engine:
         is computed changes."""
         self._order_is_open = False
         self._runner.gradients = []
-        order = self._runner.arrivals if self._maker.better(self.chunk_bytes, self._runner.arrivals) is not None else None
+        order = self._runner.arrivals if self._maker.better(self._chunk_bytes, self._runner.arrivals) is not None else None
         order = self._stage.broadcast_object(order)
         if order is None:
             return
-        cut = self._maker.cut_like(self._maker.cut(self.chunk_bytes, order), self._beside)
+        cut = self._maker.cut_like(self._maker.cut(self._chunk_bytes, order), self._beside)
         self._runner.settle()
         self._exchange.settle()
         self._exchange.close()
         kept = {name: {key: each.clone() for key, each in part.tensors.items()} for name, part in self._exchange.state().items()}
         new = self._maker.make(cut)
-        move(self.parameters, self.optimizer.parameters, self.chunks, new)
-        self.chunks, trainable = new, [chunk for chunk in new if chunk.trainable]
+        move(self.parameters, self.optimizer.parameters, self._chunks, new)
+        self._chunks, trainable = new, [chunk for chunk in new if chunk.trainable]
         self.optimizer.follow(trainable)
         self._exchange.attach(replace(self._exchange.replica, chunks=trainable))
         for name, part in self._exchange.state().items():
@@ -409,7 +412,7 @@ class Engine:
         of_all = (self.module, measure or self._loss, dataset, samples, self.microbatch, self._collate, self._group, self.device)
         with self._as_one():
             draws = (self._randomness, self._keyed)
-            return evaluate(*of_all, *draws, self.passing, self._parted.context, self._alike, self._pipeline, self._even)
+            return evaluate(*of_all, *draws, self._passing, self._parted.context, self._alike, self._pipeline, self._even)
 
     def generate(
         self, ids: torch.Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None, seed: int | None = None
@@ -428,12 +431,12 @@ class Engine:
 
     def _as_one(self) -> AbstractContextManager[None]:
         """Inside, replicas that have drifted apart are their mean."""
-        return mean_of_replicas(self.module, self.chunks, self._group) if self._drifted() else nullcontext()
+        return mean_of_replicas(self.module, self._chunks, self._group) if self._drifted() else nullcontext()
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Inside, the module's parameters can be read, also where each rank keeps only a stretch of them (`plan.zero = 3` without shared
         memory; outside they show NaN there). All ranks call it alike, between steps."""
-        return nullcontext() if self.passing is None else self.passing.whole()
+        return nullcontext() if self._passing is None else self._passing.whole()
 
     @property
     def model(self) -> nn.Module:
@@ -465,7 +468,7 @@ class Engine:
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = checkpoint.Writer(path, self.world, keep)
-        copy = self.pager is None or self.pager.disk is None
+        copy = self._pager is None or self._pager.disk is None
         extra = {**self._extra(), "user": dict(extra or {})}
         self._writers[path].save(self.step_index, self._pieces(), extra, wait or not copy, copy)
 
@@ -477,11 +480,11 @@ class Engine:
         if (versions := self._versions) is not None:
             own += state.version_pieces({versions.newest - each: versions.tensors(each) for each in versions.kept}, standing)
         if not self._drifted():
-            return own + state.pieces(self.module, self.chunks, self.optimizer, standing)
-        own += [_copied(piece) for piece in state.replica_pieces(self.module, self.chunks, self.optimizer, standing)]
+            return own + state.pieces(self.module, self._chunks, self.optimizer, standing)
+        own += [_copied(piece) for piece in state.replica_pieces(self.module, self._chunks, self.optimizer, standing)]
         means = mean_of_optimizers(self.optimizer, self._group)
-        with mean_of_replicas(self.module, self.chunks, self._group):
-            pieces = state.pieces(self.module, self.chunks, self.optimizer, standing, means)
+        with mean_of_replicas(self.module, self._chunks, self._group):
+            pieces = state.pieces(self.module, self._chunks, self.optimizer, standing, means)
             return own + [_copied(piece) for piece in pieces]
 
     @property
@@ -521,8 +524,8 @@ class Engine:
         }
 
     def _commit(self) -> None:
-        if self.offload is not None and self.pager is not None:
-            self.offload.commit(self.optimizer, self.pager)
+        if self._offload is not None and self._pager is not None:
+            self._offload.commit(self.optimizer, self._pager)
 
     def recover(self, after: int = -1) -> bool:
         """Goes on from the last update that all ranks have on the disk of `plan.memory`, if there is one of this model and plan, of the run `engine.run`
@@ -531,16 +534,16 @@ class Engine:
         For a run that was killed: no update is lost. There is one where the optimizer's side of all chunks lies on the disk. Frozen parameters are what the
         model was built with.
         """
-        if self.pager is None or not self.pager.durable or self.step_index:
+        if self._pager is None or not self._pager.durable or self.step_index:
             return False
-        generation = self.pager.generation - 1
+        generation = self._pager.generation - 1
         if generation == 0:
             return False
-        extra, tensors = self.pager.read(generation)
+        extra, tensors = self._pager.read(generation)
         if extra["step"] <= after or extra["run"] != self.run:
             return False
         state.restore_small(self.module, self.optimizer, tensors, extra)
-        self.pager.recall(generation)
+        self._pager.recall(generation)
         self._go_on(extra)
         return True
 
@@ -552,13 +555,13 @@ class Engine:
         self._runner.flush()
         self._exchange.settle()
         self.optimizer.settle()
-        if self.pager is not None:
-            self.pager.uncommit()
+        if self._pager is not None:
+            self._pager.uncommit()
         rank, size = self._group.rank, self._group.size
         # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from their mean.
         saved = read_extra(path)
         own = f"replica.{rank}." if saved.get("replicas") == size and self._exchange.drifts(saved["step"]) else ""
-        extra = state.restore(path, self.module, self.chunks, self.optimizer, self._standing, own)
+        extra = state.restore(path, self.module, self._chunks, self.optimizer, self._standing, own)
         if (versions := self._versions) is not None:
             ago, step = state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])
@@ -612,7 +615,7 @@ class Engine:
         self.optimizer.settle()
         with self._as_one():
             weights = {}
-            for chunk in self.chunks:  # those on a disk are read as they are written
+            for chunk in self._chunks:  # those on a disk are read as they are written
                 if (master := chunk.whole_master()) is not None:
                     weights.update({slot.name: slot.view(master) for slot in chunk.slots})
             of_experts = {name: value for name, value in weights.items() if self.layouts[name].of_experts}
@@ -634,8 +637,8 @@ class Engine:
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
         with ExitStack() as stack:  # all of it, whichever of them raises
-            if self.pager is not None:
-                stack.callback(self.pager.close)
+            if self._pager is not None:
+                stack.callback(self._pager.close)
             stack.callback(self.optimizer.close)
             stack.callback(self._lane.close)
             stack.callback(self._storage.close)
@@ -650,19 +653,23 @@ class Engine:
                 stack.callback(writer.close)
 
     @property
-    def lag(self) -> int:
-        """How many steps go by until the numbers of one can be read without waiting: for the device, or for the stages behind where the schedule has no flush."""
-        return self.plan.pp - 1 if self._versions is not None else int(self.device.type == "cuda")
-
-    @property
-    def tier(self) -> Tier | None:
-        """What is on the device of `plan.memory`."""
-        return None if self.offload is None else self.offload.tier
-
-    @property
-    def host(self) -> Tier | None:
-        """What `plan.memory` has at home on the host."""
-        return None if self.offload is None else self.offload.host
+    def parts(self) -> Parts:
+        """What the engine is made of: for reports and those who look inside, not needed to train."""
+        offload, lag = self._offload, self.plan.pp - 1 if self._versions is not None else int(self.device.type == "cuda")
+        return Parts(
+            mesh=self._mesh,
+            chunks=self._chunks,
+            chunk_bytes=self._chunk_bytes,
+            link=self._link,
+            passing=self._passing,
+            recompute=self._recomputing,
+            lender=self._lender,
+            pager=self._pager,
+            tier=None if offload is None else offload.tier,
+            host=None if offload is None else offload.host,
+            lag=lag,
+            rounds=lambda batch: self._runner.cut(batch.ids).most,
+        )
 
     @property
     def tensor_layers(self) -> CutLayers:
@@ -687,7 +694,7 @@ class Engine:
                 )
         own = next((list(places) for places in sets if self._pipeline.group.rank in places), [])
         if own:
-            self._apart["tied"] = self.world.group(f"tied{self._serial}", self.mesh.on(own, self.mesh.ranks("dp", "cp")))
+            self._apart["tied"] = self.world.group(f"tied{self._serial}", self._mesh.on(own, self._mesh.ranks("dp", "cp")))
         for name, places in self._pipeline.tied.items():
             if places == own:
                 self.layouts[name] = self.layouts[name].tied
@@ -706,14 +713,14 @@ class Engine:
         self._versions = Versions(trainable, self.parameters, late + 1)
         telling = [
             self.world.group(f"dp-results{serial}", self._group.ranks),
-            self.world.group(f"pp-results{serial}", self.mesh.ranks("pp")),
+            self.world.group(f"pp-results{serial}", self._mesh.ranks("pp")),
         ]
         return {"versions": self._versions, "delay": late, "together": together, "telling": telling}
 
     @property
     def _alike(self) -> bool:
         """Whether all ranks run as many forwards, since weights or tokens come together in them."""
-        return self.passing is not None or self._parted.experts is not None
+        return self._passing is not None or self._parted.experts is not None
 
     def _among(self, group: Group, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the ranks of `group`, by their places."""

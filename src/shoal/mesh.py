@@ -41,6 +41,10 @@ class Mesh:
             self._at |= zip(axes, (grid == rank).nonzero().flatten().tolist(), strict=True)
         self.coordinates: tuple[int, ...] = tuple(self._at[axis] for axis in AXES)
 
+    def __repr__(self) -> str:
+        places = ", ".join(f"{axis} {self.rank(axis)} of {self.size(axis)}" for axis in AXES if self.size(axis) > 1)
+        return f"Mesh({places or 'one rank'})"
+
     def size(self, axis: str) -> int:
         """How many ranks stand along `axis`."""
         axes, grid = self._view((axis,))

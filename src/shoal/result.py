@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal.comm.lane import Ticket
 
 
-@dataclass
+@dataclass(repr=False)
 class StepResult:
     """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
 
@@ -35,6 +35,11 @@ class StepResult:
     _scale: Tensor | None = None
     _experts: Sequence[Tensor] = ()
     _told: Ticket | None = None  # when the totals are those of all ranks
+
+    def __repr__(self) -> str:
+        """The numbers that a person asks for, which waits for them."""
+        more = "".join(f", {name}={value:.4g}" for name, value in self.aux.items()) + (", skipped" if self.skipped else "")
+        return f"StepResult(step={self.step}, loss={self.loss:.4f}, grad_norm={self.grad_norm:.4g}, tokens={self.tokens:,}, seconds={self.seconds:.3g}{more})"
 
     @property
     def _sums(self) -> Tensor:

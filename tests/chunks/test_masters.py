@@ -95,7 +95,7 @@ def train(world, keep: str, zero: int, optimizer=teacher.ADAMW, steps: int = 30)
         dropout="fused", precision={"name": "bf16", "master": keep}, world=world,
     )  # fmt: skip
     losses = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=steps)]
-    kept = sum(chunk.nbytes - (chunk.grad if chunk.grad is not None else chunk.owned.grad).nbytes for chunk in running.chunks)
+    kept = sum(chunk.nbytes - (chunk.grad if chunk.grad is not None else chunk.owned.grad).nbytes for chunk in running.parts.chunks)
     running.close()
     return losses, kept
 

@@ -118,7 +118,7 @@ def test_without_a_configuration_patrickstars_defaults_hold():
 
 
 def of_the_chunks(model, optimizer) -> tuple:
-    return [chunk.size for chunk in model.engine.chunks], model.engine.plan.to_dict(), model.engine.optimizer._host is not None
+    return [chunk.size for chunk in model.engine.parts.chunks], model.engine.plan.to_dict(), model.engine.optimizer._host is not None
 
 
 def test_the_plan_is_chunk_memory_with_the_chunk_size_in_elements():

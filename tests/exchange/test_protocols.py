@@ -178,7 +178,7 @@ def test_gossip_leaves_the_mean_of_the_weights_alone(peers, size):
     def run(world) -> tuple[Tensor, Tensor]:
         torch.set_num_threads(1)
         running = engine(world, {"name": "decentralized", "peers": peers, "every": 5})
-        weights = partial(torch.cat, [chunk.master for chunk in running.chunks])
+        weights = partial(torch.cat, [chunk.master for chunk in running.parts.chunks])
         before = None
         for batch in running.batches(data(), steps=6):
             if batch.step == 5:
@@ -238,7 +238,7 @@ def test_diloco_s_outer_step_is_torch_s_sgd_with_nesterov():
     def run(world) -> list[Tensor]:
         torch.set_num_threads(1)
         running = engine(world, {"name": "diloco", "every": 3, "codec": "fp32", "guard": 0.0})
-        anchor = torch.nn.Parameter(torch.cat([chunk.master for chunk in running.chunks]).clone())
+        anchor = torch.nn.Parameter(torch.cat([chunk.master for chunk in running.parts.chunks]).clone())
         outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
         pairs = []
         for batch in running.batches(data(), steps=9):
@@ -246,7 +246,7 @@ def test_diloco_s_outer_step_is_torch_s_sgd_with_nesterov():
             end, inner = exchange.end, []
 
             def watched(step: int, end=end, inner=inner) -> None:
-                inner.append(torch.cat([chunk.master for chunk in running.chunks]).clone())
+                inner.append(torch.cat([chunk.master for chunk in running.parts.chunks]).clone())
                 end(step)
 
             exchange.end = watched
@@ -255,7 +255,7 @@ def test_diloco_s_outer_step_is_torch_s_sgd_with_nesterov():
             if (batch.step + 1) % 3 == 0:
                 anchor.grad = anchor.detach() - inner[0]
                 outer.step()
-                pairs.append((anchor.detach().clone(), torch.cat([chunk.master for chunk in running.chunks]).clone()))
+                pairs.append((anchor.detach().clone(), torch.cat([chunk.master for chunk in running.parts.chunks]).clone()))
         running.close()
         return pairs
 
@@ -350,7 +350,7 @@ def test_topk_sends_everything_in_the_end():
 
     def run(world) -> tuple[Tensor, Tensor]:
         running = engine(world, {"name": "topk", "ratio": 0.1})
-        exchange, chunk = running._exchange, running.chunks[0]
+        exchange, chunk = running._exchange, running.parts.chunks[0]
         assert isinstance(exchange, TopK)
         applied = torch.zeros(chunk.size)
         for _ in range(30):
@@ -381,7 +381,7 @@ def slow_on_rank_one(world, steps_of_fast: int) -> tuple[float, int, Tensor]:
     seconds = time.monotonic() - started
     running._exchange.settle()
     rounds = running.ledger.total("dp-async", "all_reduce", "weights").calls
-    weights = torch.cat([chunk.master for chunk in running.chunks]).clone()
+    weights = torch.cat([chunk.master for chunk in running.parts.chunks]).clone()
     running.close()
     return seconds, rounds, weights
 

@@ -103,8 +103,8 @@ def train(world, exchange, optimizer, precision, clip, directory=None) -> tuple[
             result = engine.step(batch)
             numbers.append((result.loss, result.grad_norm))
     same_objects = all(mine[name] is parameter for name, parameter in engine.module.named_parameters())
-    weights = {slot.name: slot.view(chunk.master).clone() for chunk in engine.chunks for slot in chunk.slots}
-    order = [slot.name for chunk in engine.chunks for slot in chunk.slots]
+    weights = {slot.name: slot.view(chunk.master).clone() for chunk in engine.parts.chunks for slot in chunk.slots}
+    order = [slot.name for chunk in engine.parts.chunks for slot in chunk.slots]
     engine.close()
     return numbers, weights, order, same_objects
 
@@ -165,10 +165,10 @@ def cut_of_a_chain(world) -> list[str]:
     give_a_link(world)
     plan = Plan(dp=world.size)
     engine = Engine(lambda: MLP([WIDTH] * 9, "relu"), regression, OPTIMIZERS["sgd"], plan, global_batch=8, world=world)
-    before = [id(chunk) for chunk in engine.chunks]
+    before = [id(chunk) for chunk in engine.parts.chunks]
     for batch in engine.batches(Rows(), steps=2):
         engine.step(batch)
-    return [len(before), before == [id(chunk) for chunk in engine.chunks]]
+    return [len(before), before == [id(chunk) for chunk in engine.parts.chunks]]
 
 
 def test_a_model_registered_as_it_runs_keeps_its_chunks():

@@ -21,7 +21,7 @@ def run(case: str, precision: str, memory: dict | None, recompute: str = "none")
     running = engine(case, precision, 1, plan=Plan(memory=memory, recompute=recompute, exchange=exchange))
     try:
         trace = train(running, CASES[case].data(), STEPS)
-        return trace, running.tier.most_in_all if running.tier is not None else 0
+        return trace, running.parts.tier.most_in_all if running.parts.tier is not None else 0
     finally:
         running.close()
 

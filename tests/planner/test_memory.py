@@ -74,12 +74,12 @@ def held(world: World | None, plan: Plan, precision, optimizer, model=gpt, chunk
         for batch in running.batches(text(), steps=LAST_BATCH_IS_WHOLE):
             running.step(batch)
         return {
-            "kept": sum(chunk.nbytes for chunk in running.chunks),
+            "kept": sum(chunk.nbytes for chunk in running.parts.chunks),
             "state": sum(each.nbytes for each in running.optimizer.state_tensors().values()),
             "buffers": sum(each.nbytes for each in running.module.buffers()),
-            "tier": None if running.tier is None else dict(running.tier.most),
-            "executor": None if running.passing is None else running.passing.executor.most,
-            "chunk_bytes": running.chunk_bytes,
+            "tier": None if running.parts.tier is None else dict(running.parts.tier.most),
+            "executor": None if running.parts.passing is None else running.parts.passing.executor.most,
+            "chunk_bytes": running.parts.chunk_bytes,
         }
     finally:
         running.close()
@@ -297,7 +297,7 @@ def test_pages_on_the_disk(tmp_path, precision, host):
     memory = {"disk": disk} if host is None else {"disk": disk, "host": host}
     plan = Plan(memory=memory, exchange={"name": "allreduce", "chunk_bytes": CHUNK})
     running = Engine(gpt, causal_lm, OPTIMIZERS["adamw"], plan, global_batch=12, microbatch=4, precision=precision)
-    need, tier = predicted(plan, precision, "adamw", Place()), running.host.held
+    need, tier = predicted(plan, precision, "adamw", Place()), running.parts.host.held
     try:
         roles = ("weights", "masters", "gradients", "optimizer state", "optimizer state in turn")
         on_host = {role: sum(row.nbytes for row in need.rows if (row.role, row.tier) == (role, "host")) for role in roles}

@@ -60,6 +60,9 @@ class World:
         # At the latest when Python ends, before its modules go: NCCL's threads abort the process when they outlive that.
         weakref.finalize(self, _close, self._groups, self._stalls)
 
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size} on {self.host}, {self.device})"
+
     @classmethod
     def single(cls, device: torch.device | str | None = None) -> World:
         """A world of this process alone."""

@@ -41,6 +41,9 @@ class Batch:
     ids: tuple[int, ...]
     load: Callable[[Sequence[int]], dict[str, Tensor]]
 
+    def __repr__(self) -> str:
+        return f"Batch(step={self.step}, epoch={self.epoch}, {len(self.ids)} samples)"
+
 
 def map_batches(dataset: MapDataset, cursor: Order, start_step: int = 0, collate: Collate | None = None) -> Iterator[Batch]:
     """The batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""

@@ -48,6 +48,9 @@ class PackedText:
         if self.tokens < 2:
             raise UserError(f"{len(documents)} document(s) with {self.tokens} token(s) make no row: give more text")
 
+    def __repr__(self) -> str:
+        return f'PackedText({len(self):,} rows of {self.sequence} tokens, attend="{self.attend}")'
+
     @property
     def tokens(self) -> int:
         """Tokens of the stream, with the eos of each document."""

@@ -66,13 +66,13 @@ class Model(nn.Module):
         """All weights, fp32 masters, and buffers by the model's own names, whole, on every rank's CPU."""
         self._loop.close_step()
         self.engine.optimizer.settle()
-        return whole_state(self.module, self.engine.chunks)
+        return whole_state(self.module, self.engine.parts.chunks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = False, assign: bool = False) -> Any:
         """Takes weights and buffers, the same on every rank. Returns torch's (missing_keys, unexpected_keys); if `strict`, UserError for any."""
         self._loop.close_step()
         self.engine.optimizer.settle()
-        return nn.modules.module._IncompatibleKeys(*put_whole(self.module, self.engine.chunks, state_dict, strict))
+        return nn.modules.module._IncompatibleKeys(*put_whole(self.module, self.engine.parts.chunks, state_dict, strict))
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None

@@ -12,18 +12,18 @@ from shoal.engine import Engine
 
 def tiers(engine: Engine) -> list[Tier]:
     """Now, those of the disk included. Without `plan.memory` one that holds what every rank keeps from step to step."""
-    if engine.tier is None or engine.host is None:
+    if engine.parts.tier is None or engine.parts.host is None:
         name = "device" if engine.device.type == "cuda" else "host"
         return [Tier(f"memory.{name}", device=engine.device, held=_kept(engine), ledger=engine.ledger)]
-    found = [engine.tier, engine.host]
-    if engine.pager is not None and engine.pager.disk is not None:
-        found.append(Tier("plan.memory.disk", engine.pager.disk.capacity, held=engine.pager.held(), ledger=engine.ledger))
+    found = [engine.parts.tier, engine.parts.host]
+    if engine.parts.pager is not None and engine.parts.pager.disk is not None:
+        found.append(Tier("plan.memory.disk", engine.parts.pager.disk.capacity, held=engine.parts.pager.held(), ledger=engine.ledger))
     return found
 
 
 def _kept(engine: Engine) -> dict[str, int]:
     kept: Counter[str] = Counter()
-    for chunk in engine.chunks:
+    for chunk in engine.parts.chunks:
         owned = chunk.owned
         kept["weights"] += owned.data.nbytes if chunk.passes else chunk.data.nbytes
         if chunk.trainable:

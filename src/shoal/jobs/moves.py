@@ -24,8 +24,8 @@ class Moves:
 
     def after(self, batch: Batch) -> MovesRecord | None:
         """The record of the step on `batch` that has just ended; None if there is nothing new to say, or nothing moves in this plan."""
-        engine, passing = self._engine, self._engine.passing
-        if engine.tier is None and passing is None:
+        engine, passing = self._engine, self._engine.parts.passing
+        if engine.parts.tier is None and passing is None:
             return None
         plan = passing.executor.followed if passing is not None else None
         is_new = plan is not None and id(plan) not in self._known
@@ -35,9 +35,9 @@ class Moves:
             self._known[id(plan)] = plan, plan.fetched_otherwise()
         moved = {name: now - self._before[name] for name, now in self._counted().items()}
         planned: dict[str, int | None] = {WEIGHTS: plan.fetched() if plan is not None else None}
-        if engine.tier is not None:
-            planned[GRADIENTS] = engine.rounds(batch) * self._gradients_of_a_round()
-        if engine.pager is not None and (turn := engine.pager.last_turn) is not None:
+        if engine.parts.tier is not None:
+            planned[GRADIENTS] = engine.parts.rounds(batch) * self._gradients_of_a_round()
+        if engine.parts.pager is not None and (turn := engine.parts.pager.last_turn) is not None:
             planned |= {READ: turn.to_read, WRITTEN: turn.to_write}
             moved |= {READ: turn.read, WRITTEN: turn.written}
         return MovesRecord(
@@ -48,7 +48,7 @@ class Moves:
         )
 
     def _counted(self) -> dict[str, int]:
-        passing, lender = self._engine.passing, self._engine.lender
+        passing, lender = self._engine.parts.passing, self._engine.parts.lender
         return {
             WEIGHTS: passing.executor.bytes_in if passing is not None else 0,
             GRADIENTS: lender.bytes_home if lender is not None else 0,
@@ -58,6 +58,6 @@ class Moves:
         """Each microbatch sends this rank's stretch of the gradient of each chunk whose home is the host."""
         return sum(
             chunk.size // (chunk.group.size if chunk.group is not None else 1) * chunk.grad_dtype.itemsize
-            for chunk in self._engine.chunks
+            for chunk in self._engine.parts.chunks
             if chunk.trainable and chunk.passes
         )

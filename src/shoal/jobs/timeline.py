@@ -75,7 +75,7 @@ class Recording:
         engine, steps = self._engine, dict[int, list[Level]]()
         for level in engine.ledger.take_levels():
             steps.setdefault(level.step, []).append(level)
-        counts_all = engine.tier is not None or engine.device.type == "cuda"
+        counts_all = engine.parts.tier is not None or engine.device.type == "cuda"
         traces = [
             memory_trace(
                 step + 1,

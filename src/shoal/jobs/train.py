@@ -95,9 +95,9 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
         console.print(origin_table(settled.job, settled.origins))
-        if engine.link is not None:
-            mebibytes = engine.chunk_bytes / 2**20
-            console.print(f"gradients travel in {len(engine.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.link})", markup=False)
+        if engine.parts.link is not None:
+            mebibytes = engine.parts.chunk_bytes / 2**20
+            console.print(f"gradients travel in {len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.parts.link})", markup=False)
         if settled.job.train.microbatch is None and engine.plan.pp > 1:
             size, number = microbatches_of(settled.job)
             console.print(f"{number} microbatches of {size} samples in a step keep the {engine.plan.pp} ranks of a pipeline busy (train.microbatch)")
@@ -122,7 +122,7 @@ class _Run:
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        aside = engine.lag > 0 and world.device.type == "cpu"
+        aside = engine.parts.lag > 0 and world.device.type == "cpu"
         self.stop = Stop(world.group("stop", world.everyone.ranks) if aside else world.everyone, limit, aside)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
@@ -135,7 +135,7 @@ class _Run:
             device=engine.device,
             total=settled.total,
             flops_per_sample=cost,
-            late=engine.lag,
+            late=engine.parts.lag,
         )
 
         def user() -> dict[str, Any]:

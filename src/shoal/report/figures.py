@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import linear_regression
 from typing import Any
 
 import matplotlib
@@ -15,13 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from . import units
 from .metrics import EvalRecord, StepRecord
-from .timeline import LANES, Span
 
 MAX_POINTS = 2000
-MAX_SPANS = 1500
-MAX_RANKS = 8
 WIDE, NARROW = 880.0, 410.0
 """Widths in CSS pixels. A figure is drawn at the width at which it is shown, or its text would shrink on a phone."""
 
@@ -39,9 +37,13 @@ COLOURS = {
     "#00000a": "var(--bar-comm)",
     "#00000b": "var(--paper)",
     "#00000c": "var(--bar-wait)",
+    "#00000d": "var(--bar-4)",
+    "#00000e": "var(--bar-comm-2)",
+    "#00000f": "var(--bar-comm-3)",
+    "#000019": "var(--bar-comm-4)",
     **{f"#0000{16 + i:02x}": f"var(--role-{i + 1})" for i in range(9)},
 }
-INK, MUTED, RULE, FIRST, FAINT, SECOND, BAR_1, BAR_2, BAR_3, COMM, PAPER, WAIT, *ROLES = COLOURS
+INK, MUTED, RULE, FIRST, FAINT, SECOND, BAR_1, BAR_2, BAR_3, COMM, PAPER, WAIT, BAR_4, COMM_2, COMM_3, COMM_4, *ROLES = COLOURS
 BARS = BAR_1, BAR_2, BAR_3
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -55,16 +57,37 @@ Series = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: the heading with the unit, the sentence that a screen reader reads, the SVG, and one for a phone where it differs."""
+    """One figure: the heading with the unit, the sentence that a screen reader reads, the SVG, and one for a phone where it differs.
+
+    For the page's script, as JSON: `boxes`, where the axes of each SVG lie in it and what they span; `series` or `bars`, what is in it.
+    """
 
     title: str
     label: str
     svg: str
     narrow: str | None
+    boxes: tuple[str, ...] = ()
+    series: str = ""
+    bars: str = ""
+
+    def with_series(self, *curves: tuple[str, str, float, Series]) -> Chart:
+        """With the numbers of its curves (name, colour, width of the line, points), which the page's script shows and draws anew."""
+        kept = [
+            {
+                "name": name,
+                "colour": COLOURS[colour],
+                "width": width,
+                "x": [round(value) for value in points[0]],
+                "y": [float(f"{value:.6g}") if math.isfinite(value) else None for value in points[1]],
+            }
+            for name, colour, width, points in curves
+            if points[0]
+        ]
+        return replace(self, series=json.dumps(kept, separators=(",", ":")))
 
 
-def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Chart:
-    """The training loss, faint as it is and strong as smoothed, with the validation points."""
+def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], resumed: Sequence[int] = ()) -> Chart:
+    """The training loss, faint as it is and strong as smoothed, with the validation points; `resumed`: after which steps the run was taken up again."""
     train = ([float(r.step) for r in steps], [r.loss for r in steps])
     smoothed = (train[0], smooth(train[1]))
     validation = ([float(r.step) for r in evals], [r.loss for r in evals])
@@ -75,13 +98,30 @@ def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord]) -> Char
         axes.plot(*validation, color=SECOND, linewidth=1.5, marker="o", markersize=6, markeredgecolor=PAPER)
         ends = [("training", FIRST, smoothed)] + ([("validation", SECOND, validation)] if evals else [])
         _label_ends(axes, ends, "{:.3f}")
+        _mark_resumed(axes, resumed, "resumed")
 
     label = f"Training loss from {train[1][0]:.3f} at step {steps[0].step} to {train[1][-1]:.3f} at step {steps[-1].step}"
-    return draw_chart("Loss", label, draw, height=300, wide=WIDE)
+    chart = draw_chart("Loss", label, draw, height=300, wide=WIDE)
+    curves = ("training", FAINT, 1.0, thin(*train)), ("training, smoothed", FIRST, 2.0, thin(*smoothed))
+    return chart.with_series(*curves, ("validation", SECOND, 1.5, validation))
+
+
+def _mark_resumed(axes: Axes, steps: Sequence[int], text: str = "") -> None:
+    """A dashed line at each of `steps`; the first one says what they are."""
+    for number, step in enumerate(steps):
+        axes.axvline(step, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        if text and not number:
+            axes.annotate(
+                text, (step, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points", va="top", size=11, color=MUTED
+            )
 
 
 def step_chart(
-    title: str, steps: Sequence[StepRecord], value: Callable[[StepRecord], float | None], show: Callable[[float], str]
+    title: str,
+    steps: Sequence[StepRecord],
+    value: Callable[[StepRecord], float | None],
+    show: Callable[[float], str],
+    resumed: Sequence[int] = (),
 ) -> Chart | None:
     """One quantity over the steps, its last value written at the end of the line; None when no step has it."""
     points = [(float(record.step), y) for record in steps if (y := value(record)) is not None]
@@ -96,61 +136,16 @@ def step_chart(
         if finite and min(finite) >= 0:
             axes.set_ylim(0, 1.12 * max(finite) or 1)
         _label_ends(axes, [(None, FIRST, curve)], show)
+        _mark_resumed(axes, resumed)
 
-    return draw_chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
-
-
-def timeline_chart(spans: Sequence[Span]) -> Chart:
-    """One recorded step: a row for each rank and lane of work, and one for waits if there were any, a bar for each span, milliseconds from the first one."""
-    ranks = sorted({span.rank for span in spans})[:MAX_RANKS]
-    shown = sorted((span for span in spans if span.rank in ranks), key=lambda span: -span.seconds)[:MAX_SPANS]
-    lanes = [*LANES, "wait"] if any(span.lane == "wait" for span in spans) else LANES
-    rows = {(rank, lane): (len(lanes) + 0.35) * i + j for i, rank in enumerate(ranks) for j, lane in enumerate(lanes)}
-    colour = bar_colours(spans)
-    origin = min(span.start for span in spans)
-    end = max(span.stop for span in spans)
-
-    def draw(axes: Axes) -> None:
-        for row, height in rows.items():
-            bars = [span for span in shown if (span.rank, span.lane) == row]
-            extents = [(1e3 * (span.start - origin), 1e3 * span.seconds) for span in bars]
-            faces = [WAIT if span.lane == "wait" else colour[family(span.name)] for span in bars]
-            axes.broken_barh(extents, (height - 0.4, 0.8), facecolors=faces, edgecolor=PAPER, linewidth=0.7)
-        axes.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" if lane == "compute" else lane for rank, lane in rows])
-        axes.set_ylim(max(rows.values()) + 0.55, -0.55)
-        axes.set_xlim(0, 1e3 * (end - origin))
-        axes.grid(False, axis="y")
-        axes.grid(True, axis="x", color=RULE, linewidth=0.8)
-        axes.figure.canvas.draw()  # the layout, on which the room for names depends
-        pixels = axes.bbox.width / axes.figure.dpi * 72 / (end - origin or 1.0)
-        for span in shown:
-            if span.seconds * pixels > 6.4 * len(span.name) + 6:
-                middle = 1e3 * (span.start + span.seconds / 2 - origin)
-                axes.text(middle, rows[span.rank, span.lane], span.name, ha="center", va="center_baseline", size=11, color=INK)
-
-    label = f"Step {spans[0].step}: compute and communication of {len(ranks)} ranks over {units.duration(end - origin)}"
-    return draw_chart(f"Step {spans[0].step}", label, draw, height=40 + 24 * len(rows), wide=WIDE, first_tick="{:g} ms")
-
-
-def family(name: str) -> str:
-    """The name without its number: the bars "chunk 3" and "chunk 4" share a colour."""
-    return re.sub(r"[\s.:_\[#-]*\d+\]?$", "", name) or name
-
-
-def bar_colours(spans: Sequence[Span]) -> dict[str, str]:
-    """A stand-in colour for each family of names: shades of one hue for compute in order of appearance, another for comm. Waits have one colour, whatever
-    for."""
-    colours: dict[str, str] = {}
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.lane != "wait" and family(span.name) not in colours:
-            shades = sum(shade != COMM for shade in colours.values())
-            colours[family(span.name)] = COMM if span.lane == "comm" else BARS[shades % len(BARS)]
-    return colours
+    chart = draw_chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
+    return chart.with_series((title, FIRST, 1.5, thin(*curve)))
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean of about a fortieth of the run around each value; a window that would reach over an end is narrowed on both
-    sides, so a falling curve is not shifted. Values that are not finite are left out of the means.
+    """The mean of about a fortieth of the run around each value. Within half of that of an end there is no window around it: the values there are those of
+    the line through the last whole window, so that neither the noise of the last value nor the values before it decide where the curve ends.
+    Values that are not finite are left out.
     """
     finite = [math.isfinite(value) for value in values]
     sums = [0.0, *accumulate(value if ok else 0.0 for value, ok in zip(values, finite, strict=True))]
@@ -158,9 +153,15 @@ def smooth(values: Sequence[float]) -> list[float]:
     reach = len(values) // 80
     means = []
     for i, ok in enumerate(finite):
-        side = min(reach, i, len(values) - 1 - i)
-        first, stop = i - side, i + side + 1
+        first, stop = max(0, i - reach), min(len(values), i + reach + 1)
         means.append((sums[stop] - sums[first]) / (counts[stop] - counts[first]) if ok else math.nan)
+    if reach:
+        for end, first in ((range(reach), 0), (range(len(values) - reach, len(values)), len(values) - 2 * reach - 1)):
+            window = [(i, values[i]) for i in range(first, first + 2 * reach + 1) if finite[i]]
+            if len(window) > 1:
+                slope, height = linear_regression(*zip(*window, strict=True))
+                for i in end:
+                    means[i] = height + slope * i if finite[i] else math.nan
     return means
 
 
@@ -204,12 +205,15 @@ def draw_chart(
     title: str, label: str, draw: Callable[[Axes], None], *, height: float, wide: float, first_tick: str = "step {:g}"
 ) -> Chart:
     """Draws the figure, and a wide one for a phone as well; the first tick of the horizontal axis says what the axis counts."""
-    svg = _svg(draw, wide, height, first_tick, f"{title} wide")
-    narrow = _svg(draw, NARROW, height, first_tick, f"{title} narrow") if wide != NARROW else None
-    return Chart(title=title, label=label, svg=svg, narrow=narrow)
+    svg, box = _svg(draw, wide, height, first_tick, f"{title} wide")
+    if wide == NARROW:
+        return Chart(title=title, label=label, svg=svg, narrow=None, boxes=(box,))
+    narrow, narrow_box = _svg(draw, NARROW, height, first_tick, f"{title} narrow")
+    return Chart(title=title, label=label, svg=svg, narrow=narrow, boxes=(box, narrow_box))
 
 
-def _svg(draw: Callable[[Axes], None], width: float, height: float, first_tick: str, salt: str) -> str:
+def _svg(draw: Callable[[Axes], None], width: float, height: float, first_tick: str, salt: str) -> tuple[str, str]:
+    """The picture, and where in it the axes lie and from where to where they go."""
     # The salt keeps the ids of clip paths apart: all figures share one HTML document.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": salt}):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained", facecolor="none", dpi=72)
@@ -230,7 +234,12 @@ def _svg(draw: Callable[[Axes], None], width: float, height: float, first_tick: 
         axes.set_xticks(ticks, [f"{x:g}" if i else first_tick.format(x) for i, x in enumerate(ticks)])
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return _for_page(buffer.getvalue())
+        place = axes.get_window_extent()
+        box = {
+            "left": place.x0, "right": place.x1, "top": height - place.y1, "bottom": height - place.y0,
+            "x": [float(each) for each in axes.get_xlim()], "y": [float(each) for each in axes.get_ylim()],
+        }
+    return _for_page(buffer.getvalue()), json.dumps(box)
 
 
 def _for_page(svg: str) -> str:

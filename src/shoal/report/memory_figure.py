@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from . import units
-from .figures import INK, MUTED, PAPER, ROLES, SECOND, WIDE, Chart, bar_colours, draw_chart, family
+from .figures import INK, MUTED, PAPER, ROLES, SECOND, WIDE, Chart, draw_chart
 from .levels import MemoryTrace
 from .timeline import Span
+from .timeline_figure import bar_colours, family
 
 COLOUR_OF = dict(
     zip(

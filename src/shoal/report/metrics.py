@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -148,7 +149,7 @@ class MetricsLog:
 class RunRecords:
     """A run as its last attempt left it: what an earlier attempt did after the step at which a later one resumed is gone.
 
-    `run` is None before the first attempt has begun, `end` None while the last attempt runs or if it was killed.
+    `resumed`: after which steps later attempts went on. `run` is None before the first attempt has begun, `end` None while the last attempt runs or if it was killed.
     """
 
     run: RunRecord | None = None
@@ -160,6 +161,7 @@ class RunRecords:
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
+    resumed: tuple[int, ...] = ()
 
 
 def read_metrics(path: Path | str) -> RunRecords:
@@ -214,7 +216,14 @@ def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunR
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
         attempts=len(runs),
+        resumed=_resumed(attempts),
     )
+
+
+def _resumed(attempts: Sequence[Sequence[Record]]) -> tuple[int, ...]:
+    """The step before the first one of each later attempt, but where a still later one began there or before."""
+    begun = [min(steps) for attempt in attempts if (steps := [each.step for each in attempt if isinstance(each, StepRecord)])]
+    return tuple(step - 1 for number, step in enumerate(begun) if number and step < min(begun[number + 1 :], default=math.inf) and step > 1)
 
 
 def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from hashlib import sha256
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,7 @@ from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics, summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
+from .timeline_figure import WORDS, bar_colours, timeline_chart
 
 TIMELINE_STEPS = 3
 SAMPLES = 6
@@ -56,6 +61,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
     environment.filters |= filters
+    script = files("shoal.report").joinpath("page.js").read_text(encoding="utf-8")
     stages = _last_recorded([span for span in spans if span.lane == LANE])
     recorded = _last_recorded([span for span in spans if span.lane in (*LANES, "wait")])
     return environment.get_template("page.html").render(
@@ -65,17 +71,22 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         status=_status(records),
         mean_mfu=_mean([record.mfu for record in records.steps if record.mfu is not None]),
         charts=_charts(records),
-        timelines=[figures.timeline_chart(step) for step in recorded],
+        timelines=[timeline_chart(step) for step in recorded],
         overlaps=[overlap(step) for step in recorded],
-        waits=[stalls(step) for step in recorded],
+        waits=[
+            {WORDS.get(cause, cause): seconds for cause, seconds in stalls(step).items()} for step in recorded
+        ],
         legend=_legend([span for step in recorded for span in step]),
         gantts=[found for step in stages[-1:] if (found := gantt(step)) is not None],
         stage_colours=STAGE_COLOURS,
         memory=_memory(traces, spans),
+        on_gpu=records.run is not None and not records.run.device.lower().startswith("cpu"),
         moves=records.moves[-1] if records.moves else None,
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
         version=version("shoal"),
+        script=script,
+        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
     )
 
 
@@ -120,16 +131,17 @@ def _charts(records: RunRecords) -> list[Chart]:
     if not steps:
         return []
     unit, unit_bytes = ("GiB", 2**30) if max(r.memory_bytes for r in steps) >= 2**30 else ("MiB", 2**20)
+    curve = partial(figures.step_chart, steps=steps, resumed=records.resumed)
     curves = [
-        figures.step_chart("Throughput, tokens/s", steps, lambda r: r.tokens_per_second, units.count),
-        figures.step_chart("Learning rate", steps, lambda r: r.lr, "{:.2g}".format),
-        figures.step_chart("Gradient norm", steps, lambda r: r.grad_norm, "{:.3g}".format),
-        figures.step_chart("Loss scale", steps, lambda r: r.loss_scale, "{:g}".format),
-        figures.step_chart("Busiest expert, times the mean", steps, lambda r: r.imbalance, "{:.2f}".format),
-        figures.step_chart("Dropped by experts, %", steps, lambda r: r.dropped and 100 * r.dropped, "{:.1f}".format),
-        figures.step_chart(f"Memory of rank 0, {unit}", steps, lambda r: r.memory_bytes / unit_bytes, "{:.3g}".format),
+        curve("Throughput, tokens/s", value=lambda r: r.tokens_per_second, show=units.count),
+        curve("Learning rate", value=lambda r: r.lr, show="{:.2g}".format),
+        curve("Gradient norm", value=lambda r: r.grad_norm, show="{:.3g}".format),
+        curve("Loss scale", value=lambda r: r.loss_scale, show="{:g}".format),
+        curve("Busiest expert, times the mean", value=lambda r: r.imbalance, show="{:.2f}".format),
+        curve("Dropped by experts, %", value=lambda r: r.dropped and 100 * r.dropped, show="{:.1f}".format),
+        curve(f"Memory of rank 0, {unit}", value=lambda r: r.memory_bytes / unit_bytes, show="{:.3g}".format),
     ]
-    return [figures.loss_chart(steps, records.evals), *(chart for chart in curves if chart is not None)]
+    return [figures.loss_chart(steps, records.evals, records.resumed), *(chart for chart in curves if chart is not None)]
 
 
 def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:
@@ -141,7 +153,8 @@ def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:
 def _legend(spans: Sequence[Span]) -> dict[str, str]:
     """What the colours of a timeline stand for."""
     waits = {"waiting": figures.WAIT} if any(span.lane == "wait" for span in spans) else {}
-    return {name: figures.COLOURS[colour] for name, colour in (figures.bar_colours(spans) | waits).items()}
+    named = {WORDS.get(name, name): colour for name, colour in bar_colours(spans).items()}
+    return {name: figures.COLOURS[colour] for name, colour in (named | waits).items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:
