@@ -11,10 +11,9 @@ built on the CPU instead, and said so. numpy's and Python's global generators ar
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -110,7 +109,9 @@ def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _hidden(module: nn.Module) -> list[nn.Module]:
     """Modules in plain attributes (in a list, say) that are not registered anywhere."""
     registered = set(module.modules())
-    leaves = [leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)]
+    leaves = [
+        leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)
+    ]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf not in registered]
 
 

@@ -12,8 +12,8 @@ from shoal.models.losses import LOSSES, causal_lm, classification, find_loss, ma
 from shoal.models.lstm import LSTM, LSTMConfig
 from shoal.models.mlp import MLP
 from shoal.models.moe import MoE, MoEConfig
-from shoal.models.pretrained import from_pretrained
 from shoal.models.presets import PRESETS, count_parameters, flops_per_token
+from shoal.models.pretrained import from_pretrained
 from shoal.models.registry import ModelSpec, build
 from shoal.models.resnet import ResNet, ResNetConfig
 
