@@ -294,7 +294,7 @@ class Spectral(nn.Module):
 @pytest.mark.parametrize("ready", [False, True])
 def test_complex_parameters_are_refused_with_what_to_do(ready):
     model = Spectral(False) if ready else lambda: Spectral(False)
-    with pytest.raises(UserError, match="weight is complex64.*view_as_real"):
+    with pytest.raises(UserError, match=r"weight is complex64.*view_as_real"):
         build(model, 0)
 
 

@@ -14,7 +14,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -114,7 +113,9 @@ def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _hidden(module: nn.Module) -> list[nn.Module]:
     """Modules in plain attributes (in a list, say) that are not registered anywhere."""
     registered = set(module.modules())
-    leaves = [leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)]
+    leaves = [
+        leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)
+    ]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf not in registered]
 
 

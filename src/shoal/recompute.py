@@ -47,7 +47,7 @@ Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
 
 def without_caches(module: nn.Module) -> None:
     """Turns off what models of `transformers` keep of keys and values for the next token: a second forward would find there what the first one put."""
-    transformers = sys.modules.get("transformers")  # a model of it has imported it
+    transformers: Any = sys.modules.get("transformers")  # a model of it has imported it
     for part in module.modules() if transformers is not None else ():
         config = getattr(part, "config", None)
         if isinstance(config, transformers.PretrainedConfig) and getattr(config, "use_cache", False):

@@ -88,14 +88,18 @@ class _Ref:
 
     def within(self, base: Tensor) -> Tensor:
         """The tensor that lies in `base`'s storage as this one lay in its own."""
-        return torch.empty(0, dtype=self.dtype, device=base.device).set_(base.untyped_storage(), self.offset, self.size, self.stride)
+        return torch.empty(0, dtype=self.dtype, device=base.device).set_(
+            base.untyped_storage(), self.offset, self.size, self.stride
+        )
 
     def holding(self, value: Tensor) -> Tensor:
         """`value` in a storage of its own, laid out as this: CPU kernels may choose other strides than the fake ones say."""
         if value.stride() == self.stride and value.storage_offset() == self.offset:
             return value
         room = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
-        return torch.zeros(room, dtype=self.dtype, device=value.device).as_strided(self.size, self.stride, self.offset).copy_(value)
+        return (
+            torch.zeros(room, dtype=self.dtype, device=value.device).as_strided(self.size, self.stride, self.offset).copy_(value)
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class Record(TorchDispatchMode):
     def _check_outside(self, func: Any, args: Any, kwargs: Any, mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
         """Raises for a write to a tensor that was there before the factory ran, which fake tensors would not carry out."""
         real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
-        if any(isinstance(leaf, Tensor) or isinstance(leaf, _Ref) and leaf.storage in self._outside for leaf in mutated):
+        if any(isinstance(leaf, Tensor) or (isinstance(leaf, _Ref) and leaf.storage in self._outside) for leaf in mutated):
             raise Unrecordable("it changes tensors that were there before")
         self.constants += real
         views = any(result.alias_info is not None for result in getattr(func, "_schema", _NO_SCHEMA).returns)

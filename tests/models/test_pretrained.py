@@ -105,7 +105,13 @@ def test_experts_that_a_file_has_one_by_one_are_stacked(tmp_path):
 
 def test_a_rank_never_holds_the_whole_model(tmp_path):
     """24 layers of 1.5 MB in bf16, 3 MB in fp32: 75 MB."""
-    wide = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 24, "num_attention_heads": 4, "num_key_value_heads": 4}
+    wide = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     model = publish({**CONFIGS["llama"], **wide}, tmp_path, dtype=torch.bfloat16)
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     with disposable_ranks(_peak, 1, str(tmp_path)) as (rank,):
@@ -165,7 +171,11 @@ def test_a_ready_model_of_peft_passes(llama):
 
 @pytest.mark.parametrize(
     ("lora", "message"),
-    [({"rank": 8}, "model.lora.rank is no field"), ({"target_module": "x"}, 'Did you mean "target_modules"'), (3, "must be a table")],
+    [
+        ({"rank": 8}, "model.lora.rank is no field"),
+        ({"target_module": "x"}, 'Did you mean "target_modules"'),
+        (3, "must be a table"),
+    ],
 )
 def test_wrong_adapters_are_explained(lora, message, llama):
     with pytest.raises(UserError, match=message):
@@ -207,7 +217,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
 
 def test_weights_that_cannot_be_read_are_explained(tmp_path):
     config = CONFIGS["llama"]
-    with pytest.raises(UserError, match="holds no weights.*Nothing is downloaded"):
+    with pytest.raises(UserError, match=r"holds no weights.*Nothing is downloaded"):
         from_pretrained(tmp_path, config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     with pytest.raises(UserError, match=r"pytorch_model.bin is a pickle.*save_pretrained\(OUT\)"):
@@ -217,7 +227,7 @@ def test_weights_that_cannot_be_read_are_explained(tmp_path):
         model_of({"name": "hf", "config": str(tmp_path / "config.json")})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
-    with pytest.raises(UserError, match="parts that are not there: model-1.safetensors"):
+    with pytest.raises(UserError, match=r"not there: model-1\.safetensors"):
         from_pretrained(tmp_path, config)
     index.write_text("{")
     with pytest.raises(UserError, match="must be JSON with a weight_map"):

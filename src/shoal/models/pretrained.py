@@ -205,7 +205,9 @@ def _peft() -> Any:
 def check_lora(settings: Mapping[str, Any]) -> None:
     """Raises UserError for what `peft.LoraConfig` does not take."""
     config = _peft().LoraConfig
-    known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type", "inference_mode", "runtime_config")]
+    known = [
+        name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type", "inference_mode", "runtime_config")
+    ]
     for key in settings:
         if key not in known:
             raise UserError(f"model.lora.{key} is no field of peft's LoraConfig.{did_you_mean(key, known)}")
