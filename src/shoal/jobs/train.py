@@ -100,7 +100,7 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
             console.print(f"gradients travel in {len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.parts.link})", markup=False)
         if settled.job.train.microbatch is None and engine.plan.pp > 1:
             size, number = microbatches_of(settled.job)
-            console.print(f"{number} microbatches of {size} samples in a step keep the {engine.plan.pp} ranks of a pipeline busy (train.microbatch)")
+            console.print(f"train.microbatch = {size}: {number} in a step keep the {engine.plan.pp} ranks of a pipeline busy")
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem
