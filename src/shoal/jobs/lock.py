@@ -22,6 +22,7 @@ from shoal.comm import Group
 from shoal.errors import UserError
 
 NAME = "run.lock"
+_GUARD = "run.lock.guard"
 PATIENCE = 3.0
 """Seconds to wait for a holder on this host to end: one that was killed takes a moment to go."""
 _SAME_START = 2.0  # seconds: the start time of a process is rounded, and follows the clock
@@ -55,6 +56,7 @@ class Holder:
 def locked(run_dir: Path, group: Group) -> Iterator[None]:
     """Inside, the run directory is this run's; all ranks of `group` enter together, rank 0 takes the lock. UserError, on all of them, where another has it."""
     problem: UserError | None = None
+    new = not run_dir.exists()
     if group.rank == 0:
         try:
             _take(run_dir)
@@ -69,7 +71,7 @@ def locked(run_dir: Path, group: Group) -> Iterator[None]:
         yield
     finally:
         if group.rank == 0:
-            _give_back(run_dir)
+            _give_back(run_dir, new)
 
 
 def refuse_if_taken(run_dir: Path) -> None:
@@ -84,7 +86,7 @@ def refuse_if_taken(run_dir: Path) -> None:
 def _take(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
-    with FileLock(path.with_name(NAME + ".guard")):  # two of this host might both find a stale one
+    with FileLock(run_dir / _GUARD):  # two of this host might both find a stale one
         refuse_if_taken(run_dir)
         with suppress(FileNotFoundError):
             path.unlink()
@@ -95,11 +97,15 @@ def _take(run_dir: Path) -> None:
             raise _taken(run_dir, _holder(path)) from None
 
 
-def _give_back(run_dir: Path) -> None:
+def _give_back(run_dir: Path, new: bool) -> None:
+    """Ends the lock; a `new` directory in which nothing else was made goes too."""
     path = run_dir / NAME
     if _holder(path) == Holder.here():
         with suppress(OSError):  # a lock that stays is stale once this process has ended
             path.unlink()
+            if new and [each.name for each in run_dir.iterdir()] in ([], [_GUARD]):
+                (run_dir / _GUARD).unlink(missing_ok=True)
+                run_dir.rmdir()
 
 
 def _holder(path: Path) -> Holder | None:
