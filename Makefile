@@ -18,6 +18,7 @@ $(BIN)/.installed-dev: $(BIN)/.installed-core
 # Models for tests/zoo, apart from the rest: tests/zoo/packages.py says why.
 $(VENV)/zoo: $(BIN)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
+	touch $@
 
 demo: $(BIN)/.installed-core
 	$(BIN)/shoal demo

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -116,3 +120,43 @@ def test_a_generation_does_not_see_the_keys_of_another() -> None:
     stores[0, 0].set("key", "value")
     assert stores[1, 0].get("key") == b"value"
     assert not stores[1, 1].check(["key"])
+
+
+LEAVES = """
+import os, sys, time
+import torch
+from shoal.launch import join, store
+store.PARTING_SECONDS = float(sys.argv[1])
+world = join()
+if world.rank == 1:
+    time.sleep(1.0)
+    if sys.argv[2] == "killed":
+        os._exit(1)
+    world.store.set("late", "1")
+    print(world.store.get("late").decode())
+elif sys.argv[2] == "failed":
+    raise RuntimeError("rank 0 failed")
+"""
+
+
+def ending(seconds: float, how: str) -> tuple[float, list[tuple[int, str]]]:
+    """How long rank 0 lived once it had nothing more to do, and what each of two ranks ended with."""
+    port, started = free_port(), time.monotonic()
+    ranks = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, "-c", LEAVES, str(seconds), how]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    return time.monotonic() - started, [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+def test_the_rank_that_has_the_store_ends_last() -> None:
+    """Else a rank that is slower finds no store, say at the end of a save."""
+    assert ending(30.0, "late")[1] == [(0, ""), (0, "1\n")]
+
+
+def test_a_rank_that_was_killed_or_an_error_does_not_hold_the_store_back() -> None:
+    assert ending(0.5, "killed")[1][0] == (0, "")
+    seconds, ended = ending(30.0, "failed")
+    assert seconds < 25 and ended[0][0] == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def printed(outcomes: dict[str, dict[str, str]]) -> str:
 def _cell(what: str, reasons: dict[str, int]) -> str:
     if not what.startswith(_REFUSED):
         return what
-    return f"refused [{reasons.setdefault(what.removeprefix(_REFUSED), len(reasons) + 1)}](#refused-because)"
+    reason = re.sub(r"how to cut \w+", "how to cut the model", what.removeprefix(_REFUSED))
+    return f"refused [{reasons.setdefault(reason, len(reasons) + 1)}](#refused-because)"
 
 
 def _escaped(text: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
+import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +21,10 @@ from shoal.errors import LaunchError
 from shoal.launch.environment import Identity
 
 _RETRY_SECONDS = 0.2
+PARTING_SECONDS = 10.0
+"""How long rank 0 stays for the others when its process ends, where it has the store: they may still need it, say for the end of a save."""
+_met: list[tuple[dist.Store, int, int]] = []
+"""Of runs whose rank 0 has the store: this process's connection, its rank, and the number of ranks."""
 _LOOPBACK = ("127.0.0.1", "localhost")
 """Addresses by which all ranks are on this host; the name of the host may stand for another one elsewhere."""
 
@@ -49,7 +56,22 @@ def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = N
     except RuntimeError as error:
         raise LaunchError(_incomplete(plain, identity, left, error)) from error
     store.set(f"host/{identity.rank}", socket.gethostname())
+    if identity.rank0_serves:
+        _met.append((plain, identity.rank, identity.size))
     return store
+
+
+@atexit.register
+def _part() -> None:
+    """This process needs its stores no more; one that has the store waits until nobody does. Not after an error, nor longer than
+    `PARTING_SECONDS` for a rank that was killed."""
+    deadline = time.monotonic() + PARTING_SECONDS
+    with suppress(RuntimeError):  # rank 0 is gone
+        for store, _, _ in _met:
+            store.add("parted", 1)
+        for store, rank, size in _met:
+            while rank == 0 and store.add("parted", 0) < size and not hasattr(sys, "last_value") and time.monotonic() < deadline:
+                time.sleep(0.02)
 
 
 def locate(identity: Identity, store: dist.Store | None) -> Identity:
