@@ -37,7 +37,7 @@ def norms_by_name(
     """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
     rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
-    squares = {}
+    squares: dict[str, float] = {}
     for chunk in chunks:
         slots = [] if chunk.is_cut and chunk.copy_number else chunk.owned.slots  # of a stretch that several keep, the first of them
         sums = [slot.view(chunk.owned.gradient).double().square().sum() for slot in slots]
