@@ -244,7 +244,8 @@ class Engine:
             Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self._lender, tokens, deciding)
         )
         alike = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
-        for what, wanted in (("clip by a function", callable(clip)), ("keep_gradients", keep_gradients), ("norms_every", norms_every)):
+        by_name = {"clip by a function": callable(clip), "keep_gradients": keep_gradients, "norms_every": norms_every}
+        for what, wanted in by_name.items():
             if wanted:
                 check_by_name(what, self.plan, unflushed, alike)
         self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None

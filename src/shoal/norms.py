@@ -39,7 +39,7 @@ def norms_by_name(
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
     squares: dict[str, float] = {}
     for chunk in chunks:
-        slots = [] if chunk.is_cut and chunk.copy_number else chunk.owned.slots  # of a stretch that several keep, the first of them
+        slots = [] if chunk.copy_number else chunk.owned.slots  # one of those who keep the same stretch counts it
         sums = [slot.view(chunk.owned.gradient).double().square().sum() for slot in slots]
         squares.update(zip((slot.name for slot in slots), torch.stack(sums).tolist() if sums else [], strict=True))
     squares = _together(replicas.all_gather_object(squares), cut)

@@ -329,7 +329,8 @@ class StepRunner:
         norm, factor = self._clip_factor(step, totals[1], squares, self._expected, holds)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
         scale = None if self._scale is None else self._scale.scale
-        result = StepResult(step, epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale, self._experts, norms=self._norms)
+        about = (totals, norm, self._aux_names or (), share, scale, self._experts)
+        result = StepResult(step, epoch, lr, 0.0, *about, norms=self._norms)
         with self._ledger.span("compute", "optimizer"), torch.no_grad():
             self._vote_and_apply(result, factor, untouched, holds)
             self._algorithm.end(step)
