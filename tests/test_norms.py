@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, causal_lm
+from shoal.norms import by_layer
 from shoal.plan import Plan
 from tests.parity.cases import text
 from tests.pool import run_ranks
@@ -92,6 +94,59 @@ def test_clipping_by_a_function_and_gradients_by_name(size, plan, rule):
     assert shown == gradients.keys()
 
 
+def norms_of(world: World, plan: dict[str, Any]) -> list[tuple[float, Mapping[str, float]]]:
+    plan = {"dp": world.size, **plan}
+    options = {"global_batch": 8, "microbatch": 2, "precision": "fp64", "clip": 0.05, "norms_every": 2, "world": world}
+    running = Engine(MODEL, causal_lm, SGD, Plan(**plan), **options)
+    results = [running.step(batch) for batch in running.batches(text(), steps=4)]
+    running.close()
+    return [(result.grad_norm, result.norms) for result in results]
+
+
+@cache
+def norms_alone() -> list[Mapping[str, float]]:
+    """Those of whole gradients, on one process."""
+    options = {"global_batch": 8, "precision": "fp64", "clip": 0.05, "keep_gradients": True, "world": World.single(torch.device("cpu"))}
+    running = Engine(MODEL, causal_lm, SGD, **options)
+    found = []
+    for batch in running.batches(text(), steps=4):
+        running.step(batch)
+        found.append({name: float(each.norm()) for name, each in running.gradients().items()})
+    running.close()
+    return found
+
+
+WIDER = (4, {"dp": 2, "cp": 2, "zero": 2}), (4, {"dp": 2, "tp": 2, "zero": 3}), (4, {"dp": 2, "pp": 2, "zero": 1})
+
+
+@pytest.mark.parametrize(
+    ("size", "plan"), [*CUTS[:1], (2, {"zero": 2}), (4, {"zero": 1, "shard": 2}), *CUTS[3:], *(pytest.param(*each, marks=pytest.mark.matrix) for each in WIDER)]
+)
+def test_norms_by_name_are_of_all_that_grad_norm_is_of(size, plan):
+    for found in run_ranks(norms_of, size, plan):
+        assert [bool(norms) for _, norms in found] == [False, True, False, True]
+        for (norm, norms), alone in zip(found[1::2], norms_alone()[1::2], strict=True):
+            assert norms == pytest.approx(alone, rel=1e-7, abs=1e-11)
+            assert math.hypot(*norms.values()) == pytest.approx(norm, rel=1e-12)
+
+
+def test_norms_under_loss_scaling_are_in_the_unit_of_the_mean_loss():
+    options = {"global_batch": 8, "precision": {"name": "fp16", "initial_scale_power": 20, "hysteresis": 1}, "norms_every": 1}
+    running = Engine(MODEL, causal_lm, partial(torch.optim.SGD, lr=0.0), world=World.single(torch.device("cpu")), **options)
+    results = [running.step(batch) for batch in running.batches(text(), steps=10)]
+    running.close()
+    assert {result.skipped for result in results} == {True, False}
+    for result in results:
+        broken = any(not math.isfinite(norm) for norm in result.norms.values())
+        assert broken == result.skipped
+        assert broken or math.hypot(*result.norms.values()) == pytest.approx(result.grad_norm, rel=1e-5)
+
+
+def test_norms_of_a_layer_are_those_of_its_parameters_together():
+    norms = {"embed.weight": 2.0, "blocks.3.attn.q.weight": 3.0, "blocks.3.mlp.experts.1.up": 4.0, "scale": 1.0, "layer1.0.conv.weight": 5.0}
+    assert by_layer(norms) == {"embed": 2.0, "blocks.3": 5.0, "scale": 1.0, "layer1.0": 5.0}
+
+
 def wrong(norms: Mapping[str, float]) -> dict[str, float]:
     return {"nothing.weight": 1.0}
 
@@ -107,3 +162,13 @@ def wrong(norms: Mapping[str, float]) -> dict[str, float]:
 def test_what_cannot_be_is_refused_by_name(rule, plan, why):
     with pytest.raises(UserError, match=why):
         train(World.single(torch.device("cpu")), plan, rule)
+
+
+@pytest.mark.parametrize(
+    ("norms_every", "exchange", "why"),
+    [(2, "decentralized", 'norms_every takes .* "decentralized" leaves'), (-1, "allreduce", "norms_every = -1: give 0 or more"), (True, "allreduce", "whole number")],
+)
+def test_norms_that_ranks_would_not_have_alike_are_refused(norms_every, exchange, why):
+    options = {"global_batch": 8, "norms_every": norms_every, "world": World.single(torch.device("cpu"))}
+    with pytest.raises(UserError, match=why):
+        Engine(MODEL, causal_lm, SGD, Plan(exchange=exchange), **options)

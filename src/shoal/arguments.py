@@ -16,7 +16,7 @@ from shoal.data import Batch
 from shoal.errors import ArgumentError, UserError
 from shoal.plan import Plan
 
-_NUMBERS = {"global_batch": Integral, "microbatch": Integral, "seed": Integral, "clip": Real, "clip_value": Real}
+_NUMBERS = {"global_batch": Integral, "microbatch": Integral, "seed": Integral, "clip": Real, "clip_value": Real, "norms_every": Integral}
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
@@ -41,12 +41,14 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ArgumentError("precision", f" = {given['precision']!r}: give a name or a table with one, e.g. precision={name!r}")
     for name, kind in _NUMBERS.items():
         value = given[name]
-        if value is None and name not in ("global_batch", "seed"):
+        if (value is None and name not in ("global_batch", "seed", "norms_every")) or (name == "clip" and callable(value)):
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ArgumentError(name, f" = {value!r} is a {_kind(value)}: give a {'whole ' if kind is Integral else ''}number")
         if name.startswith("clip") and not float(value) > 0:
             raise ArgumentError(name, f" = {value!r}: give a number above 0, or None for no clipping")
+        if name == "norms_every" and value < 0:
+            raise ArgumentError(name, f" = {value}: give 0 or more")
 
 
 def check_batch(batch: Any, step: int) -> None:

@@ -94,7 +94,7 @@ class Engine:
     parameter's group. `tensor_rules`: how a model's layers are cut for `plan.tp`, beside what is known (see parallel.tensor.rules). `sync_bn`: BatchNorm statistics
     over the global batch. `dropout`: "keyed" (any plan drops the same) or "fused"
     (torch's own kernels; depends on the plan). `buffers`: of those that forwards write, and that several ranks cannot have as one process would: "exact" refuses
-    them, "averaged" makes them the mean over microbatches. `keep_gradients`: for `gradients()`. `world`: by default what the launcher's variables say.
+    them, "averaged" makes them the mean over microbatches. `keep_gradients`: for `gradients()`. `norms_every`: so many steps the result has `norms` by name, 0 for never. `world`: by default what the launcher's variables say.
 
     Raises UserError for what does not fit together.
     """
@@ -119,6 +119,7 @@ class Engine:
         dropout: str = "keyed",
         buffers: str = "exact",
         keep_gradients: bool = False,
+        norms_every: int = 0,
         collate: Collate | None = None,
         world: World | None = None,
     ) -> None:
@@ -243,7 +244,8 @@ class Engine:
             Replica(trainable, group, self._lane, self.optimizer, partial(self._among, group), self._lender, tokens, deciding)
         )
         alike = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
-        for what, wanted in (("clip by a function", callable(clip)), ("keep_gradients", keep_gradients)):
+        by_name = {"clip by a function": callable(clip), "keep_gradients": keep_gradients, "norms_every": norms_every}
+        for what, wanted in by_name.items():
             if wanted:
                 check_by_name(what, self.plan, unflushed, alike)
         self._order_is_open = measured and len(trainable) > 1 and keeping.shards is None and pipeline is None
@@ -264,6 +266,7 @@ class Engine:
             even=self._even,
             clip=clip,
             keeps=keep_gradients,
+            norms_every=norms_every,
             layouts=self.layouts,
             device=self.device,
             keyed=self._keyed,

@@ -37,9 +37,11 @@ def norms_by_name(
     """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
     rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
-    squares = {
-        slot.name: float(slot.view(chunk.owned.gradient).double().square().sum()) for chunk in chunks for slot in chunk.owned.slots
-    }
+    squares: dict[str, float] = {}
+    for chunk in chunks:
+        slots = [] if chunk.copy_number else chunk.owned.slots  # one of those who keep the same stretch counts it
+        sums = [slot.view(chunk.owned.gradient).double().square().sum() for slot in slots]
+        squares.update(zip((slot.name for slot in slots), torch.stack(sums).tolist() if sums else [], strict=True))
     squares = _together(replicas.all_gather_object(squares), cut)
     if beside is not None:
         squares = _together(beside.all_gather_object(squares), {name for name in squares if not layouts[name].alike})
@@ -58,6 +60,18 @@ def _together(told: Sequence[Mapping[str, float]], summed: set[str]) -> dict[str
                 found[name] = value
             elif name in summed:
                 found[name] += value
+    return found
+
+
+def by_layer(norms: Mapping[str, float]) -> dict[str, float]:
+    """`norms` of parameters as norms of layers: a block that repeats is called as up to its number ("blocks.3"), other parameters go by their module
+    ("embed")."""
+    found: dict[str, float] = {}
+    for name, norm in norms.items():
+        parts = name.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+        layer = ".".join(parts[: number + 1]) or name
+        found[layer] = math.hypot(found.get(layer, 0.0), norm)
     return found
 
 

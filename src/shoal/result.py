@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,8 @@ class StepResult:
 
     `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
     count. `lr`: of each optimizer group. `seconds`: of this rank's call. `tokens_per_expert`: of each layer with experts, how often each was chosen;
-    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None.
+    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None. `norms`: of the gradient of each parameter, by name and before clipping, so that
+    the root of the sum of their squares is `grad_norm`; {} in steps for which they were not asked.
     """
 
     step: int
@@ -35,6 +36,7 @@ class StepResult:
     _scale: Tensor | None = None
     _experts: Sequence[Tensor] = ()
     _told: Ticket | None = None  # when the totals are those of all ranks
+    norms: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """The numbers that a person asks for, which waits for them."""

@@ -130,7 +130,7 @@ class StepRunner:
     counts of tokens by expert. `alike`: whether all ranks run as many forwards, since they meet in them. `shares_routing`: whether balance losses are of all tokens
     of a microbatch that ranks share. `stages`: runs those of the model that this rank has, where it has not all; `across`: the ranks of its pipeline. `by_rows`: embeddings
     whose gradients are added up by rows. `users`: hooks on the parameters; `buffers`: those that are
-    not BatchNorm's; `keeps`: `gradients` of the last step are kept, of each chunk what is owned here, before clipping."""
+    not BatchNorm's; `keeps`: `gradients` of the last step are kept, of each chunk what is owned here, before clipping; `norms_every`: so many steps have norms by name, 0: none."""
 
     def __init__(
         self,
@@ -148,6 +148,7 @@ class StepRunner:
         even: bool,
         clip: float | ClipRule | None,
         keeps: bool,
+        norms_every: int,
         layouts: Mapping[str, Layout],
         device: torch.device,
         keyed: bool,
@@ -178,6 +179,7 @@ class StepRunner:
         self._microbatch, self._whole, self._even, self._clip, self._device, self._keyed = microbatch, whole, even, clip, device, keyed
         self._partners, self._keeps, self._layouts = algorithm.partners, keeps, layouts
         self.gradients: list[Tensor] = []
+        self._norms_every, self._norms = norms_every, dict[str, float]()
         self._statistics, self._buffers = RunningStatistics(module), buffers
         self._aux_names: tuple[str, ...] | None = None
         self.per_sample = 1.0  # counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits
@@ -327,7 +329,8 @@ class StepRunner:
         norm, factor = self._clip_factor(step, totals[1], squares, self._expected, holds)
         lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
         scale = None if self._scale is None else self._scale.scale
-        result = StepResult(step, epoch, lr, 0.0, totals, norm, self._aux_names or (), share, scale, self._experts)
+        about = (totals, norm, self._aux_names or (), share, scale, self._experts)
+        result = StepResult(step, epoch, lr, 0.0, *about, norms=self._norms)
         with self._ledger.span("compute", "optimizer"), torch.no_grad():
             self._vote_and_apply(result, factor, untouched, holds)
             self._algorithm.end(step)
@@ -498,12 +501,14 @@ class StepRunner:
         chunks = self._algorithm.replica.chunks
         if self._keeps:
             self.gradients = [chunk.owned.gradient * to_mean.to(chunk.owned.gradient.device) for chunk in chunks]
-        factor = to_mean
-        if callable(self._clip):
-            if math.isfinite(norm):
-                norms = norms_by_name(chunks, self._layouts, float(to_mean), self._partners, self._beside, self._across)
-                factor = to_mean * clip_by(self._clip, norms, chunks)
-        elif self._clip is not None:
+        factor, due = to_mean, self._norms_every > 0 and (step + 1) % self._norms_every == 0
+        asked = self._clip if callable(self._clip) and math.isfinite(norm) else None
+        self._norms = {}
+        if due or asked is not None:
+            self._norms = norms_by_name(chunks, self._layouts, float(to_mean), self._partners, self._beside, self._across)
+        if asked is not None:
+            factor = to_mean * clip_by(asked, self._norms, chunks)
+        elif self._clip is not None and not callable(self._clip):
             factor = to_mean * (self._clip / (norm + 1e-6)).clamp(max=1.0)
         if holds in (Holds.OWN, Holds.OWN_MEAN) and self._partners.size > 1:
             # all vote alike, for the update is one that they make together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,7 +32,7 @@ def kinds(run_dir: str) -> list[str]:
 
 
 def test_a_run_leaves_its_directory_complete(make_job, alone, capsys):
-    job = make_job(run={"sample": "3 + ", "eval_every": 3, "save_every": 2, "trackers": ["tensorboard"]})
+    job = make_job(run={"sample": "3 + ", "eval_every": 3, "save_every": 2, "norms_every": 4, "trackers": ["tensorboard"]})
     outcome = train(job, {"train.steps": "file"}, alone)
     run_dir = Path(job.run.dir)
     assert (outcome.step, outcome.reason, outcome.signal) == (6, "all 6 steps were trained", None)
@@ -41,6 +42,10 @@ def test_a_run_leaves_its_directory_complete(make_job, alone, capsys):
     assert [row.step for row in checkpoint.listing(run_dir / "checkpoints")] == [6, 4, 2]
     records = records_of(job)
     assert [each.step for each in records.steps] == [1, 2, 3, 4, 5, 6]
+    assert [each.step for each in records.steps if each.norms] == [4]
+    assert records.steps[3].norms.keys() == {"token_embedding", "position_embedding", "blocks.0", "norm"}
+    assert math.hypot(*records.steps[3].norms.values()) == pytest.approx(records.steps[3].grad_norm, rel=1e-5)
+    assert "Gradient by layer" in outcome.report.read_text()
     assert [each.step for each in records.evals] == [0, 3, 6]
     assert [each.step for each in records.samples] == [3, 6]
     assert [each.step for each in records.checkpoints] == [2, 4, 6]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,19 +79,20 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", step_record(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     expected = "kind step epoch loss grad_norm lr tokens seconds tokens_per_second mfu memory_bytes time loss_scale skipped "
-    expected += "imbalance dropped tokens_per_expert"
+    expected += "imbalance dropped tokens_per_expert norms"
     assert " ".join(line) == expected
 
 
 @pytest.mark.parametrize("value, written", [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
 def test_losses_outside_json_are_strings_in_the_file_and_floats_to_the_reader(tmp_path: Path, value: float, written: str) -> None:
-    records = write(tmp_path / "metrics.jsonl", step(1, loss=value))
+    records = write(tmp_path / "metrics.jsonl", replace(step(1, loss=value), norms={"embed": value}))
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)["loss"] == written
     assert repr(records.steps[0].loss) == repr(value)
+    assert repr(records.steps[0].norms) == repr({"embed": value})
 
 
 def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path: Path) -> None:

@@ -145,6 +145,16 @@ def test_a_loss_that_leaves_the_numbers_is_drawn_around(tmp_path: Path) -> None:
     assert "3.000 → nan" in " ".join(Balance(write_report(tmp_path).read_text()).text.split())
 
 
+def test_norms_by_layer_are_a_table_with_a_row_a_layer(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    norms = {4: {"embed": 1.0, "blocks.0": 8.0}, 8: {"embed": 2.0, "blocks.0": 9.0}, 12: {"embed": math.inf, "blocks.0": 3.5}}
+    for step in range(1, 13):
+        log.write(replace(step_record(step), norms=norms.get(step)))
+    log.close()
+    text = " ".join(Balance(write_report(tmp_path).read_text(encoding="utf-8")).text.split())
+    assert "Norm before clipping Step 4 Largest Step 12 embed 1 inf inf blocks.0 8 9 3.5" in text
+
+
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the directory of a run"):
         write_report(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,7 +42,7 @@ class Fake(ModuleType):
 def drive(trackers: Trackers) -> None:
     trackers.start(run_record())
     trackers.log(EvalRecord(step=0, loss=5.5, tokens=1))
-    trackers.log(step_record(1))
+    trackers.log(replace(step_record(1), norms={"blocks.0": 0.25}))
     trackers.log(SampleRecord(step=1, prompt="def ", text="main():\n    pass"))
     trackers.log(WarningRecord(message="nothing to draw"))
     trackers.close()
@@ -55,6 +56,7 @@ def test_tensorboard_gets_curves_text_and_configuration(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("validation/loss")] == [(0, 5.5)]
     assert events.Scalars("train/loss")[0].value == pytest.approx(step_record(1).loss)
+    assert events.Scalars("norms/blocks.0")[0].value == 0.25
     text = [events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in sorted(events.Tags()["tensors"])]
     assert "| train.lr | 0.003 |" in text[0]
     assert text[1] == "    def main():\n        pass"

@@ -45,6 +45,7 @@ def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> 
             param_groups=decay_matrices_only(train.weight_decay),
             sync_bn=train.sync_bn,
             buffers=train.buffers,
+            norms_every=job.run.norms_every,
             world=world,
         )
 

@@ -82,7 +82,8 @@ class Run:
 
     `nproc`: ranks on this host. `eval_samples`: validation rows in an evaluation, spread evenly, 0 for all. `keep`: checkpoints.
     `resume`: "auto" continues the newest good checkpoint of `dir`, "never" wants a new `dir`, a path continues that checkpoint.
-    `trackers`: any of "tensorboard", "wandb", "mlflow". `sample`: a prompt to continue at each evaluation, "" for none.
+    `trackers`: any of "tensorboard", "wandb", "mlflow". `sample`: a prompt to continue at each evaluation, "" for none. `norms_every`: steps between
+    records of the gradient's norms by layer, 0 for none.
     """
 
     dir: str = "runs/run"
@@ -94,9 +95,10 @@ class Run:
     resume: str = "auto"
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     sample: str = ""
+    norms_every: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("eval_every", "eval_samples", "save_every"):
+        for key in ("eval_every", "eval_samples", "save_every", "norms_every"):
             if getattr(self, key) < 0:
                 raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
         for key in ("nproc", "keep"):

@@ -14,6 +14,7 @@ import torch
 
 from shoal.evaluation import Evaluation
 from shoal.jobs.underway import shown_by
+from shoal.norms import by_layer
 from shoal.report import flops, units
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
@@ -153,6 +154,7 @@ class Recorder:
             imbalance=result.imbalance,
             dropped=result.dropped,
             tokens_per_expert=counts if counts and sum(map(len, counts)) <= COUNTS else None,
+            norms=by_layer(result.norms) if result.norms and not result.skipped else None,
         )
         self._write(record)
         self._progress.update(record)

@@ -59,7 +59,9 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def as_float(value: Any) -> Any:
-    """Turns the strings that `encode_lines` writes for floats outside JSON back; other values pass through."""
+    """Turns the strings that `encode_lines` writes for floats outside JSON back, also those in a dict; other values pass through."""
+    if isinstance(value, dict):
+        return {key: as_float(each) for key, each in value.items()}
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 

@@ -41,7 +41,7 @@ class StepRecord:
     `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known. `loss_scale`: what the loss was multiplied
     with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated. `imbalance`: how many times the mean of its layer
     the busiest expert was chosen, a mean over the layers with experts; `dropped`: the part (0 to 1) of those choices that capacity has not let through; `tokens_per_expert`: all
-    counts, where they are not too many (COUNTS).
+    counts, where they are not too many (COUNTS). `norms`: of the gradient by layer, of which `grad_norm` is that of all, in steps that are asked for them.
     """
 
     step: int
@@ -60,6 +60,7 @@ class StepRecord:
     imbalance: float | None = None
     dropped: float | None = None
     tokens_per_expert: list[list[int]] | None = None
+    norms: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from .gantt import LANE, gantt
 from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics, summarize
+from .norms_table import layer_norms
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart
 
@@ -82,6 +83,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         memory=_memory(traces, spans),
         on_gpu=records.run is not None and not records.run.device.lower().startswith("cpu"),
         moves=records.moves[-1] if records.moves else None,
+        norms=layer_norms(records.steps),
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
         version=version("shoal"),

@@ -49,6 +49,7 @@ def scalars(record: Record) -> dict[str, float]:
         "experts/imbalance": record.imbalance,
         "experts/dropped": record.dropped,
     }
+    points |= {f"norms/{layer}": norm for layer, norm in (record.norms or {}).items()}
     return {name: value for name, value in points.items() if value is not None}
 
 
