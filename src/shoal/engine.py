@@ -231,7 +231,8 @@ class Engine:
             raise UserError(
                 "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
             )
-        settings = {"global_batch": global_batch, "seed": seed, "precision": self.precision.name, "clip": clip, "clip_value": clip_value}
+        clipped: Any = getattr(clip, "__qualname__", "a function") if callable(clip) else clip
+        settings = {"global_batch": global_batch, "seed": seed, "precision": self.precision.name, "clip": clipped, "clip_value": clip_value}
         self._given = Given(self.optimizer, Course(self.scheduler) if self.scheduler else None, settings)
         for chunk in trainable:
             chunk.rest()
