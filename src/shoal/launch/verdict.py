@@ -12,6 +12,7 @@ from shoal.launch.failure import Failure
 from shoal.launch.store import rank_list
 
 _TAIL = 20  # lines of captured output that are shown
+_LEAVING = 2.0  # seconds from the moment in which a process closes its groups, as others notice, to its end
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer: look at `dmesg`, take a smaller microbatch or fewer ranks",
     signal.SIGBUS: "often shared memory is full: look at `df /dev/shm`",
@@ -74,7 +75,7 @@ def _left_early(endings: list[Ending], failed: list[Ending]) -> Ending | None:
     """The first rank that ended as if all were well, where the others failed only because one had gone."""
     if not all(ending.failure is not None and ending.failure.lost_peer for ending in failed):
         return None
-    since = min(_blame(ending)[1] for ending in failed)
+    since = min(_blame(ending)[1] for ending in failed) + _LEAVING
     gone = [each for each in endings if not each.failed and not each.stopped and each.seconds < since]
     return min(gone, key=lambda ending: ending.seconds, default=None)
 
