@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.affine import Affine, Rule
@@ -122,6 +124,40 @@ def test_buffers_are_those_of_one_process(rule, size, plan):
     for found in run_ranks(partial(train, plan=plan), size, rule):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+class InTwo(nn.Module):
+    """Two parts that both write buffers."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Writes(rule), nn.Linear(3, 10), Writes(rule)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def in_stages(world: World, rule: Any, plan: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    """The buffers as they are saved."""
+    options = {"global_batch": 5, "microbatch": 2, "precision": "fp64"}
+    running = Engine(partial(InTwo, rule), regression, ADAMW, Plan(**plan), world=world, **options)
+    for batch in running.batches(vectors(), steps=3):
+        running.step(batch)
+    running.export(path)
+    running.close()
+    return load_file(next(path.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(("rule", "more"), [(lerp, {}), (bound_anew, {"zero": 3})])
+def test_stages_of_a_pipeline_write_their_buffers(rule, more, tmp_path):
+    """Those of the first, which leaves the model's forward before its end, and those that only the last one comes to;
+    replicas have two and one microbatch."""
+    (one,) = run_ranks(in_stages, 1, rule, {}, tmp_path / "one")
+    plan = {"dp": 2, "pp": 2, "stages": [["first"], ["middle", "last"]], **more}
+    found = run_ranks(in_stages, 4, rule, plan, tmp_path / "four")[0]
+    assert found.keys() == one.keys() and len(one) > 6
+    for name, value in one.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9)
 
 
 def test_a_rank_that_is_idle_at_first_follows_the_others():

@@ -61,7 +61,7 @@ class OtherBuffers:
         self._before: dict[str, tuple[Tensor, int]] = {}
         self._start: dict[str, Tensor] = {}
         self._rules: dict[str, Rule | str] = {}
-        self._agreed = self._news = False
+        self._agreed = self._news = self._muted = False
         self._forwards = 0
 
     def __len__(self) -> int:
@@ -77,13 +77,33 @@ class OtherBuffers:
     def watching(self) -> Iterator[Callable[[Any], None]]:
         """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more
         rarely."""
-        self._forwards += 1
-        if not self._places or self._forwards & (self._forwards - 1):
+        self._forwards += not self._muted
+        if not self._places or self._muted or self._forwards & (self._forwards - 1):
             yield _nothing
             return
-        before = self._now()
-        with Affine(before) as affine:
-            yield affine.leaves
+        before, failed = self._now(), False
+        try:
+            with Affine(before) as affine:
+                yield affine.leaves
+        except Exception:
+            failed = True
+            raise
+        finally:  # a stage of a pipeline leaves the model's forward by what is no Exception, and has seen its own buffers
+            if not failed:
+                self._learn(affine, before)
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Forwards inside are not looked at: of a microbatch that does not count, or on zeros in place of what another
+        stage gives."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    def _learn(self, affine: Affine, before: Mapping[str, Tensor]) -> None:
+        """Takes the rules that a forward has shown."""
         now = self._now()
         for name, rule in affine.rules(now).items():
             if self._is_table(name) and now[name] is not before[name]:
@@ -122,15 +142,26 @@ class OtherBuffers:
         """Of those that have been written here: the rule, or why there is none."""
         return self._rules
 
-    def agree(self, told: Sequence[Mapping[str, Rule | str]], ranks: int, streams: int) -> None:
-        """All ranks go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on
-        `streams` of them, cannot have as one process would."""
+    def agree(
+        self,
+        told: Sequence[Mapping[str, Rule | str]],
+        ranks: int,
+        streams: int,
+        everywhere: Sequence[Mapping[str, Rule | str]] = (),
+    ) -> None:
+        """All replicas go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on
+        `streams` of them, cannot have as one process would. `everywhere`: what the ranks of other stages have seen as
+        well, who write other buffers and are to raise the same."""
         for theirs in told:
             for name, rule in theirs.items():
                 if name in self._places and self._rules.setdefault(name, rule) != rule:
                     self._rules[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
         self._agreed, self._news = True, False
-        every = {name: rule for theirs in told for name, rule in theirs.items()} | self._rules
+        every = dict(self._rules)
+        for theirs in everywhere or told:
+            for name, rule in theirs.items():
+                if every.setdefault(name, rule) != rule:
+                    every[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
         if ranks == 1 or self._averages or not every:
             return
         name, rule = next(((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items())))

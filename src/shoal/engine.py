@@ -499,7 +499,7 @@ class Engine:
             for kind, group in self._apart.items()
         }
         silent = frozenset[str]()
-        if self._pipeline is not None and self._pipeline.group.rank > 0:
+        if self._pipeline is not None and not self._pipeline.is_last:
             silent = frozenset(f"buffer.{name}" for name in self._pipeline.split.common_buffers)
         mine, parts = self._group, self._beside
         return state.Standing(self.layouts, mine.rank, mine.size, parts.rank, parts.size, apart, silent)
@@ -629,7 +629,7 @@ class Engine:
             if self._parted.experts is not None and self._parted.experts.rank == 0:
                 weights.update(whole_parameters(of_experts, self.layouts, self._parted.beside))
             if self._stage.rank == 0:
-                saved = self.module.state_dict().keys()
+                saved = self.module.state_dict().keys() - {each.removeprefix("buffer.") for each in self._standing.silent}
                 weights.update({name: buffer for name, buffer in self.module.named_buffers() if name in saved})
                 if self._across is not None:
                     weights = of_all_stages(weights, self._across)

@@ -392,6 +392,7 @@ class StepRunner:
         with ExitStack() as stack:
             if not counts:
                 stack.enter_context(buffers_untouched(self._module))
+                stack.enter_context(self._buffers.mute())
                 if self._tally is not None:
                     stack.enter_context(self._tally.mute())
             yield
@@ -471,14 +472,15 @@ class StepRunner:
     def _agree_on_names(self, totals: Tensor) -> Tensor:
         """At the first step: a rank without a microbatch, or without the loss, learns the names of the auxiliary losses from the others, and what forwards do to buffers."""
         self._agreed = True
-        names, rules = self._aux_names, [self._buffers.rules]
+        names, rules, everywhere = self._aux_names, [self._buffers.rules], [self._buffers.rules]
         for group in (self._partners, self._across):
             if group is not None and group.size > 1:
-                told = group.all_gather_object((names, rules))
+                told = group.all_gather_object((names, everywhere))
                 names = next((each for each, _ in told if each is not None), None)
-                rules = [each for _, theirs in told for each in theirs]
+                everywhere = [each for _, theirs in told for each in theirs]
+                rules = everywhere if group is self._partners else rules
         alone = self._algorithm.holds(self._step) is Holds.ALONE
-        self._buffers.agree(rules, 1 if alone else self._partners.size, self._streams)
+        self._buffers.agree(rules, 1 if alone else self._partners.size, self._streams, everywhere)
         names = names or ()
         if self._aux_names is None:
             self._aux_names = names

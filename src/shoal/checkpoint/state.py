@@ -37,7 +37,7 @@ from shoal.parallel.layout import Box, Layout
 class Standing:
     """Who this rank is for a checkpoint: `rank` of `size` replicas, which is `place` of `places` ranks among whom a model is cut. `layouts` say what it has of
     each parameter. `apart`: who it is for parameters that other ranks have (see parallel.layout): of experts that are spread there are fewer replicas of more parts, of weights tied across
-    stages more. `silent`: buffers that the ranks of an earlier stage have too, and write."""
+    stages more. `silent`: buffers that the last stage has too, which runs all of the model's forward, and writes."""
 
     layouts: Mapping[str, Layout]
     rank: int = 0
