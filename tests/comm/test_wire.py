@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 import random
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, UserDict, namedtuple
 from contextlib import suppress
 from pathlib import Path
 
@@ -48,6 +48,12 @@ def test_tensors_and_arrays_come_back_bit_by_bit(dtype):
     for array in (np.arange(4, dtype=">i2"), np.array(["ab", "c"]), np.float64(2.5)):
         back = wire.unpack(wire.pack(array))
         assert np.array_equal(back, array) and back.dtype == array.dtype and type(back) is type(array)
+
+
+@pytest.mark.fast
+def test_other_mappings_arrive_as_dicts():
+    """Such as the samples that a tokenizer of transformers makes."""
+    assert wire.unpack(wire.pack([UserDict(a=1), Counter("aab")])) == [{"a": 1}, {"a": 2, "b": 1}]
 
 
 @pytest.mark.fast
@@ -116,15 +122,19 @@ def test_damaged_messages_are_errors_of_ours():
 
 
 def refused_on_all(world) -> list[str]:
-    said = []
-    for ask in (lambda: world.everyone.broadcast_object(Unknown(), src=1), lambda: world.everyone.all_gather_object(Unknown() if world.rank else 1)):
-        try:
-            ask()
-        except UserError as error:
-            said.append(str(error))
-    return [*said, world.everyone.broadcast_object("goes on", src=1)]
+    said, everyone = [], world.everyone
+    values = (Unknown(), torch.empty(1, device="meta"))
+    for ask in (lambda value: everyone.broadcast_object(value, src=1), lambda value: everyone.all_gather_object(value if world.rank else 1)):
+        for value in values:
+            try:
+                ask(value)
+            except (UserError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return [*said, everyone.broadcast_object("goes on", src=1)]
 
 
 def test_all_ranks_refuse_what_one_of_them_cannot_send():
     for said in run_ranks(refused_on_all, 2):
-        assert len(said) == 3 and all("Unknown cannot be sent to other ranks" in each for each in said[:2])
+        assert len(said) == 5 and said[4] == "goes on"
+        assert all("UserError" in each and "Unknown cannot be sent to other ranks" in each for each in said[:4:2])
+        assert all("meta tensor" in each for each in said[1:4:2])

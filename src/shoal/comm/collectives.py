@@ -23,7 +23,7 @@ from shoal.comm.reductions import check_reduction
 from shoal.comm.stalls import Stalls
 from shoal.comm.transport import Transport, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
-from shoal.errors import LaunchError, UserError
+from shoal.errors import LaunchError
 
 _ROLL_CALL_SECONDS = 0.5  # once in the life of a group; a launcher waits little longer for the ranks that have lost one
 _MESSAGES = ("send", "recv", "exchange")
@@ -301,7 +301,7 @@ def _packed(value: Any) -> tuple[Tensor, int]:
     """The bytes of `value` and their number; those of the error, and the number negative, where it cannot travel: all ranks are to raise it."""
     try:
         data, sign = wire.pack(value), 1
-    except UserError as error:
+    except Exception as error:
         data, sign = wire.pack(error), -1
     return torch.frombuffer(bytearray(data), dtype=torch.uint8), sign * len(data)
 

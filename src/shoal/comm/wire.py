@@ -13,7 +13,7 @@ import json
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,6 +109,8 @@ def _written(value: Any, raw: list[bytes], where: str) -> Any:
     if kind in SUPPORTED_NODES and kind is not defaultdict:  # whose factory may be anything
         children, tree = tree_flatten(value, is_leaf=lambda part: part is not value)
         return {"node": [treespec_dumps(tree), [_written(child, raw, f"{where}.{kind.__name__}") for child in children]]}
+    if isinstance(value, Mapping):  # such as what a tokenizer of transformers gives; it arrives as a dict
+        return _written(dict(value), raw, where)
     raise UserError(
         f"a value of type {kind.__module__}.{kind.__qualname__}{f' (at {where})' if where else ''} cannot be sent to other ranks: they take None, "
         "numbers, texts, bytes, tensors, arrays, and lists, tuples, sets and dicts of them. Turn it into those"
