@@ -26,7 +26,7 @@ from shoal.errors import ArgumentError, TrainingError, UserError
 from shoal.exchange import Algorithm, Holds
 from shoal.exchange.hooks import UserHooks
 from shoal.exchange.reducer import Reducer
-from shoal.exchange.rows import as_rows
+from shoal.exchange.rows import ByRows, as_rows
 from shoal.loss import Loss, Sums, call_loss
 from shoal.models.moe import Router
 from shoal.norms import ClipRule, clip_by, norms_by_name
@@ -163,7 +163,7 @@ class StepRunner:
         shares_routing: bool = False,
         stages: Pipeline | None = None,
         across: Group | None = None,
-        by_rows: Sequence[nn.Embedding] = (),
+        by_rows: Sequence[ByRows] = (),
     ) -> None:
         self._stages, self._across, self._by_rows = stages, across, by_rows
         self._module, self._loss, self._passing, self._scale = module, loss, passing, scale

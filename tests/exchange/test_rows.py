@@ -153,15 +153,16 @@ class Mixed(nn.Module):
 def test_embeddings_whose_gradients_are_had_by_rows():
     model = Mixed()
     cpu = torch.device("cpu")
-    found = row_by_row(model, [], cpu)
-    assert found == [model.plain, model.padded, model.block[0]]
-    assert row_by_row(model, [model.block], cpu) == found[:2]
+    pairs = row_by_row(model, [], cpu)
+    found = [embedding for embedding, _ in pairs]
+    assert found == [model.plain, model.padded, model.block[0]] and all(weight is each.weight for each, weight in pairs)
+    assert [embedding for embedding, _ in row_by_row(model, [model.block], cpu)] == found[:2]
     assert row_by_row(model, [], torch.device("cuda", 0)) == []
     model.padded.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([3]), 0))
-    with as_rows(found):
+    with as_rows(pairs):
         assert [each.sparse for each in found] == [True, False, True], "a hook may take a gradient for whole"
     model.padded.weight._backward_hooks.clear()
-    with pytest.raises(KeyError), as_rows(found):
+    with pytest.raises(KeyError), as_rows(pairs):
         assert all(each.sparse for each in found)
         raise KeyError
     assert not any(each.sparse for each in found) and model.rows.sparse

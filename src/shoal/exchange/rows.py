@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from shoal.comm import Group
 from shoal.exchange.hooks import is_hooked
 
+ByRows = tuple[nn.Embedding, Tensor]
+"""An embedding and its weight: where weights are gathered, to read `embedding.weight` is to use it."""
 
-def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch.device) -> list[nn.Embedding]:
+
+def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch.device) -> list[ByRows]:
     """The embeddings whose gradients can be had as rows where they are given whole: on CPU, since filling a vocabulary's gradient with zeros for each microbatch takes longer there than all
     that is computed of its tokens. Not those inside `compiled` blocks, where they would be traced, and not tied ones, whose other gradient is whole, or
     (see as_rows) those whose weight has hooks of the user's, which may take it for whole."""
@@ -22,7 +25,7 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
     inside = {id(part) for block in compiled for part in block.modules()}
     owners = Counter(id(parameter) for part in module.modules() for parameter in part._parameters.values())
     return [
-        part
+        (part, part.weight)
         for part in module.modules()
         if type(part).forward is nn.Embedding.forward
         and isinstance(part, nn.Embedding)
@@ -32,15 +35,15 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
 
 
 @contextmanager
-def as_rows(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
+def as_rows(embeddings: Sequence[ByRows]) -> Iterator[None]:
     """What is computed of `embeddings` inside gives them gradients as rows, but for those whose weight has hooks by now."""
-    embeddings = [each for each in embeddings if not is_hooked(each.weight)]
-    for embedding in embeddings:
+    bare = [embedding for embedding, weight in embeddings if not is_hooked(weight)]
+    for embedding in bare:
         embedding.sparse = True
     try:
         yield
     finally:
-        for embedding in embeddings:
+        for embedding in bare:
             embedding.sparse = False
 
 
