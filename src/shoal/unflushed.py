@@ -241,9 +241,9 @@ class Unflushed(StepRunner):
         return super()._of_all_owners(names) if self._together else names
 
     def close(self) -> None:
-        """Ends what goes on beside the steps; steps under way are lost."""
+        """Ends what goes on beside the steps; steps under way are lost, but not the results that were given."""
+        self._results.close()
         for group in (self._beside, self._across, *self._telling):
             if group is not None:  # another stage may have closed before it came there
                 group.close()
-        self._results.close()
         self._ballots.close()

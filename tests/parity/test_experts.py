@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from itertools import product
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from shoal import Engine, Plan
+from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
 from tests.parity.cases import ADAMW, CASES, Trace, train
@@ -185,6 +187,29 @@ def test_counts_without_a_flush_are_those_of_the_step(case, plan):
     one = run_ranks(counted, 1, case, {}, 4)[0]
     assert found[0][0] == one[0]
     assert [sum(map(sum, tokens)) for tokens, *_ in found[0]] == [sum(map(sum, tokens)) for tokens, *_ in one]
+
+
+def read_after_close(world) -> list[Any]:
+    """Results of an engine that is closed while they are still on their way from another stage."""
+    if world.rank == 1:
+        reduce = Group.all_reduce
+
+        def late(*args: Any, **options: Any) -> Any:
+            if options.get("purpose") == "result":
+                time.sleep(0.5)
+            return reduce(*args, **options)
+
+        Group.all_reduce = late
+    try:
+        return counted(world, "moe-top1", {"pp": 2, "schedule": "2bw"}, 2)
+    finally:
+        if world.rank == 1:
+            Group.all_reduce = reduce
+
+
+def test_results_can_be_read_after_the_engine_is_closed():
+    found = run_ranks(read_after_close, 2)
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 def refused(world, plan: dict[str, Any]) -> str:
