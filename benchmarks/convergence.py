@@ -27,10 +27,10 @@ from benchmarks.processes import ProcessGroup, Step
 from shoal import Engine, Plan
 from shoal.data import open_text
 from shoal.launch import join
-from shoal.lr import cosine
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.models.losses import causal_lm
 from shoal.models.presets import PRESETS
+from shoal.optim.lr import cosine
 from shoal.plan import Option
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -33,9 +33,9 @@ from benchmarks.processes import ProcessGroup
 from shoal import Engine, Plan
 from shoal.data import open_text
 from shoal.launch import join
-from shoal.lr import cosine
 from shoal.models.gpt import GPT
 from shoal.models.losses import causal_lm
+from shoal.optim.lr import cosine
 from shoal.plan import Option
 
 REFERENCE = "1f1b"

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks import harness
 from benchmarks.targets import Target, judge, print_targets
-from shoal.fused.host_adam import adam_update
+from shoal.optim.fused.host_adam import adam_update
 
 LR, BETAS, EPS, DECAY, FACTOR = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0.5
 TARGETS = (

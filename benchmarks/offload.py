@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import shoal.storage
+import shoal.assembly.storage
 from benchmarks import harness
 from benchmarks.executors import RULES, Planned, throttled
 from benchmarks.processes import ProcessGroup, Step
@@ -82,7 +82,7 @@ _update_seconds: list[float] = []
 def train(case: Case, memory: dict[str, Any] | None, rule: str = OURS, rate: float | None = None) -> Step:
     """Shoal's engine on one rank; weights move by `rule` over a link of `rate` bytes a second."""
     global _running
-    with mock.patch.object(shoal.storage, "Executor", RULES[rule]):
+    with mock.patch.object(shoal.assembly.storage, "Executor", RULES[rule]):
         _running = engine = Engine(
             build_model,
             sum_loss,

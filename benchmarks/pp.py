@@ -99,7 +99,7 @@ def shoal(case: Case, precision: str, schedule: str, silent: bool = False) -> St
     """Shoal's engine with plan.pp over all ranks; `silent`: nobody waits, and `costs` says what each action took."""
     from shoal import Engine, Plan
     from shoal.launch import join
-    from shoal.pipeline.mail import Mail
+    from shoal.pipeline.p2p import Mail
 
     if silent:
         opened = Mail.open

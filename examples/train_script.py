@@ -30,7 +30,7 @@ def main() -> None:
         optimizer=partial(torch.optim.AdamW, lr=3e-3),
         global_batch=16,
         clip=1.0,
-        schedule=shoal.lr.cosine(args.steps, warmup=args.steps // 10),
+        schedule=shoal.optim.lr.cosine(args.steps, warmup=args.steps // 10),
         param_groups=shoal.decay_matrices_only(0.1),
     )
     for batch in engine.batches(text.train, steps=args.steps):

@@ -14,7 +14,7 @@ from torch import nn
 from shoal import Engine, Plan, UserError
 from shoal.comm import World
 from shoal.errors import LaunchError
-from shoal.loop import callers_loss
+from shoal.training.loop import callers_loss
 from tests.exchange.teacher import data, engine
 from tests.pool import apart, run_ranks
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from shoal import Engine, Plan, UserError
-from shoal.chunks import Tier, saved
+from shoal.chunks import Tier
+from shoal.chunks import activations_on_host as saved
 from shoal.chunks.activations import Activations
-from shoal.chunks.hosted import streams
 from shoal.comm import Lane, World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
-from shoal.fused.host_adam import HostAdam
 from shoal.models import GPT, GPTConfig, causal_lm, regression
+from shoal.optim.fused.host_adam import HostAdam
+from shoal.optim.tiers.host import streams
 from tests.exchange import teacher
 from tests.parity.cases import text
 

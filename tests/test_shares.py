@@ -23,7 +23,7 @@ import torch
 from benchmarks.memory import peak_pss
 from benchmarks.processes import trim_memory
 from shoal import Engine, Plan
-from shoal.chunks.lender import Lender
+from shoal.chunks.gradient_pool import Lender
 from shoal.models import GPT, GPTConfig, causal_lm
 from tests.pool import apart, disposable_ranks
 

@@ -10,11 +10,11 @@ import pytest
 
 from shoal import Engine, Plan
 from shoal.chunks.chunk import Chunk
-from shoal.chunks.disk import Stored
 from shoal.comm.ledger import Span
 from shoal.exchange.reducer import Reducer
-from shoal.fused.host_adam import HostAdam
 from shoal.models import causal_lm
+from shoal.optim.fused.host_adam import HostAdam
+from shoal.optim.tiers.disk import Stored
 from tests.exchange import teacher
 from tests.parity.cases import text
 from tests.test_memory import EXCHANGE, gpt

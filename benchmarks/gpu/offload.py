@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-import shoal.storage
+import shoal.assembly.storage
 from benchmarks.executors import Planned
 from benchmarks.gpu.peers import LR, deepspeed_step, fsdp2_step
 from benchmarks.gpu.rates import all_rates
@@ -72,7 +72,7 @@ class Stalled(Planned):
 
 
 def engine(factory: Any, batch: int, device: str, memory: Any, precision: Any = "bf16", recompute: str = "full") -> Engine:
-    with mock.patch.object(shoal.storage, "Executor", Stalled):
+    with mock.patch.object(shoal.assembly.storage, "Executor", Stalled):
         return Engine(
             factory,
             causal_lm,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.records import synchronise
-from shoal.chunks.disk import Disk, buffer, wait
-from shoal.fused.host_adam import adam_update
+from shoal.optim.fused.host_adam import adam_update
+from shoal.optim.tiers.disk import Disk, buffer, wait
 
 
 def median_seconds(call: Callable[[], object], device: str, rounds: int) -> float:

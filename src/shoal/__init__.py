@@ -10,16 +10,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal import lr
     from shoal.data import open_text
     from shoal.doors import initialize_engine
     from shoal.engine import Engine
     from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
-    from shoal.evaluation import Evaluation
     from shoal.exchange import as_ddp_hook, as_fsdp2
-    from shoal.optimizer import decay_matrices_only
+    from shoal.optim import lr
+    from shoal.optim.optimizer import decay_matrices_only
     from shoal.plan import Plan
-    from shoal.result import StepResult
+    from shoal.training.evaluation import Evaluation
+    from shoal.training.result import StepResult
 
 from shoal.errors import tell_plainly
 
@@ -28,16 +28,16 @@ tell_plainly()
 _HOME = {
     "CheckpointError": "shoal.errors",
     "Engine": "shoal.engine",
-    "Evaluation": "shoal.evaluation",
+    "Evaluation": "shoal.training.evaluation",
     "LaunchError": "shoal.errors",
     "Plan": "shoal.plan",
     "ShoalError": "shoal.errors",
-    "StepResult": "shoal.step",
+    "StepResult": "shoal.training.step",
     "TrainingError": "shoal.errors",
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
-    "decay_matrices_only": "shoal.optimizer",
+    "decay_matrices_only": "shoal.optim.optimizer",
     "initialize_engine": "shoal.doors",
     "open_text": "shoal.data",
 }
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version("shoal")
     if name == "lr":
-        return import_module("shoal.lr")
+        return import_module("shoal.optim.lr")
     if name not in _HOME:
         raise AttributeError(f"module 'shoal' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

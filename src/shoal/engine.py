@@ -16,26 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from shoal import checkpoint
-from shoal.alike import make_alike
-from shoal.arguments import check_arguments, check_batch, check_dataset
-from shoal.batchnorm import synchronise
-from shoal.buffers import OtherBuffers
-from shoal.build import build
+from shoal.assembly.arguments import check_arguments, check_batch, check_dataset
+from shoal.assembly.offload import Offload
+from shoal.assembly.parts import Parts
+from shoal.assembly.storage import Storage
 from shoal.checkpoint import state
 from shoal.checkpoint.extra import read_extra
 from shoal.checkpoint.given import Given
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
-from shoal.chunks import Chunk, ChunkMaker, Later, adopt, move, weakly
+from shoal.chunks import Chunk, ChunkMaker, adopt, move, weakly
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import groups_of
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane, World
-from shoal.compiling import blocks, compile_blocks, nothing_to_recompute, recomputable
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Collate, Order
 from shoal.errors import CheckpointError, UserError
-from shoal.evaluation import Evaluation, evaluate
 from shoal.exchange import Holds, Replica
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
@@ -44,18 +41,20 @@ from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.exchange.rows import row_by_row
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
-from shoal.heap import keep_freed_memory
 from shoal.launch import join
-from shoal.loop import Loop
-from shoal.loss import Loss
-from shoal.lr import Course, Schedule
 from shoal.mesh import Mesh
 from shoal.models.export import export_whole
 from shoal.models.generate import generate
-from shoal.norms import ClipRule, check_by_name, whole_gradients
-from shoal.objective import Objective
-from shoal.offload import Offload
-from shoal.optimizer import (
+from shoal.module.alike import make_alike
+from shoal.module.batchnorm import synchronise
+from shoal.module.buffers import OtherBuffers
+from shoal.module.build import build
+from shoal.module.compiling import blocks, compile_blocks, nothing_to_recompute, recomputable
+from shoal.module.random import Randomness, attention
+from shoal.module.recompute import Recompute, without_caches
+from shoal.native.heap import keep_freed_memory
+from shoal.optim.lr import Course, Schedule
+from shoal.optim.optimizer import (
     ChunkOptimizer,
     GroupRule,
     OptimizerFactory,
@@ -63,19 +62,21 @@ from shoal.optimizer import (
     needs_whole_parameters,
     small_optimizer,
 )
-from shoal.parallel.parted import Parted
+from shoal.optim.tiers.deferred_update import Later
+from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import CutLayers, Rules, check_rules
-from shoal.parts import Parts
 from shoal.pipeline import Whole, cut_into_stages, delay, samples_to_fill
 from shoal.plan import Plan, option_name
 from shoal.precision import LossScale, cast_at_the_border, set_products
 from shoal.precision import precision as precision_named
-from shoal.random import Randomness, attention
-from shoal.recompute import Recompute, without_caches
-from shoal.result import StepResult
-from shoal.step import StepRunner, choose_microbatch, no_fixed_cut
-from shoal.storage import Storage
-from shoal.unflushed import Unflushed, check_unflushed
+from shoal.training.evaluation import Evaluation, evaluate
+from shoal.training.loop import Loop
+from shoal.training.loss import Loss
+from shoal.training.no_flush import Unflushed, check_unflushed
+from shoal.training.norms import ClipRule, check_by_name, whole_gradients
+from shoal.training.objective import Objective
+from shoal.training.result import StepResult
+from shoal.training.step import StepRunner, choose_microbatch, no_fixed_cut
 
 FAR = 10**9
 """A step by which an exchange does what it comes to in the end."""

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR,
 import shoal
 from shoal.engine import Engine
 from shoal.models import regression
-from shoal.optimizer import decay_matrices_only
+from shoal.optim.optimizer import decay_matrices_only
 from shoal.plan import Plan
 from tests.parity.cases import vectors
 from tests.pool import run_ranks
@@ -60,10 +60,10 @@ def two_parts(optimizer: torch.optim.Optimizer, end: int) -> SequentialLR:
 @pytest.mark.parametrize(
     ("then", "now", "line"),
     [
-        (shoal.lr.cosine(6, 1), shoal.lr.cosine(12, 1), "schedule: total = 12 is used from here on; the checkpoint was trained with 6"),
-        (shoal.lr.cosine(6), shoal.lr.linear(6), "schedule = linear (total 6, warmup 0, floor 0.0) is used"),
-        (shoal.lr.cosine(6), None, "schedule = none is used"),
-        (None, shoal.lr.constant(8), "schedule = constant (warmup 8) is used"),
+        (shoal.optim.lr.cosine(6, 1), shoal.optim.lr.cosine(12, 1), "schedule: total = 12 is used from here on; the checkpoint was trained with 6"),
+        (shoal.optim.lr.cosine(6), shoal.optim.lr.linear(6), "schedule = linear (total 6, warmup 0, floor 0.0) is used"),
+        (shoal.optim.lr.cosine(6), None, "schedule = none is used"),
+        (None, shoal.optim.lr.constant(8), "schedule = constant (warmup 8) is used"),
         (partial(StepLR, step_size=2), partial(StepLR, step_size=1), "schedule: step_size = 1 is used"),
         (partial(StepLR, step_size=2), partial(ConstantLR, factor=0.5), "schedule = ConstantLR"),
         (partial(OneCycleLR, max_lr=0.1, total_steps=9), partial(OneCycleLR, max_lr=0.1, total_steps=20), "schedule: total_steps = 20"),
@@ -82,7 +82,7 @@ def test_another_schedule_is_used_from_the_first_step_on(tmp_path, then, now, li
 @pytest.mark.fast
 @pytest.mark.parametrize("zero", [0, 2])
 def test_another_learning_rate_is_used_and_what_is_alike_is_not_mentioned(tmp_path, zero):
-    plan, cosine = Plan(zero=zero), shoal.lr.cosine(6)
+    plan, cosine = Plan(zero=zero), shoal.optim.lr.cosine(6)
     options = {"schedule": cosine, "param_groups": decay_matrices_only(0.1), "plan": plan}
     expected = trained(make(partial(AdamW, lr=0.03), **options), BEFORE + AFTER)[BEFORE:]
     after = make(partial(AdamW, lr=0.03, betas=(0.8, 0.99)), **{**options, "param_groups": decay_matrices_only(0.2)})
@@ -164,7 +164,7 @@ def test_what_else_is_given_otherwise_is_said(tmp_path):
 def on_a_rank(world, directory: str, plan: Plan) -> tuple[list[float], list[str], float]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        engine = make(partial(AdamW, lr=0.03), plan=plan, world=world, microbatch=2, schedule=shoal.lr.cosine(12))
+        engine = make(partial(AdamW, lr=0.03), plan=plan, world=world, microbatch=2, schedule=shoal.optim.lr.cosine(12))
         engine.load(directory)
     rates = trained(engine, AFTER)
     loss = engine.evaluate(vectors()).loss
@@ -173,10 +173,10 @@ def on_a_rank(world, directory: str, plan: Plan) -> tuple[list[float], list[str]
 
 
 def test_all_ranks_go_on_alike_and_one_of_them_says_so(tmp_path):
-    before = make(schedule=shoal.lr.cosine(6), microbatch=2)
+    before = make(schedule=shoal.optim.lr.cosine(6), microbatch=2)
     trained(before, BEFORE)
     before.save(tmp_path)
-    alone = make(partial(AdamW, lr=0.03), schedule=shoal.lr.cosine(12), microbatch=2)
+    alone = make(partial(AdamW, lr=0.03), schedule=shoal.optim.lr.cosine(12), microbatch=2)
     with pytest.warns(UserWarning, match="lr = 0.03"):
         alone.load(tmp_path)
     expected = trained(alone, AFTER), alone.evaluate(vectors()).loss

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.build import build
 from shoal.chunks import ChunkKey, ChunkMaker, adopt, assign
 from shoal.chunks.allocate import Private
 from shoal.chunks.make import Keeping
+from shoal.module.build import build
 from shoal.precision import precision
 
 pytestmark = pytest.mark.fast

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal import Engine, Plan, UserError
 from shoal.chunks import masters
 from shoal.chunks.chunk import Slot
-from shoal.chunks.masters import Keeper, round_stochastically
+from shoal.chunks.masters import CompactMasters, round_stochastically
 from shoal.comm.simulation import simulate_world
 from shoal.models import regression
 from shoal.precision.named import KEEPS
@@ -23,9 +23,9 @@ def fp32(bits: list[int]) -> torch.Tensor:
     return torch.tensor([value - 2**32 if value >= 2**31 else value for value in bits], dtype=torch.int32).view(torch.float32)
 
 
-def keeper(how: str, master: torch.Tensor) -> tuple[Keeper, torch.Tensor, torch.Tensor]:
+def keeper(how: str, master: torch.Tensor) -> tuple[CompactMasters, torch.Tensor, torch.Tensor]:
     data = torch.zeros(len(master), dtype=torch.bfloat16)
-    return Keeper(how, data, master, [Slot("weight", torch.Size([len(master)]), 0)]), data, master
+    return CompactMasters(how, data, master, [Slot("weight", torch.Size([len(master)]), 0)]), data, master
 
 
 @given(st.lists(finite, min_size=1, max_size=50))

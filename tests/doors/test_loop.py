@@ -11,10 +11,10 @@ from torch import nn
 from shoal import Engine, Plan, TrainingError, UserError, initialize_engine
 from shoal.comm import World
 from shoal.doors import Model
-from shoal.loop import callers_loss
+from shoal.training.loop import callers_loss
+from tests.chunks.test_gather import Mixed
 from tests.doors.loops import HIDDEN, INPUTS, OUTPUTS, Net, assert_alike, by_torch, microbatch, through_the_door
 from tests.pool import apart, run_ranks
-from tests.test_passing import Mixed
 
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0, "train_micro_batch_size_per_gpu": 8}
 HOSTS = {**SGD, "zero_optimization": {"stage": 3}}

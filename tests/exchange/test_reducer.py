@@ -11,7 +11,7 @@ from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
 from shoal.exchange import Algorithm, Replica
 from shoal.exchange.reducer import Reducer
-from shoal.optimizer import ChunkOptimizer
+from shoal.optim.optimizer import ChunkOptimizer
 
 pytestmark = pytest.mark.fast
 CPU, ONE = torch.device("cpu"), torch.ones(())

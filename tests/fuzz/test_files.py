@@ -27,8 +27,8 @@ from shoal.errors import CheckpointError, ShoalError, UserError
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.read import load_job, parse_job
-from shoal.lr import by_name
 from shoal.models import build
+from shoal.optim.lr import by_name
 from shoal.parallel import Box
 from shoal.pipeline.files import read_schedule
 from shoal.precision import precision

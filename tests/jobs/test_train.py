@@ -21,7 +21,7 @@ from shoal.jobs.config import Job
 from shoal.jobs.export import evaluate_run, export_checkpoint
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
-from shoal.lr import _cosine
+from shoal.optim.lr import _cosine
 from tests.jobs.conftest import losses_of, records_of
 
 pytestmark = pytest.mark.fast

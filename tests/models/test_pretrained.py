@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.build import build
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import build as model_of
 from shoal.models import causal_lm, from_config, from_pretrained
+from shoal.module.build import build
 from shoal.plan import Plan
 from tests.models.test_hf import CONFIGS
 from tests.pool import disposable_ranks, run_ranks

@@ -11,10 +11,10 @@ from torch import nn
 
 from shoal.comm import Group, Lane
 from shoal.comm.silent import Silent
+from shoal.module.random import attention
 from shoal.parallel.context import Context, Parts
 from shoal.parallel.context.parts import _between
 from shoal.parallel.context.ring import Ring
-from shoal.random import attention
 from tests.pool import run_ranks
 
 CPU = torch.device("cpu")

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.build import Built, build
 from shoal.comm import Group, World
 from shoal.comm.silent import Silent
 from shoal.data import stack_samples
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import GPT, Bert, BertConfig, GPTConfig, causal_lm, from_config
+from shoal.module.build import Built, build
 from shoal.parallel.tensor import Region, ShardedLogits, check_rules, cut_among, kind_of, rules_for
 from shoal.parallel.tensor.rules import matches
 from shoal.parallel.tensor.spans import even, heads

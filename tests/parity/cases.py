@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from shoal import lr
 from shoal.engine import Engine
 from shoal.models import (
     GPT,
@@ -31,7 +30,8 @@ from shoal.models import (
     masked_lm,
     regression,
 )
-from shoal.optimizer import decay_matrices_only
+from shoal.optim import lr
+from shoal.optim.optimizer import decay_matrices_only
 from shoal.parallel import Layout
 
 SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples

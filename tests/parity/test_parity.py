@@ -13,11 +13,11 @@ import torch
 
 from shoal import Plan
 from shoal.data import Cursor, stack_samples
-from shoal.loss import call_loss
-from shoal.lr import cosine
-from shoal.optimizer import decay_matrices_only
+from shoal.optim.lr import cosine
+from shoal.optim.optimizer import decay_matrices_only
 from shoal.precision import cast_floating
-from shoal.step import microbatches
+from shoal.training.loss import call_loss
+from shoal.training.step import microbatches
 from tests.parity.cases import CASES, GLOBAL_BATCH, MESH_ONLY, Trace, engine, train
 from tests.parity.covering import pairwise, thinned
 from tests.pool import apart, run_ranks

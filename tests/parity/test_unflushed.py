@@ -14,13 +14,13 @@ from torch import Tensor
 from shoal import Engine, Plan
 from shoal.data import Cursor
 from shoal.data.loader import stack_samples
-from shoal.loss import call_loss
-from shoal.lr import cosine
 from shoal.models import GPT, LSTM, GPTConfig, LSTMConfig, MoEConfig, causal_lm
-from shoal.optimizer import decay_matrices_only
+from shoal.optim.lr import cosine
+from shoal.optim.optimizer import decay_matrices_only
 from shoal.pipeline import kept_versions, make_schedule, stages_of, units_of
 from shoal.precision import cast_floating
-from shoal.step import microbatches
+from shoal.training.loss import call_loss
+from shoal.training.step import microbatches
 from tests.parity.cases import text
 from tests.pool import RankError, run_ranks
 

@@ -11,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from shoal.chunks.disk import sync
+from shoal.optim.tiers.disk import sync
 
 _STEP = re.compile(r"step-(\d{8,})(\.tmp|\.old)?")
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shoal.lr import Course
-from shoal.optimizer import ChunkOptimizer
+from shoal.optim.lr import Course
+from shoal.optim.optimizer import ChunkOptimizer
 
 Options = Mapping[str, Any]
 

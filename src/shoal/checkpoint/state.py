@@ -29,7 +29,7 @@ from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import CheckpointError, UserError
-from shoal.optimizer import CHOICES, ChunkOptimizer
+from shoal.optim.optimizer import CHOICES, ChunkOptimizer
 from shoal.parallel.layout import Box, Layout
 
 

@@ -5,12 +5,9 @@ from shoal.chunks.assign import ChunkKey, assign
 from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
 from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
-from shoal.chunks.later import Later
-from shoal.chunks.lender import Lender
+from shoal.chunks.gather import Passing
+from shoal.chunks.gradient_pool import Lender
 from shoal.chunks.make import ChunkMaker
-from shoal.chunks.pager import Pager
-from shoal.chunks.passing import Passing
-from shoal.chunks.places import move_to_device, on_device, on_disk
 from shoal.chunks.search import search
 from shoal.chunks.tier import Budget, Tier, budget
 from shoal.chunks.weakly import weakly
@@ -21,9 +18,7 @@ __all__ = [
     "ChunkKey",
     "ChunkMaker",
     "Executor",
-    "Later",
     "Lender",
-    "Pager",
     "Passing",
     "Slot",
     "Tier",
@@ -31,9 +26,6 @@ __all__ = [
     "assign",
     "budget",
     "move",
-    "move_to_device",
-    "on_device",
-    "on_disk",
     "search",
     "sum_of_squares",
     "value_of",

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from shoal.chunks.allocate import ALIGNMENT, Allocator, Shards, Weights
 from shoal.chunks.exact import DIGITS, exact_sum
-from shoal.chunks.masters import Keeper
-from shoal.chunks.page import Page
+from shoal.chunks.masters import CompactMasters, MasterStore
 from shoal.comm import Group
 from shoal.errors import UserError
 
@@ -102,7 +101,7 @@ class Chunk:
         self.index, self.slots, self.trainable, self.sparse = index, slots, trainable, sparse
         self.size = slots[-1].offset + slots[-1].numel if slots else 0
         self._shards = shards
-        self._keeper: Keeper | Page | None = None
+        self._store: CompactMasters | MasterStore | None = None
         self.before_fill: Callable[[Chunk], None] | None = None  # waits for an update that is under way
         self.data_is_new = False  # an update has written the owned data as well as the master
         self._part: Chunk | None = None  # not itself where it is whole: it would live until the next garbage collection
@@ -130,7 +129,7 @@ class Chunk:
             part._master = part.data if same else allocate(part.size, master_dtype)
         if not same and keep != "whole":
             owned = self.owned
-            owned._keeper = Keeper(keep, owned.data, owned.master, owned.slots)
+            owned._store = CompactMasters(keep, owned.data, owned.master, owned.slots)
 
     @property
     def group(self) -> Group | None:
@@ -231,8 +230,8 @@ class Chunk:
         self.fill()
         self._weights = Weights.WHOLE
         owned, data = self.owned, self.data[self._own]
-        if isinstance(owned._keeper, Keeper):
-            owned._master = owned._keeper.move(data)
+        if isinstance(owned._store, CompactMasters):
+            owned._master = owned._store.move(data)
         elif owned.master_like is owned.data:
             owned._master = data
         else:
@@ -256,8 +255,8 @@ class Chunk:
     def master(self) -> Tensor:
         """What the optimizer updates, of the whole chunk; if it is cut and the masters are wider than the data, only `owned` has one."""
         assert self._master is not None, "the masters of a chunk that is cut are where it is owned"
-        if self._keeper is not None:
-            self._keeper.open()
+        if self._store is not None:
+            self._store.open()
         return self._master
 
     @property
@@ -269,29 +268,29 @@ class Chunk:
     @property
     def keeps_masters(self) -> bool:
         """Whether its masters lie in memory between updates, as they are."""
-        return self._keeper is None
+        return self._store is None
 
     @property
     def rest_of_masters(self) -> Tensor | None:
         """What is kept of masters beside the data, where that is less than all."""
-        return self._keeper.rest if isinstance(self._keeper, Keeper) else None
+        return self._store.rest if isinstance(self._store, CompactMasters) else None
 
-    def kept_by(self, page: Page) -> None:
-        """Its masters come and go with `page` from now on."""
-        self._keeper = page
+    def kept_by(self, store: MasterStore) -> None:
+        """Its masters come and go with `store` from now on."""
+        self._store = store
 
     @property
     def lower_halves(self) -> Tensor | None:
         """Where masters rest split: the int16 that `data` lacks to the fp32 values."""
-        return self._keeper.lower_halves if self._keeper is not None else None
+        return self._store.lower_halves if self._store is not None else None
 
     def rest(self, turn: int = -1) -> None:
         """Casts what is owned of the masters into the data, unless an update has done that already, and gives back the memory of those that are kept in
         less between updates."""
         owned = self.owned
         done, owned.data_is_new = owned.data_is_new, False
-        if owned._keeper is not None:
-            owned._keeper.close(turn, done)
+        if owned._store is not None:
+            owned._store.close(turn, done)
         elif owned.master is not owned.data and not done:
             owned.data.copy_(owned.master)
 
@@ -317,9 +316,9 @@ class Chunk:
         """Bytes of data, gradient and master together, of what passes without what is there for a while."""
         owned = self.owned
         parts = [owned.data if self.passes else self.data, self.grad if self.grad is not None else owned.grad]
-        if owned._keeper is None and owned._master is not owned.data:
+        if owned._store is None and owned._master is not owned.data:
             parts.append(owned._master)
-        return sum(part.nbytes for part in parts if part is not None) + (owned._keeper.nbytes if owned._keeper is not None else 0)
+        return sum(part.nbytes for part in parts if part is not None) + (owned._store.nbytes if owned._store is not None else 0)
 
     def norm_pieces(self, part: int = 0, parts: int = 1) -> list[Tensor]:
         """The gradient as flat views, for sums of squares: of a parameter's own elements only and cut by its shape alone, so that the
@@ -383,7 +382,8 @@ class Chunk:
     @property
     def master_to_read(self) -> Tensor:
         """The master, which is not to be changed: if it is on a disk, as it lies there."""
-        return self._keeper.master if isinstance(self._keeper, Page) else self.master
+        store = self._store
+        return self.master if store is None or isinstance(store, CompactMasters) else store.master
 
 
 def aligned(numel: int, itemsize: int) -> int:

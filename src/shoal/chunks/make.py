@@ -11,7 +11,7 @@ from torch import nn
 from shoal.chunks.allocate import Allocator, Shards, Shared
 from shoal.chunks.assign import ChunkKey, Cut, Described, assign, assign_like, departure, lay_out
 from shoal.chunks.chunk import Chunk, Slot
-from shoal.chunks.lender import Lender
+from shoal.chunks.gradient_pool import Lender
 from shoal.chunks.tier import Tier
 from shoal.comm import Group
 from shoal.parallel.layout import Layout

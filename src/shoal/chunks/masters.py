@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.module.random import mix, name_key
 from shoal.native import library
-from shoal.random import mix, name_key
 
 
 class Part(Protocol):
@@ -34,7 +34,29 @@ class Part(Protocol):
     def numel(self) -> int: ...
 
 
-class Keeper:
+class MasterStore(Protocol):
+    """Where the masters of a chunk are between updates, if not beside it in memory: a page of the disk or of the host.
+
+    `open` brings them, `close` takes them away again: see `CompactMasters`, which has the same two.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this chunk's memory that it takes while it is closed."""
+
+    @property
+    def lower_halves(self) -> Tensor | None:
+        """What the data lacks to the fp32 values, where masters rest split."""
+
+    @property
+    def master(self) -> Tensor:
+        """The masters for reading, where they lie: 1-D."""
+
+    def open(self) -> None: ...
+    def close(self, turn: int, is_cast: bool) -> None: ...
+
+
+class CompactMasters:
     """Keeps `master` (fp32, 1-D) beside `data` (bf16, the same elements) as `how` says; they begin open. `slots` name the elements, so that what is
     drawn for one does not depend on how the model was cut."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from shoal.evaluation import Evaluation
+from shoal.training.evaluation import Evaluation
 
 
 def show(evaluation: Evaluation, accuracy: float | None, as_json: bool) -> None:

@@ -21,8 +21,8 @@ from shoal.doors.model import Model, Optimizer
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.launch import join
-from shoal.loop import callers_loss
 from shoal.plan import Plan
+from shoal.training.loop import callers_loss
 
 __all__ = ["Model", "Optimizer", "initialize_engine"]
 

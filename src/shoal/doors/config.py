@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.doors.schedules import LARGEST, Schedule
 from shoal.errors import UserError, did_you_mean
-from shoal.fused.optimizer import OptimizerFactory
+from shoal.optim.fused.optimizer import OptimizerFactory
 
 HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
 

@@ -12,8 +12,8 @@ import torch
 from shoal.doors.config import Settings, flag, inner, number
 from shoal.doors.schedules import schedule
 from shoal.errors import UserError, did_you_mean
-from shoal.fused.optimizer import OptimizerFactory
-from shoal.fused.trial import try_out
+from shoal.optim.fused.optimizer import OptimizerFactory
+from shoal.optim.fused.trial import try_out
 
 CLIPPING = 1.0
 """DeepSpeed's largest gradient norm, where the configuration says nothing."""

@@ -15,7 +15,7 @@ from shoal.checkpoint.whole import put_whole, whole_state
 from shoal.doors.schedules import Schedule
 from shoal.engine import Engine
 from shoal.errors import UserError
-from shoal.result import StepResult
+from shoal.training.result import StepResult
 
 
 class Model(nn.Module):

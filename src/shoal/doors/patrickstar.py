@@ -14,7 +14,7 @@ import torch
 
 from shoal.doors.config import HONOURED, NO_EFFECT, REFUSED, Key, Settings, flag, inner, number
 from shoal.errors import UserError, did_you_mean
-from shoal.fused.trial import try_out
+from shoal.optim.fused.trial import try_out
 
 CHUNK_SIZE = 32 * 2**20
 """Elements, where the configuration says nothing."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk, Lender
 from shoal.comm import Group, Lane
-from shoal.optimizer import ChunkOptimizer
+from shoal.optim.optimizer import ChunkOptimizer
 
 USUAL_CHUNK = 25 * 2**20
 """Bytes of gradient where nothing speaks for another size: torch DDP's bucket."""

@@ -28,7 +28,7 @@ from shoal.comm.torch_group import open_group
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica
 from shoal.exchange.gradients_only import gradient_algorithm
-from shoal.optimizer import ChunkOptimizer
+from shoal.optim.optimizer import ChunkOptimizer
 from shoal.plan import Option
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.optimizer import ChunkOptimizer
+from shoal.optim.optimizer import ChunkOptimizer
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from shoal.chunks import Chunk
 from shoal.chunks.chunk import Slot
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
 from shoal.exchange.kept import Kept, parts_of
-from shoal.random import mix, name_key
+from shoal.module.random import mix, name_key
 
 
 @dataclass

@@ -19,7 +19,7 @@ from shoal.comm.codecs import codec
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
 from shoal.exchange.scatter_gather import Feedback, scatter_gather
-from shoal.fused import FlatOptimizer
+from shoal.optim.fused import FlatOptimizer
 from shoal.plan import Option
 
 

@@ -11,11 +11,11 @@ import torch
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import UserError, did_you_mean, in_section
-from shoal.fused.trial import try_out
 from shoal.jobs.config import Job
-from shoal.lr import by_name
 from shoal.models import ModelSpec
-from shoal.optimizer import OptimizerFactory, decay_matrices_only
+from shoal.optim.fused.trial import try_out
+from shoal.optim.lr import by_name
+from shoal.optim.optimizer import OptimizerFactory, decay_matrices_only
 
 OPTIMIZERS = {
     name.lower(): getattr(torch.optim, name)

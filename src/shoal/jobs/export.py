@@ -12,7 +12,6 @@ from shoal.comm import World
 from shoal.data import ByteTokenizer, Tokenizer, load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
-from shoal.evaluation import Evaluation
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
@@ -22,6 +21,7 @@ from shoal.jobs.samples import DEFAULT
 from shoal.jobs.save import DIRECTORY, TOKENIZER
 from shoal.models import ModelSpec, build
 from shoal.plan import Plan
+from shoal.training.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

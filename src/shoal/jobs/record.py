@@ -12,9 +12,7 @@ from typing import TextIO
 
 import torch
 
-from shoal.evaluation import Evaluation
 from shoal.jobs.underway import shown_by
-from shoal.norms import by_layer
 from shoal.report import flops, units
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
@@ -32,7 +30,9 @@ from shoal.report.metrics import (
 )
 from shoal.report.progress import Progress
 from shoal.report.trackers import Trackers, make_trackers
-from shoal.result import StepResult
+from shoal.training.evaluation import Evaluation
+from shoal.training.norms import by_layer
+from shoal.training.result import StepResult
 
 
 class Recorder:

@@ -1,6 +1,6 @@
 """Trained weights of `transformers` models, from safetensors files on this machine, and adapters of `peft` on top of them.
 
-Reading a tensor is one operation of the recorded build (see `shoal.record`): so each rank reads, one at a time, the tensors that it
+Reading a tensor is one operation of the recorded build (see `shoal.module.record`): so each rank reads, one at a time, the tensors that it
 has a part of, and what transformers and peft do to them on the way (renaming, stacking of experts, tying) is done to each alone.
 """
 

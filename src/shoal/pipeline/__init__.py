@@ -5,6 +5,7 @@ from shoal.pipeline.balance import balance
 from shoal.pipeline.check import check, kept, live_activations
 from shoal.pipeline.cut import cut_into_stages, delay, given_stages, samples_to_fill, schedule_of, steady
 from shoal.pipeline.files import read_schedule, write_schedule
+from shoal.pipeline.model import Whole
 from shoal.pipeline.routes import Routes, look
 from shoal.pipeline.runner import Pass, Runner, Work
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
@@ -12,7 +13,6 @@ from shoal.pipeline.simulate import Costs, Simulated, simulate
 from shoal.pipeline.split import Left, Split, Tied
 from shoal.pipeline.units import Stages, Unit, stages_of, units_of
 from shoal.pipeline.versions import kept_versions, versions
-from shoal.pipeline.whole import Whole
 
 __all__ = [
     "SCHEDULES",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from shoal.build import Built
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
+from shoal.module.build import Built
 from shoal.pipeline.actions import Schedule
 from shoal.pipeline.files import read_schedule
 from shoal.pipeline.runner import Runner

@@ -16,10 +16,10 @@ from shoal.comm import Group, World
 from shoal.errors import UserError
 from shoal.pipeline.actions import Action, Schedule
 from shoal.pipeline.arrived import Box
-from shoal.pipeline.halves import Start, input_half, weight_half
-from shoal.pipeline.mail import Mail, Message, Way, messages_to
+from shoal.pipeline.p2p import Mail, Message, Way, messages_to
 from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value, find_routes
 from shoal.pipeline.split import Split
+from shoal.pipeline.split_backward import Start, input_half, weight_half
 
 Microbatch = Mapping[str, Tensor]
 

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from shoal.build import Built
-from shoal.elsewhere import StandIn, Unseen
 from shoal.errors import UserError
-from shoal.pipeline.taps import Taps, install
+from shoal.module.build import Built
+from shoal.module.stand_in import StandIn, Unseen
+from shoal.pipeline.captured_outputs import Taps, install
 from shoal.pipeline.units import Unit
 
 

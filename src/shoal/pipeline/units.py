@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.compiling import blocks, recomputable
 from shoal.errors import UserError, did_you_mean
+from shoal.module.compiling import blocks, recomputable
 from shoal.pipeline.balance import balance
 from shoal.pipeline.order import children_as_called
 

@@ -21,24 +21,24 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.build import Built, build
 from shoal.chunks import Passing, Slot, Tier
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
-from shoal.compiling import blocks, nothing_to_recompute, recomputable
 from shoal.errors import ShoalError, UserError
-from shoal.loss import Loss, call_loss
 from shoal.mesh import Mesh
-from shoal.optimizer import GroupRule, group_options
-from shoal.parallel.parted import Parted
+from shoal.module.build import Built, build
+from shoal.module.compiling import blocks, nothing_to_recompute, recomputable
+from shoal.module.random import Randomness, attention, keyed_functional
+from shoal.module.recompute import Recompute
+from shoal.optim.optimizer import GroupRule, group_options
+from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import CutLayers, Rules, check_rules
 from shoal.plan import Plan, option_name
 from shoal.planner.stages import OwnStages
 from shoal.planner.workspace import with_workspace
 from shoal.precision import Precision, cast_at_the_border
-from shoal.random import Randomness, attention, keyed_functional
-from shoal.recompute import Recompute
+from shoal.training.loss import Loss, call_loss
 
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
 """Bytes more or less (saved for backward; of all tensors but parameters), parameters that are used together from now on, one whose gradient has come."""

@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 
 from shoal.chunks import Budget, budget
-from shoal.chunks.disk import sectors
-from shoal.chunks.lender import BUFFERS
-from shoal.chunks.pager import BUFFERS as PAGES
-from shoal.chunks.places import IN_TURN, number_away
+from shoal.chunks.gradient_pool import BUFFERS
+from shoal.optim.tiers.disk import sectors
+from shoal.optim.tiers.pager import BUFFERS as PAGES
+from shoal.optim.tiers.placement import IN_TURN, number_away
 from shoal.pipeline import delay, kept, schedule_of, steady
 from shoal.plan import Plan
 from shoal.planner.dry_run import Recording

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from shoal.build import build
 from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
 from shoal.errors import UserError, did_you_mean
-from shoal.optimizer import OptimizerFactory
+from shoal.module.build import build
+from shoal.optim.optimizer import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
 from shoal.plan import Plan, option_name, option_parameters

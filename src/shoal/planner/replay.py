@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.chunks.lender import BUFFERS
+from shoal.chunks.gradient_pool import BUFFERS
 from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.build import Built
 from shoal.chunks import Passing
 from shoal.errors import UserError
+from shoal.module.build import Built
 from shoal.pipeline import Pass, Routes, Split, given_stages, look, schedule_of, stages_of, units_of
 from shoal.plan import Plan
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.fused.host_adam import HostAdam
-from shoal.optimizer import OptimizerFactory, is_fused, make_optimizer, needs_whole_parameters
+from shoal.optim.fused.host_adam import HostAdam
+from shoal.optim.optimizer import OptimizerFactory, is_fused, make_optimizer, needs_whole_parameters
 from shoal.precision import Precision
 
 PRIMES = (3, 5, 7, 11, 13, 17)

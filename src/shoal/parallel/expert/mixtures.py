@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.elsewhere import whole_model
 from shoal.errors import UserError
+from shoal.module.stand_in import whole_model
 
 ROUTERS = ("router", "gate")
 """What a router is called beside its experts."""

@@ -27,9 +27,9 @@ from functools import lru_cache
 
 from torch import nn
 
-from shoal.elsewhere import whole_model
 from shoal.errors import UserError, did_you_mean
 from shoal.models.adapted import unadapted
+from shoal.module.stand_in import whole_model
 
 Rules = Mapping[str, str]
 KINDS = (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.build import Built
 from shoal.errors import UserError
+from shoal.module.build import Built
 from shoal.parallel.expert import Dispatched, Spread
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.cut import CutLayer, CutLayers

@@ -1,0 +1,161 @@
+"""What a plan's `memory` makes of an engine: the tiers, where each chunk's optimizer side lies, when and where it is updated, what of it is committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint import state
+from shoal.chunks import Chunk, Passing, Tier, budget
+from shoal.chunks.allocate import Private
+from shoal.comm import Group
+from shoal.comm.ledger import Ledger
+from shoal.errors import UserError
+from shoal.optim.fused.host_adam import adam_update
+from shoal.optim.optimizer import ChunkOptimizer, OptimizerFactory, state_keys, updates_on_host
+from shoal.optim.tiers.disk import Disk
+from shoal.optim.tiers.host import Host, streams
+from shoal.optim.tiers.page import has_master
+from shoal.optim.tiers.pager import Pager
+from shoal.optim.tiers.placement import IN_TURN, move_to_device, on_device, on_disk
+from shoal.plan import Plan
+from shoal.precision import Precision
+
+TRIAL = 1 << 22
+"""Elements of a trial of the link and of the host's update: 16 MiB in fp32."""
+
+
+class Offload:
+    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is what the plan allows. `everyone`: the ranks
+    that decide together, `group` the replicas among them."""
+
+    def __init__(self, plan: Plan, device: torch.device, group: Group, everyone: Group, ledger: Ledger) -> None:
+        allowed = budget(plan.memory, device)
+        assert allowed is not None
+        self.allowed, self._device, self._group, self._everyone = allowed, device, group, everyone
+        self._ledger = ledger
+        self.tier = Tier("plan.memory.device", allowed.device, device, ledger=ledger)
+        self.host = Tier("plan.memory.host", allowed.host, ledger=ledger)
+        self.home = Private(torch.device("cpu"), pinned=device.type == "cuda")
+        self._places_are_open = allowed.device is not None
+        self._committed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+
+    @property
+    def chunkwise(self) -> bool:
+        """Whether chunks are updated one by one: on their way elsewhere, during the forward, or since some stay on the device."""
+        return self.update != "at once" or self.allowed.device is not None
+
+    def narrow_gradients(
+        self, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
+    ) -> Precision:
+        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, and of a single rank, where they come `once` a step, nothing is added
+        to them."""
+        exact = once and self._group.size == 1 and given.model == torch.bfloat16
+        if exact and self.allowed.update != "streamed" and updates_on_host(factory, options):
+            return replace(given, grad=given.model)
+        return given
+
+    def pages(
+        self, chunks: Sequence[Chunk], factory: OptimizerFactory, options: list[dict[str, Any]], precision: Precision
+    ) -> Pager | None:
+        """Decides what of the optimizer's side lies on the disk, if there is one, or is streamed through the device, and makes its pages."""
+        keys = self._keys = state_keys(factory, options, precision.master)
+        disk, owned = self.allowed.disk, [chunk.owned for chunk in chunks if chunk.passes]
+        away = on_disk(owned, keys, self.host, disk is not None)
+        trained = [chunk for chunk in owned if chunk.trainable and chunk.slots]
+        self.update = self._how(trained, disk is not None)
+        if self.update == "streamed":
+            pager = Pager(trained, keys, Host(self._device), False, {}, self._ledger)
+            self.tier.take(IN_TURN, pager.nbytes)
+            return pager
+        if disk is None:
+            return None
+        all_is_there = len(away) == len(trained) and all(chunk.passes for chunk in chunks if chunk.trainable)
+        durable = all(self._everyone.all_gather_object(all_is_there))
+        if not away and not durable:
+            return None
+        rank, ranks = self._everyone.rank, self._everyone.size
+        about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
+        pager = Pager(away, keys, Disk(disk.path / f"rank-{rank}", disk.size), durable, about, self._ledger)
+        if durable:
+            known = self._everyone.all_gather_object(list(pager.records))
+            pager.begin_after(max(set(known[0]).intersection(*known), default=0))
+        return pager
+
+    def _how(self, trained: Sequence[Chunk], disk: bool) -> str:
+        """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU, which has something else to do during
+        the forward; else where it takes less."""
+        asked, able = self.allowed.update, not disk and all(has_master(chunk) for chunk in trained)
+        if asked == "streamed" and not able:
+            raise UserError(
+                'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it goes with bf16 or fp16 and '
+                "whole masters, without plan.memory.disk"
+            )
+        if asked != "auto" or self._device.type != "cuda":
+            return "at once" if asked == "auto" else asked
+        faster = able and streams(link_rate(self._device), host_seconds(), 4 * (1 + len(self._keys)))
+        return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
+
+    def use_the_device(self, chunks: Sequence[Chunk], passing: Passing, optimizer: ChunkOptimizer) -> bool:
+        """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as far as that goes. Nothing that is
+        computed changes. Returns whether chunks have moved."""
+        if not self._places_are_open:
+            return False
+        self._places_are_open = False
+        away = {id(page.chunk) for page in optimizer.pages}
+        movable = [chunk for chunk in chunks if chunk.passes and chunk.trainable and id(chunk.owned) not in away]
+        fit = on_device(movable, self._keys, passing.executor.spare)
+        number = min(self._group.all_gather_object(len(fit)))  # they are gathered together
+        if number:
+            optimizer.settle()
+        for chunk in fit[:number]:
+            move_to_device(chunk, self._keys, self.host, self.tier)
+            chunk.stay()
+            passing.stays(chunk)
+            optimizer.stays(chunk)
+        return number > 0
+
+    def note(self, module: nn.Module, place: Callable[[], Mapping[str, Any]], pager: Pager | None) -> None:
+        """After a step: what a generation of its update will need beside its pages, before the next step changes it."""
+        if pager is not None and pager.durable:
+            self._committed = dict(place()), {name: each.clone() for name, each in state.buffers(module)}
+
+    def commit(self, optimizer: ChunkOptimizer, pager: Pager) -> None:
+        """When the update of the step that was noted has ended: what the disk holds is from now on where to go on from."""
+        if pager.is_new and self._committed is not None:
+            about, buffers = self._committed
+            pager.commit({**buffers, **state.small_state(optimizer)}, {**about, **state.optimizer_extra(optimizer, None)})
+
+
+def link_rate(device: torch.device) -> float:
+    """Bytes a second from the host to a GPU and back, both ways at once."""
+    up, down = (torch.zeros(TRIAL, pin_memory=True) for _ in range(2))
+    there, back = (torch.zeros(TRIAL, device=device) for _ in range(2))
+    one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        with torch.cuda.stream(one):
+            there.copy_(up, non_blocking=True)
+        with torch.cuda.stream(other):
+            down.copy_(back, non_blocking=True)
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return up.nbytes / best
+
+
+def host_seconds() -> float:
+    """Seconds an element of Adam on the host, with all of torch's threads."""
+    p, g, m, v = (torch.zeros(TRIAL) for _ in range(4))
+    best = float("inf")
+    for step in range(1, 5):
+        started = time.perf_counter()
+        adam_update(p, g, m, v, step, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True)
+        best = min(best, time.perf_counter() - started)
+    return best / TRIAL

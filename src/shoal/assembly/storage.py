@@ -1,0 +1,129 @@
+"""Where an engine's chunks lie: who cuts them, how large they are, and how weights that are not whole come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from shoal.assembly.offload import Offload
+from shoal.chunks import Budget, Chunk, ChunkMaker, Executor, Passing, search
+from shoal.chunks.activations_on_host import OnHost
+from shoal.chunks.allocate import Private, Shards, Shared
+from shoal.chunks.make import Keeping
+from shoal.comm import Group, World
+from shoal.exchange import Algorithm
+from shoal.exchange.tuning import given_chunk_bytes
+from shoal.mesh import Mesh
+from shoal.module.compiling import blocks, compiled_parts
+from shoal.plan import Plan
+
+
+class Storage:
+    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `apart`: those that have the same experts as this one, where these are spread, and those that have
+    the weights that are tied across the stages at the places `tied` (see parallel.layout). `offload`: what `plan.memory` makes of it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        world: World,
+        replicas: Group,
+        apart: Mapping[str, Group],
+        everyone: Group,
+        offload: Offload | None,
+        tied: Sequence[int] = (),
+    ) -> None:
+        self._plan, self._mesh, self._world = plan, mesh, world
+        self._replicas, self._apart, self._everyone, self._tied = replicas, apart, everyone, tied
+        self._offload, self._lane = offload, world.lane()
+        self._meeting = [apart["tied"]] if "tied" in apart else []  # where stages meet
+
+    def keeping(self, exchange: Algorithm, whole: Callable[[], bool]) -> tuple[Keeping, dict[str, Keeping]]:
+        """How chunks are kept, and those apart. `whole()`: whether no cut may go through a parameter."""
+        apart = {kind: self._keeping(kind, group, exchange, whole) for kind, group in self._apart.items()}
+        return self._keeping("", self._replicas, exchange, whole), apart
+
+    def _keeping(self, kind: str, group: Group, exchange: Algorithm, whole: Callable[[], bool]) -> Keeping:
+        device = self._world.device
+        return Keeping(Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(kind, group, whole))
+
+    def _shards(self, kind: str, group: Group, whole: Callable[[], bool]) -> Shards | None:
+        """Among whom of `group` chunks are cut, and where they are at home."""
+        stage, home = self._plan.zero, None if self._offload is None else self._offload.home
+        within, copies = self._mesh.shards(experts=kind == "experts")
+        if kind == "tied":
+            copies = self._mesh.on(self._tied, copies)
+        if not stage and group.size > 1:
+            within, copies = [self._world.rank], group.ranks
+        if len(within) == 1 and home is None:
+            return None
+        inside = group if len(copies) == 1 else self._world.group(f"{group.name}-inside", within)
+        across = None if len(copies) == 1 else self._world.group(f"{group.name}-across", copies)
+        weights = self._world.group(f"{group.name}-weights", within) if stage == 3 or home is not None else inside
+        if kind == "tied":
+            self._meeting += [each for each in (inside, across, weights) if each is not None]
+        return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole())
+
+    def chunk_bytes(self, exchange: Algorithm, maker: ChunkMaker, shards: Shards | None, itemsize: int) -> int | None:
+        """Bytes of gradient of a chunk, of `itemsize` an element: what the plan fixes, else what suits weights that pass. None where the links decide."""
+        allowed = Budget() if self._offload is None else self._offload.allowed
+        given = given_chunk_bytes(exchange, allowed.chunk)
+        if given is not None or shards is None or not shards.weights_pass():
+            return given
+        found = search(maker.described, shards.group.size, itemsize, shards.whole_parameters, allowed.device).best.chunk_bytes
+        return int(self._everyone.broadcast_object(found))  # "auto" may see other memory on each GPU
+
+    def passing(self, module: nn.Module, chunks: Sequence[Chunk]) -> Passing | None:
+        """Watches the weights that are whole only while they are used, if there are such."""
+        passing = [chunk for chunk in chunks if chunk.passes]
+        if not passing:
+            return None
+        offload = self._offload
+        groups = {id(chunk.group): chunk.group for chunk in passing if chunk.group is not None and chunk.group.size > 1}
+        agree = None
+        if groups:
+            group = next(iter(groups.values()))
+            if self._apart:  # some are gathered among fewer ranks
+                group = self._world.group("dp-movement", self._replicas.ranks)
+            agree = partial(_smallest, group)
+        tier = None if offload is None else offload.tier
+        executor = Executor(passing, self._lane, tier, agree=agree)
+        on_host = None
+        if offload is not None and offload.allowed.activations:
+            on_host = partial(OnHost, offload.allowed.activations, self._lane, offload.host)
+        together = [*(blocks(module) if self._plan.compile else []), *compiled_parts(module)]
+        return Passing(module, passing, executor, together, tier, on_host)
+
+    @torch.no_grad()
+    def agree(self, module: nn.Module, chunks: Sequence[Chunk], beside: Group) -> None:
+        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch. `beside`: the ranks along tp."""
+        for buffer in module.buffers():
+            self._everyone.broadcast(buffer, purpose="buffers")
+        for chunk in chunks:
+            if chunk.is_cut:  # alike within a copy since `adopt`
+                chunk.agree()
+                continue
+            group = self._apart.get(chunk.apart, self._replicas)
+            group.broadcast(chunk.master, purpose="weights")
+            chunk.publish()
+        for chunk in chunks:
+            if chunk.beside[1] > 1:  # which the ranks beside this one have too
+                beside.broadcast(chunk.owned.master, purpose="weights")
+                chunk.publish()
+
+    def leave(self) -> None:
+        """Stages that wait for this one, where they share weights, wait no more."""
+        for group in self._meeting:
+            group.close()
+
+    def close(self) -> None:
+        """Ends the lane on which weights travel."""
+        self._lane.close()
+
+
+def _smallest(group: Group, numbers: list[int]) -> list[int]:
+    """Of each number the smallest that a rank of `group` has; all of them call it."""
+    return [min(each) for each in zip(*group.all_gather_object(numbers), strict=True)]

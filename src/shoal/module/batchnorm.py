@@ -1,0 +1,144 @@
+"""BatchNorm over ranks: running statistics that come out as one process would have them, and statistics over the global batch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm.collectives import Group
+from shoal.comm.functional import copy_to, reduce_from
+from shoal.module.stand_in import whole_model
+
+
+class RunningStatistics:
+    """Merges the running statistics of replicas that normalised different microbatches of one step.
+
+    With momentum m one update is x -> a x + b with a = 1 - m, so n updates in sequence, cut into the ranks' runs, compose exactly:
+    x_n = a^n x_0 + sum over ranks r of a^(updates after r) (y_r - a^(updates of r) x_0), where y_r is what rank r arrived at from x_0.
+    Without momentum (cumulative average over n_0 + n batches) the sums add. Each rank sends its term; the sum is the result.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._layers = [
+            m for m in root.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
+        ]
+        self._before: list[tuple[Tensor, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def begin(self) -> None:
+        """Remembers where the step starts."""
+        self._before = [(_flat(layer), int(cast(Tensor, layer.num_batches_tracked))) for layer in self._layers]
+
+    def restore(self) -> None:
+        """Back to where the step started: it is not going to be applied."""
+        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
+            self._write(layer, x0, n0)
+
+    def term(self, microbatches: int, after: int) -> Tensor:
+        """This rank's summand (fp64, flat): `microbatches` were run here, `after` by the ranks that follow."""
+        terms = []
+        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
+            updates = int(cast(Tensor, layer.num_batches_tracked)) - n0
+            y = _flat(layer)
+            if updates == 0:
+                term = torch.zeros_like(x0)
+            elif layer.momentum is None:
+                term = y * (n0 + updates) - x0 * n0
+            else:
+                decay = 1.0 - layer.momentum
+                term = decay ** (after * updates / microbatches) * (y - decay**updates * x0)
+            terms += [term, torch.tensor([updates], dtype=torch.float64, device=term.device)]
+        return torch.cat(terms)
+
+    def commit(self, total: Tensor) -> None:
+        """Writes the merged statistics from the sum of all ranks' terms."""
+        offset = 0
+        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
+            term, updates = total[offset : offset + x0.numel()], round(float(total[offset + x0.numel()]))
+            offset += x0.numel() + 1
+            if updates == 0:
+                continue
+            kept = n0 * x0 if layer.momentum is None else (1.0 - layer.momentum) ** updates * x0
+            merged = (kept + term) / (n0 + updates if layer.momentum is None else 1)
+            self._write(layer, merged, n0 + updates)
+
+    @staticmethod
+    def _write(layer: _BatchNorm, flat: Tensor, batches: int) -> None:
+        mean, var = flat.chunk(2)
+        cast(Tensor, layer.running_mean).copy_(mean)
+        cast(Tensor, layer.running_var).copy_(var)
+        cast(Tensor, layer.num_batches_tracked).fill_(batches)
+
+
+def _flat(layer: _BatchNorm) -> Tensor:
+    return torch.cat([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)]).double()
+
+
+def has_batch_statistics(root: nn.Module) -> bool:
+    """Whether the model's result depends, on any stage of a pipeline, on which samples share a microbatch."""
+    return any(isinstance(module, _BatchNorm) for _, module in whole_model(root))
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose training statistics are those of the whole global batch, over `group`; runs on CPU and CUDA.
+
+    Sums in fp32 or wider; the collectives are differentiable in both modes, so gradients equal one process with the whole batch. A
+    rank may come with zero samples.
+    """
+
+    def __init__(self, like: _BatchNorm, group: Group) -> None:
+        super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
+        self._group = group
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(like, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(like, name))
+        self.train(like.training)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions (samples, channels, ...), got {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        x = input if input.dtype == torch.float64 else input.float()
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        count = self._group.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)).to(
+            x.dtype
+        )
+        mean = self._sum(x.sum(dims)) / count
+        centred = x - mean.view(shape)
+        var = self._sum(centred.square().sum(dims)) / count
+        y = centred * torch.rsqrt(var + self.eps).view(shape)
+        if self.affine:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        self._track(mean.detach(), (var * count / (count - 1)).detach())
+        return y.to(input.dtype)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """Sum over the ranks that each of them goes on to use in its own part."""
+        return copy_to(reduce_from(partial, self._group), self._group)
+
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        batches = cast(Tensor, self.num_batches_tracked).add_(1)
+        weight = self.momentum if self.momentum is not None else 1.0 / float(batches)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(var.to(self.running_var.dtype), weight)
+
+
+def synchronise(root: nn.Module, group: Group) -> None:
+    """Replaces each BatchNorm below `root` by one over `group`; parameters and statistics stay the same objects."""
+    for name, module in list(root.named_modules()):
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            owner, _, attribute = name.rpartition(".")
+            setattr(root.get_submodule(owner), attribute, SyncBatchNorm(module, group))

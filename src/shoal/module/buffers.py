@@ -1,0 +1,207 @@
+"""Buffers that a forward changes and whose rule nobody told us: replicas are equal after each step.
+
+BatchNorm's statistics compose exactly (see batchnorm), and so do others that a forward writes as keep * old + what
+the microbatch says, and does not use otherwise (see affine): moving averages, sums, counters, the
+last value. With n microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of
+keep^(microbatches after r) (y_r - keep^(microbatches of r) x_0), where y_r is what
+rank r arrived at from x_0. Of any other (a codebook, the vectors of a power iteration) what one process would have
+cannot be had: those are refused, or on request become the mean over microbatches,
+where they float, else the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm import Group
+from shoal.errors import UserError
+from shoal.module.affine import Affine, Rule
+
+
+@contextmanager
+def buffers_untouched(root: nn.Module) -> Iterator[None]:
+    """Whatever a forward inside does to the buffers of `root` is done to copies: a backward to come may need them as
+    they are."""
+    places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
+    copies: dict[int, Tensor] = {}
+    for owner, name, buffer in places:
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.clone()
+        owner._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for owner, name, buffer in places:
+            owner._buffers[name] = buffer
+
+
+class OtherBuffers:
+    """The buffers of `root` outside BatchNorm; non-persistent ones only where they are written in place: bound anew
+    they are tables that follow shapes.
+
+    `replicas`: how many ranks have them. `averages`: those without a rule are averaged instead of refused.
+    `whole_shares`: why the microbatches of a step are not the same under every plan, if they are not.
+    """
+
+    def __init__(self, root: nn.Module, replicas: int, averages: bool, whole_shares: str) -> None:
+        self._averages, self._whole_shares = averages, whole_shares
+        self._places = {
+            f"{prefix}.{name}".lstrip("."): (owner, name)
+            for prefix, owner in root.named_modules()
+            if not isinstance(owner, _BatchNorm)
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and not buffer.is_complex() and replicas > 1
+        }
+        self._before: dict[str, tuple[Tensor, int]] = {}
+        self._start: dict[str, Tensor] = {}
+        self._rules: dict[str, Rule | str] = {}
+        self._agreed = self._news = self._muted = False
+        self._forwards = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def begin(self) -> None:
+        """Remembers where the step starts."""
+        self._before = {name: (buffer, buffer._version) for name, buffer in self._now().items()}
+        known = self._rules if self._agreed else self._before
+        self._start = {name: self._before[name][0].clone() for name in known}
+
+    @contextmanager
+    def watching(self) -> Iterator[Callable[[Any], None]]:
+        """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more
+        rarely."""
+        self._forwards += not self._muted
+        if not self._places or self._muted or self._forwards & (self._forwards - 1):
+            yield _nothing
+            return
+        before, failed = self._now(), False
+        try:
+            with Affine(before) as affine:
+                yield affine.leaves
+        except Exception:
+            failed = True
+            raise
+        finally:  # a stage of a pipeline leaves the model's forward by what is no Exception, and has seen its own buffers
+            if not failed:
+                self._learn(affine, before)
+
+    @contextmanager
+    def mute(self) -> Iterator[None]:
+        """Forwards inside are not looked at: of a microbatch that does not count, or on zeros in place of what another
+        stage gives."""
+        before, self._muted = self._muted, True
+        try:
+            yield
+        finally:
+            self._muted = before
+
+    def _learn(self, affine: Affine, before: Mapping[str, Tensor]) -> None:
+        """Takes the rules that a forward has shown."""
+        now = self._now()
+        for name, rule in affine.rules(now).items():
+            if self._is_table(name) and now[name] is not before[name]:
+                continue
+            if (known := self._rules.get(name, None if self._agreed else rule)) != rule and not isinstance(known, str):
+                self._rules[name], self._news = "forwards write it by different rules", self._agreed
+            else:
+                self._rules.setdefault(name, rule)
+
+    def changed(self) -> list[str]:
+        """Those that this rank's forwards wrote or bound anew since the step began."""
+        return [
+            name
+            for name, buffer in self._now().items()
+            if (buffer._version != self._before[name][1] if buffer is self._before[name][0] else not self._is_table(name))
+        ]
+
+    def flags(self, microbatches: int) -> list[bool]:
+        """What ranks tell each other of a step: whether any changed here, and whether one did otherwise than has been
+        agreed on."""
+        changed, now = self.changed(), self._now()
+        for name in self._rules.keys() | set(changed):
+            rule = self._rules.get(name, "some forwards write it and others do not")
+            if (
+                isinstance(rule, Rule)
+                and rule.writes is not None
+                and now[name]._version - self._before[name][1] != rule.writes * microbatches
+            ):
+                rule = "some forwards write it more often than others"
+            if self._rules.get(name) != rule:
+                self._rules[name], self._news = rule, True
+        return [bool(changed), self._news]
+
+    @property
+    def rules(self) -> dict[str, Rule | str]:
+        """Of those that have been written here: the rule, or why there is none."""
+        return self._rules
+
+    def agree(
+        self,
+        told: Sequence[Mapping[str, Rule | str]],
+        ranks: int,
+        streams: int,
+        everywhere: Sequence[Mapping[str, Rule | str]] = (),
+    ) -> None:
+        """All replicas go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on
+        `streams` of them, cannot have as one process would. `everywhere`: what the ranks of other stages have seen as
+        well, who write other buffers and are to raise the same."""
+        for theirs in told:
+            for name, rule in theirs.items():
+                if name in self._places and self._rules.setdefault(name, rule) != rule:
+                    self._rules[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
+        self._agreed, self._news = True, False
+        every = dict(self._rules)
+        for theirs in everywhere or told:
+            for name, rule in theirs.items():
+                if every.setdefault(name, rule) != rule:
+                    every[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
+        if ranks == 1 or self._averages or not every:
+            return
+        name, rule = next(((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items())))
+        if isinstance(rule, str):
+            why = f"one process would have it otherwise than {ranks} ranks: {rule}, so microbatches depend on those before them"
+        elif self._whole_shares:
+            why = f"how often depends on the number of ranks: {self._whole_shares}"
+        elif streams > 1:
+            why = f"with plan.cp = {streams} each rank sees a part of the rows"
+        else:
+            return
+        raise UserError(
+            f'a forward writes the buffer {name}, and {why}. Engine(buffers="averaged") (train.buffers in a job) makes it the mean over microbatches, or the largest of whole numbers, or take plan.dp = 1'
+        )
+
+    def merge(self, group: Group, microbatches: int, after: int, exact: bool) -> None:
+        """Makes them equal over `group`; this rank ran `microbatches`, those of `group` behind it `after`. `exact`:
+        where there is a rule."""
+        total = float(group.all_reduce(torch.tensor(float(microbatches)), purpose="buffers"))
+        for name, buffer in self._now().items():
+            rule = self._rules.get(name)
+            if rule is None:
+                continue
+            if isinstance(rule, Rule) and exact and not self._whole_shares:
+                first = self._start[name].double()
+                term = rule.keep**after * (buffer.double() - rule.keep**microbatches * first)
+                merged = group.all_reduce(term, purpose="buffers") + rule.keep**total * first
+                buffer.copy_(merged if buffer.is_floating_point() else merged.round())
+            elif buffer.is_floating_point():
+                buffer.copy_(group.all_reduce(buffer.double() * microbatches, purpose="buffers") / total)
+            else:
+                buffer.copy_(group.all_reduce(buffer.to(torch.int64), "max", purpose="buffers"))
+
+    def _is_table(self, name: str) -> bool:
+        owner, attribute = self._places[name]
+        return attribute in owner._non_persistent_buffers_set
+
+    def _now(self) -> dict[str, Tensor]:
+        return {name: cast(Tensor, owner._buffers[attribute]) for name, (owner, attribute) in self._places.items()}
+
+
+def _nothing(outputs: Any) -> None:
+    pass

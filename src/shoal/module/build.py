@@ -1,0 +1,143 @@
+"""Building a model without holding it: the factory runs on fake tensors while its initialisation is recorded, and each tensor is
+then computed alone, at full shape, from the operations that it depends on. A draw is seeded by the name of the first tensor that it
+reaches, so it is one value wherever it flows.
+
+So every plan starts from the same weights and no rank ever holds the whole model. Fake tensors, not the meta device: they say
+that they are on the CPU, while libraries (transformers, `nn.init.orthogonal_`) skip their initialisation when they see meta. What
+cannot be recorded (a constructor that reads values, sets a seed, brings a generator, or changes tensors that were there before) is
+built on the CPU instead, and said so. numpy's and Python's global generators are seeded while a factory runs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import ArgumentError, UserError
+from shoal.module.record import (
+    ONE_AT_A_TIME,
+    Record,
+    Unrecordable,
+    conversion_by_data,
+    rejection_sampling_whole,
+    seed_of,
+    storage_of,
+)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A module and a way to its initial values.
+
+    `value(name, tensor)` gives a parameter's or buffer's initial value on the CPU, as the factory made it. `how` is
+    "recorded", "given" (a ready module) or why the factory had to be run on the CPU. `given`: the tensors behind the values that this
+    process made itself, which is all of a module that is not recorded, and constants of one that is.
+    """
+
+    module: nn.Module
+    value: Callable[[str, Tensor], Tensor]
+    how: str
+    given: Sequence[Tensor] = ()
+
+
+def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
+    """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be trained."""
+    built = _build(model, seed)
+    for name, parameter in built.module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: keep "
+                "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under bf16 or fp16 of "
+                "self.w.float()); what is not trained can be a buffer"
+            )
+    return built
+
+
+def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
+    if isinstance(model, nn.Module):
+        return Built(model, lambda name, tensor: tensor.detach().cpu(), "given", _only(_kept_tensors(model)))
+    try:
+        return _recorded(model, seed)
+    except UserError:
+        raise
+    except Exception as error:  # a constructor may fail on fake tensors in its own way
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    with _seeded(seed):
+        module = _made(model())  # if the model is wrong this raises, and says it once
+    return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", _only(_kept_tensors(module)))
+
+
+def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
+    """Runs `factory` on fake tensors. Raises whatever it does if it cannot be recorded."""
+    with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
+        record = Record()
+        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
+            module = _made(factory())
+    kept = _kept_tensors(module)
+    if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
+        raise Unrecordable("it keeps modules that are not registered")
+    names = {storage_of(t): name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
+    sites = record.sites([(name, t) for name, t in kept if isinstance(t, FakeTensor)], names)
+    given = [*record.constants, *(t for t in _only(kept) if not isinstance(t, FakeTensor))]
+    return Built(module, lambda name, tensor: record.replay(tensor, name, sites, seed), "recorded", given)
+
+
+def _made(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise ArgumentError("model", f" returned a {type(module).__name__}: a factory returns the module that it made")
+    return module
+
+
+def _only(named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """The tensors of `named`, each once."""
+    return list({id(tensor): tensor for _, tensor in named}.values())
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, buffers and the tensors in plain attributes."""
+    plain = [
+        (f"{prefix}.{name}".lstrip("."), leaf)
+        for prefix, owner in module.named_modules()
+        for name, attribute in vars(owner).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for leaf in tree_leaves(attribute)
+        if isinstance(leaf, Tensor)
+    ]
+    return [*_named_tensors(module), *plain]
+
+
+def _hidden(module: nn.Module) -> list[nn.Module]:
+    """Modules in plain attributes (in a list, say) that are not registered anywhere."""
+    registered = set(module.modules())
+    leaves = [
+        leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)
+    ]
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf not in registered]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the generators that a constructor may draw from: torch's, numpy's and Python's. Afterwards they are as before."""
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        states = random.getstate(), np.random.get_state()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -1,0 +1,124 @@
+"""`compile`: the forward of each block, never a whole module, whose hooks would be traced into the graph. And paths that depend on data, compiled or not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shoal.errors import UserError, did_you_mean
+from shoal.module.stand_in import StandIn
+
+
+def recomputable(module: nn.Module) -> list[nn.Module]:
+    """The parts whose activations can be computed again one by one: the blocks, or, where there are none, what the outermost Sequentials run one after
+    the other; a Sequential of plain layers is one part."""
+    found = blocks(module)
+    if found == [module]:
+        parts = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
+        found = [part for part in parts if not isinstance(part, StandIn)]
+    return found
+
+
+def nothing_to_recompute() -> UserError:
+    """For plan.recompute with a model that has no such parts."""
+    return UserError(
+        "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward where it pays"
+    )
+
+
+def _parts(sequence: nn.Module) -> list[nn.Module]:
+    children = list(sequence.children())
+    return children if any(list(child.children()) or isinstance(child, StandIn) for child in children) else [sequence]
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a model: the children of its outermost ModuleLists, or the model itself where it has none. A child without a forward, a
+    container of containers, stands for its own children. Those that another stage of a pipeline has are not among them."""
+    found = [block for container in _outermost(module, nn.ModuleList) for block in _running(container)] or [module]
+    return [block for block in found if not isinstance(block, StandIn)]
+
+
+def _running(container: nn.Module) -> list[nn.Module]:
+    found = []
+    for child in container.children():
+        found += _running(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    """The outermost modules of the type `kind`, in order."""
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
+
+
+def compile_blocks(module: nn.Module, backend: bool | str) -> None:
+    """Compiles each block's forward with `backend` (True: torch's default). Compilation itself happens at the first call."""
+    from torch._dynamo.exc import InvalidBackend  # here: it takes seconds to import
+
+    for block in blocks(module):
+        choice: dict[str, Any] = {} if backend is True else {"backend": backend}
+        try:
+            block.forward = torch.compile(block.forward, **choice)
+        except InvalidBackend as error:
+            known = torch.compiler.list_backends()
+            raise UserError(
+                f"plan.compile = {backend!r:.100} is no backend of torch.compile ({', '.join(known)}).{did_you_mean(str(backend), known)} "
+                "Give one of them, true or false"
+            ) from error
+
+
+def compiled_parts(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that the model's author has compiled (`torch.compile(part)`, or of its forward): what watches modules must stay
+    outside of them, where it would be traced into their graphs. UserError for those compiled by `part.compile()`, which have no outside."""
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for name, part in module.named_modules():
+        if id(part) in inside:
+            continue
+        if part._compiled_call_impl is not None:
+            raise UserError(
+                f"{name or 'the model'} ({type(part).__name__}) is compiled by compile(), which would trace the gathering of weights (plan.zero = 3, plan.memory) into its "
+                "graph: wrap it, torch.compile(part), compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
+            )
+        if isinstance(part, OptimizedModule) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+            found.append(part)
+            inside |= {id(inner) for inner in part.modules()}
+    return found
+
+
+_torch_cond = torch.cond
+_lock, _open = threading.Lock(), [0]
+
+
+@contextmanager
+def branching() -> Iterator[None]:
+    """Inside, `torch.cond` takes its branch in Python: torch's own refuses operands that lie in one storage, as the parameters of a chunk do. In a compiled block the graph
+    ends there and goes on behind it."""
+    with _lock:
+        _open[0] += 1
+        torch.cond = _branch  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _lock:
+            _open[0] -= 1
+            if not _open[0]:
+                torch.cond = _torch_cond
+
+
+def _branch(
+    pred: Tensor | bool, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: tuple[Any, ...] | list[Any] = ()
+) -> Any:
+    """Stands in for `torch.cond`; in a dry run, where nothing has values, the first branch."""
+    if torch.compiler.is_exporting():
+        return _torch_cond(pred, true_fn, false_fn, operands)
+    return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)

@@ -1,0 +1,1 @@
+"""Optimizers over chunks: groups, fused steps, learning rates, and where their state lives."""

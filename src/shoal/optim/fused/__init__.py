@@ -1,0 +1,18 @@
+"""A torch optimizer over flat storage: it sees few long pieces of chunks in place of many parameters, and looks like one over them.
+
+    chunk   | weight ................................... |pad| bias .. |pad| weight ........ |
+    pieces  |<---- BLOCK ---->|<---- BLOCK ---->|<---- BLOCK ---->|<---- BLOCK ---->|<------>|
+
+Where an update is elementwise it does not matter where a tensor starts and ends, so the result is bitwise that of the optimizer over
+the parameters. On CUDA a piece is a whole chunk, for fewer kernels; on the CPU it is what a core's cache holds, so that the operations
+of an update after the first find their operands there. Bagua's `fuse_optimizer` and Apex's flat optimizers are the forerunners.
+"""
+
+from shoal.optim.fused.chunkwise import ChunkwiseOptimizer
+from shoal.optim.fused.fuse import fuse
+from shoal.optim.fused.optimizer import BLOCK, FlatOptimizer
+from shoal.optim.fused.pieces import FlatChunk, Piece
+from shoal.optim.fused.storage import flatten
+from shoal.optim.fused.trial import coupled, refusal
+
+__all__ = ["BLOCK", "ChunkwiseOptimizer", "FlatChunk", "FlatOptimizer", "Piece", "coupled", "flatten", "fuse", "refusal"]

@@ -1,0 +1,1 @@
+"""Where weights and the state of optimizers live between steps: on the device, on the host, on disk."""

@@ -1,0 +1,241 @@
+"""The optimizer's side of one chunk as it lies on disk between updates.
+
+    | master, where it is kept beside the data | exp_avg | exp_avg_sq | ...        what an update reads and writes: `moving` bytes
+    | weights that the host keeps anyway, so that the file alone says all |        written too where generations are kept: up to `nbytes`
+
+While it is away its tensors show NaN. It stands in for the CompactMasters of a chunk's masters (see masters): who asks for those beside an update gets them
+in memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.optim.tiers.disk import sectors, wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shoal.chunks.chunk import Chunk, Slot
+
+
+class File(Protocol):
+    """Where a page lies: a file, or memory of the host. Futures end when bytes have come or gone."""
+
+    def read(self, into: Tensor) -> list[Future[None]]: ...
+    def write(self, data: Tensor) -> list[Future[None]]: ...
+    def sync(self) -> None: ...
+    def mapped(self) -> Tensor: ...
+
+
+LINE = 64
+"""Bytes: where tensors in a page begin."""
+
+
+def parts(chunk: Chunk, keys: Sequence[str]) -> tuple[dict[str, int], int]:
+    """Where in a page of the owned `chunk` its masters, if it has such, and its state under each of `keys` begin; and the bytes of all of them."""
+    names = [*(["master"] if has_master(chunk) else []), *keys]
+    each = -(-chunk.size * chunk.master_like.dtype.itemsize // LINE) * LINE
+    return {name: number * each for number, name in enumerate(names)}, sectors(each * len(names))
+
+
+def mirrored(chunk: Chunk) -> list[Tensor]:
+    """What the host keeps of the owned `chunk` from update to update, without which a page of it does not say all."""
+    if has_master(chunk):
+        return []  # the weights follow from the masters
+    return [each for each in (chunk.data, chunk.rest_of_masters) if each is not None]
+
+
+def has_master(chunk: Chunk) -> bool:
+    """Whether a page holds masters of the owned `chunk`: where they are kept as they are, beside the data."""
+    return chunk.master_like is not chunk.data and chunk.keeps_masters
+
+
+class Page:
+    """Of the owned `chunk`: its state under `keys`, one value an element each, and its masters. `file()` is where its present content is
+    read and written, `buffer(bytes)` makes memory to hold it while it is here, `touch()` is called before it is written beside an update;
+    `mirrors`: whether the host's part is written too. `roles`: bytes of its file by role."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        keys: Sequence[str],
+        mirrors: bool,
+        file: Callable[[], File],
+        buffer: Callable[[int], Tensor],
+        touch: Callable[[], None],
+    ) -> None:
+        self.chunk, self._file, self._buffer, self._touch = chunk, file, buffer, touch
+        self._size, self._dtype = chunk.size, chunk.master_like.dtype
+        self.has_master = has_master(chunk)
+        self._at, self.moving = parts(chunk, keys)
+        self.mirrored = mirrored(chunk) if mirrors else []
+        self.nbytes_whole = self.moving + sum(sectors(each.nbytes) for each in self.mirrored)
+        first = buffer(self.moving)
+        self._nothing = torch.full((), float("nan"), dtype=self._dtype, device=first.device)
+        masters = min((start for start in self._at.values() if start), default=self.moving) if self.has_master else 0
+        mirrored_size = self.nbytes_whole - self.moving
+        self.roles = {"masters": masters, "optimizer state": self.moving - masters, "weights": mirrored_size}
+        self._states: Callable[[str], dict[str, Any]] = lambda name: {}
+        self._parameters: Mapping[str, Tensor] = {}
+        self._memory: Tensor | None = None  # where it is now
+        self._own = False  # whether that is memory of its own
+        self.on_disk = False
+        if self.has_master:
+            self.show(first, own=True)
+            chunk.kept_by(self)
+
+    def bind(self, parameters: Mapping[str, Tensor], states: Callable[[str], dict[str, Any]]) -> None:
+        """From now on these are the parameters over the masters, and each one's state."""
+        self._parameters, self._states = parameters, states
+
+    # what a CompactMasters does
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it keeps while it is away."""
+        return 0
+
+    @property
+    def lower_halves(self) -> Tensor | None:
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        return self._memory is not None
+
+    def open(self) -> None:
+        """Brings it into memory of its own, unless it is there."""
+        if self._memory is None:
+            memory = self._buffer(self.moving)
+            wait(self._file().read(memory))
+            self.show(memory, own=True)
+
+    @torch.no_grad()
+    def close(self, turn: int, is_cast: bool) -> None:
+        """Rounds the masters into the data, unless that `is_cast` already; what is in memory of its own goes back to the disk."""
+        if not is_cast and self.is_open:
+            self.chunk.data.copy_(self.chunk.master_like)
+        if self._own:
+            self.put_away()
+
+    # where it is
+
+    def _slots(self) -> Iterator[tuple[Slot, str, Tensor]]:
+        """The slots' states that have one value an element, by key."""
+        for slot in self.chunk.slots:
+            for key, value in self._states(slot.name).items():
+                if key in self._at and isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, self._dtype):
+                    yield slot, key, value
+
+    def flat(self, name: str, memory: Tensor) -> Tensor:
+        """The part `name` ("master" or a key) of a page that lies in `memory`: 1-D, of the chunk's size."""
+        start = self._at[name]
+        return memory[start : start + self._size * self._dtype.itemsize].view(self._dtype)
+
+    @torch.no_grad()
+    def show(self, memory: Tensor, own: bool = False) -> None:
+        """Its content is in `memory` now. State that is elsewhere, since it was read from a checkpoint, moves there."""
+        self._memory, self._own = memory, own
+        if self.has_master:
+            flat = self.flat("master", memory)
+            self.chunk.master_like.data = flat
+            for slot in self.chunk.slots:
+                if slot.name in self._parameters:
+                    self._parameters[slot.name].data = slot.view(flat)
+        for slot, key, value in self._slots():
+            view = slot.view(self.flat(key, memory))
+            if not self._is_away(value):
+                view.copy_(value)
+            value.data = view
+
+    @torch.no_grad()
+    def hide(self) -> Tensor:
+        """All that it holds goes into the memory where it is, which is returned, and can be written; its tensors show NaN."""
+        memory = self._memory
+        assert memory is not None
+        for slot, key, value in self._slots():
+            view = slot.view(self.flat(key, memory))
+            if value.data_ptr() != view.data_ptr():  # made, or bound anew, by the update
+                view.copy_(value)
+            value.data = self._nothing.expand(value.shape)
+        if self.has_master:
+            self.chunk.master_like.data = self._nothing.expand(self._size)
+            for slot in self.chunk.slots:
+                if slot.name in self._parameters:
+                    self._parameters[slot.name].data = self._nothing.expand(slot.shape)
+        self._memory, self._own = None, False
+        for mine, place in self._mirrors(memory):
+            place.copy_(mine)
+        return memory
+
+    def _mirrors(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of what the host keeps, each with its place in a whole page that lies in `memory`."""
+        start = self.moving
+        for each in self.mirrored:
+            yield each.view(torch.uint8), memory[start : start + each.nbytes]
+            start += sectors(each.nbytes)
+
+    def put_away(self) -> None:
+        """Writes it to the disk, as it is, and gives its memory back."""
+        assert not self.mirrored or self._memory is None or self._memory.nbytes >= self.nbytes_whole
+        self._touch()
+        wait(self._file().write(self.hide()))
+        self.on_disk = True
+
+    @contextmanager
+    def there(self) -> Iterator[None]:
+        """Inside, it is in memory and may be changed, beside any update."""
+        if self._memory is None:
+            memory = self._buffer(self.nbytes_whole)
+            if self.on_disk:
+                wait(self._file().read(memory))
+            self.show(memory, own=True)
+        yield
+        if self.is_open:
+            self.put_away()
+
+    def known(self) -> dict[str, list[str]]:
+        """The keys of each parameter's state that it holds."""
+        found: dict[str, list[str]] = {}
+        for slot, key, _ in self._slots():
+            found.setdefault(slot.name, []).append(key)
+        return found
+
+    @torch.no_grad()
+    def recall(self, known: Mapping[str, Sequence[str]]) -> None:
+        """Takes everything from its file: the host's part as well, and of the rest that it is there."""
+        memory = self._buffer(self.nbytes_whole)
+        wait(self._file().read(memory))
+        for slot in self.chunk.slots:
+            for key in known.get(slot.name, ()):
+                self._states(slot.name)[key] = self._nothing.expand(slot.shape)
+        for mine, place in self._mirrors(memory):
+            mine.copy_(place)
+        self.show(memory)
+        if self.has_master:
+            self.chunk.data.copy_(self.chunk.master_like)
+        self.hide()
+        self.on_disk = True
+
+    def _is_away(self, value: Tensor) -> bool:
+        return value.untyped_storage()._cdata == self._nothing.untyped_storage()._cdata
+
+    def seen(self) -> dict[tuple[str, str], Tensor]:
+        """The state of its parameters for reading, by (name, key): where it lies, if need be on the disk."""
+        memory = self._lies_in()
+        return {(slot.name, key): slot.view(self.flat(key, memory)) for slot, key, _ in self._slots()}
+
+    @property
+    def master(self) -> Tensor:
+        """The masters for reading, where they lie: 1-D."""
+        return self.flat("master", self._lies_in())
+
+    def _lies_in(self) -> Tensor:
+        return self._memory if self._memory is not None else self._file().mapped()

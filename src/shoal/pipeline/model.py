@@ -1,0 +1,66 @@
+"""A model that is cut into stages, called as one: on every rank of its pipeline alike, with the same result on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from shoal.comm import Group
+from shoal.errors import UserError
+from shoal.module.stand_in import StandIn
+from shoal.pipeline.runner import Runner
+
+
+class Whole(StandIn):
+    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole. `alike`: pipelines whose ranks meet in their forwards, which call it together.
+    `flush` ends the steps under way."""
+
+    def __init__(self, runner: Runner, alike: Group | None, flush: Callable[[], None]) -> None:
+        super().__init__(runner.split.module, self._run)
+        self.__dict__.update(_runner=runner, _alike=alike, _flush=flush)
+
+    def train(self, mode: bool = True) -> Whole:
+        self.__dict__["_part"].train(mode)
+        return super().train(mode)
+
+    @torch.no_grad()
+    def _run(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.__dict__["_flush"]()
+        runner, module = self.__dict__["_runner"], self.__dict__["_part"]
+        kind = repr(
+            ("whole", module.training, tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), (args, kwargs)))
+        )
+        call = _Call(module, args, kwargs)
+        runner.learn([kind], call.try_out, self.__dict__["_alike"])
+        runner.evaluate([kind], call)
+        return runner.of_last_stage(call.result)
+
+
+class _Call:
+    """The one microbatch of such a call (runner.Work)."""
+
+    def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
+        self._module, self._args, self._kwargs = module, args, kwargs
+        self.result: Tensor | None = None
+
+    def try_out(self, place: int) -> Tensor:
+        output = self._module(*self._args, **self._kwargs)
+        output = getattr(output, "logits", output)
+        output = output.whole() if hasattr(output, "whole") else output
+        if not isinstance(output, Tensor):
+            raise UserError(f"a model in stages gives its caller one tensor, or logits; this one gives a {type(output).__name__}")
+        return output
+
+    def around(self, microbatch: int) -> Any:
+        return nullcontext()
+
+    def forward(self, microbatch: int) -> None:
+        self.result = self.try_out(microbatch)
+
+    def backward(self, microbatch: int, complete: set[str] | None, last: bool) -> Any:
+        raise AssertionError("a call has no backward")

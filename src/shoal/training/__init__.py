@@ -1,0 +1,1 @@
+"""A step and what goes around it: forward, backward, reduction, ballot, clipping, update; evaluation and the loop."""

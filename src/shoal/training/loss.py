@@ -1,0 +1,50 @@
+"""The contract of a loss: what `loss(model, microbatch)` returns, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.module.compiling import branching
+
+Loss = Callable[[nn.Module, Mapping[str, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a loss returned for one microbatch, checked: sum and count as fp64 scalars, auxiliary means by name."""
+
+    total: Tensor
+    count: Tensor
+    aux: dict[str, Tensor]
+
+    def counting_nothing(self) -> Sums:
+        """The same with weight 0: its backward gives zeros."""
+        return Sums(self.total * 0, self.count * 0, self.aux)
+
+
+def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -> Sums:
+    """Runs `loss` and checks its contract; UserError says what it returned instead."""
+    with branching():
+        result = loss(module, microbatch)
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise UserError(f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)")
+    total, count = result[0], torch.as_tensor(result[1])
+    if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
+        raise UserError(
+            f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use reduction='sum')"
+        )
+    aux = {}
+    for name, value in sorted(result[2].items() if len(result) == 3 else ()):
+        value, weight = value if isinstance(value, tuple) else (value, 1.0)
+        aux[name] = value / weight
+    return Sums(total, count.to(total.device), aux)
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,218 @@
+"""Buffers that a forward writes, under several ranks beside one process with the same microbatches."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.comm import World
+from shoal.engine import Engine
+from shoal.errors import UserError
+from shoal.models import regression
+from shoal.module.affine import Affine, Rule
+from shoal.plan import Plan
+from tests.parity.cases import vectors
+from tests.pool import run_ranks
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Writes(nn.Module):
+    """A layer, and a forward that does `rule` to its buffers beside it."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 3)
+        self.register_buffer("mean", torch.ones(10))
+        self.register_buffer("hidden", torch.zeros(10), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                more = self.rule(self, x)
+            if more is not None:
+                x = x + more
+        return self.linear(x)
+
+
+def lerp(model: Writes, x: Tensor) -> None:
+    model.mean.lerp_(x.mean(0), 0.25)
+    model.calls.add_(1)
+
+
+def twice(model: Writes, x: Tensor) -> None:
+    """Two writes a forward, one of them to a buffer that is not saved."""
+    for half in (x, 2 * x):
+        model.mean.mul_(0.9).add_(half.sum(0), alpha=0.1)
+    model.hidden.copy_(0.5 * model.hidden + x.max(0).values)
+
+
+def bound_anew(model: Writes, x: Tensor) -> None:
+    model.mean = 0.9 * model.mean + 0.1 * x.mean(0)
+    model.calls = model.calls + len(x)
+
+
+def last(model: Writes, x: Tensor) -> None:
+    model.mean.copy_(x.mean(0))
+
+
+EXACT = [lerp, twice, bound_anew, last]
+
+
+def used(model: Writes, x: Tensor) -> Tensor:
+    model.mean.lerp_(x.mean(0), 0.25)
+    return -model.mean
+
+
+def by_count(model: Writes, x: Tensor) -> None:
+    model.calls.add_(1)
+    model.mean.lerp_(x.mean(0), 1 / (1 + model.calls.item()))
+
+
+def largest(model: Writes, x: Tensor) -> None:
+    model.mean.copy_(torch.maximum(model.mean, x.amax(0)))
+
+
+def part(model: Writes, x: Tensor) -> None:
+    model.mean[0] = x[0, 0]
+
+
+def seldom(model: Writes, x: Tensor) -> None:
+    model.seen = getattr(model, "seen", 0) + 1
+    if model.seen % 3 == 0:
+        model.mean.lerp_(x.mean(0), 0.25)
+
+
+def warming_up(model: Writes, x: Tensor) -> None:
+    model.seen = getattr(model, "seen", 0) + 1
+    model.mean.lerp_(x.mean(0), 1 / (1 + model.seen))
+
+
+ODD = {
+    used: "it goes into aten.addmm",
+    by_count: "different rules",
+    largest: "maximum",
+    part: "aten.copy_",
+    seldom: "others do not",
+    warming_up: "different rules",
+}
+
+
+def train(world: World, rule: Any, steps: int = 3, plan: Any = None, **options: Any) -> dict[str, Tensor]:
+    """Global batches of seven make four microbatches, of which the ranks have unequal numbers."""
+    options = {"global_batch": 7, "microbatch": 2, "precision": "fp64", **options}
+    running = Engine(partial(Writes, rule), regression, ADAMW, Plan(**{"dp": world.size, **(plan or {})}), world=world, **options)
+    for batch in running.batches(vectors(), steps=steps):
+        running.step(batch)
+    found = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
+    running.close()
+    return found
+
+
+@pytest.mark.parametrize("rule", EXACT)
+@pytest.mark.parametrize(("size", "plan"), [(2, {}), (3, {"zero": 2})])
+def test_buffers_are_those_of_one_process(rule, size, plan):
+    (expected,) = run_ranks(train, 1, rule)
+    for found in run_ranks(partial(train, plan=plan), size, rule):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+class InTwo(nn.Module):
+    """Two parts that both write buffers."""
+
+    def __init__(self, rule: Any) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Writes(rule), nn.Linear(3, 10), Writes(rule)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def in_stages(world: World, rule: Any, plan: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    """The buffers as they are saved."""
+    options = {"global_batch": 5, "microbatch": 2, "precision": "fp64"}
+    running = Engine(partial(InTwo, rule), regression, ADAMW, Plan(**plan), world=world, **options)
+    for batch in running.batches(vectors(), steps=3):
+        running.step(batch)
+    running.export(path)
+    running.close()
+    return load_file(next(path.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(("rule", "more"), [(lerp, {}), (bound_anew, {"zero": 3})])
+def test_stages_of_a_pipeline_write_their_buffers(rule, more, tmp_path):
+    """Those of the first, which leaves the model's forward before its end, and those that only the last one comes to;
+    replicas have two and one microbatch."""
+    (one,) = run_ranks(in_stages, 1, rule, {}, tmp_path / "one")
+    plan = {"dp": 2, "pp": 2, "stages": [["first"], ["middle", "last"]], **more}
+    found = run_ranks(in_stages, 4, rule, plan, tmp_path / "four")[0]
+    assert found.keys() == one.keys() and len(one) > 6
+    for name, value in one.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9)
+
+
+def test_a_rank_that_is_idle_at_first_follows_the_others():
+    (expected,) = run_ranks(partial(train, global_batch=2), 1, lerp)
+    for found in run_ranks(partial(train, global_batch=2), 2, lerp):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def refused(world: World, rule: Any, options: dict[str, Any]) -> str:
+    try:
+        train(world, rule, **options)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rule", ODD)
+def test_buffers_on_which_microbatches_depend_are_refused_or_averaged(rule):
+    messages = run_ranks(refused, 2, rule, {"steps": 6})
+    assert messages[0] == messages[1]
+    assert "a forward writes the buffer " in messages[0] and ODD[rule] in messages[0] and "averaged" in messages[0]
+    assert run_ranks(refused, 1, rule, {}) == [""]
+    one, other = run_ranks(partial(train, buffers="averaged"), 2, rule)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_buffers_want_a_fixed_microbatch():
+    messages = run_ranks(refused, 2, lerp, {"microbatch": None})
+    assert messages[0] == messages[1] and "give microbatch=" in messages[0]
+    assert run_ranks(refused, 2, lerp, {"microbatch": None, "buffers": "averaged"}) == ["", ""]
+
+
+def power_iteration(world: World, options: dict[str, Any]) -> str:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(10, 3))
+    running = Engine(layer, regression, ADAMW, global_batch=8, microbatch=2, world=world, **options)
+    try:
+        for batch in running.batches(vectors(), steps=2):
+            running.step(batch)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_spectral_norm_says_what_to_do():
+    for message in run_ranks(power_iteration, 2, {}):
+        assert "a forward writes the buffer parametrizations.weight.0._" in message
+    assert run_ranks(power_iteration, 2, {"buffers": "averaged"}) == ["", ""]
+    with pytest.raises(UserError, match='buffers = "mean"'):
+        Engine(nn.Linear(10, 3), regression, ADAMW, global_batch=4, buffers="mean")
+
+
+def test_the_rule_of_a_buffer_is_what_its_operations_say():
+    model, x = Writes(twice), torch.randn(4, 10)
+    buffers = dict(model.named_buffers())
+    with Affine(buffers) as affine:
+        affine.leaves(model(x))
+    rules = affine.rules(dict(model.named_buffers()))
+    assert rules == {"mean": Rule(pytest.approx(0.81), 4), "hidden": Rule(0.5, 1)}

@@ -1,0 +1,255 @@
+"""Recompute: the same numbers (tests/parity) with fewer activations kept, and options that are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shoal import Engine, Plan, UserError
+from shoal.comm import World
+from shoal.comm.simulation import simulate_world
+from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
+from shoal.module.compiling import recomputable
+from shoal.module.recompute import Recompute
+from tests.exchange import teacher
+from tests.parity.cases import text
+
+LAYERS = 4
+
+
+def gpt() -> GPT:
+    return GPT(GPTConfig(vocab_size=61, sequence=32, layers=LAYERS, d_model=32, heads=4))
+
+
+def kept(option: object, steps: int = 2) -> tuple[int, list[int]]:
+    """Bytes that autograd keeps of one forward, weights not counted, and which blocks are computed again; in the last of `steps` forwards."""
+    torch.manual_seed(0)
+    model = gpt()
+    recompute = Recompute(recomputable(model), option)  # type: ignore[arg-type]
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    ids = torch.randint(0, 61, (4, 32))
+    for _ in range(steps):
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, found: dict[int, int] = found) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                found[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(ids)
+        recompute.decide(lambda chosen: chosen)
+    output.sum().backward()
+    return sum(found.values()), recompute.chosen
+
+
+def test_what_is_kept():
+    everything, none = kept("none")
+    full, blocks = kept("full")
+    assert none == [] and blocks == list(range(LAYERS))
+    # torch's checkpoint keeps the inputs beside autograd, which sees nothing of the blocks but the head and the embedding
+    assert full < 0.2 * everything
+    half, which = kept({"name": "blocks", "every": 2})
+    assert which == [0, 2] and full < half < everything
+    budget, which = kept({"name": "budget", "keep": 0.5})
+    assert 1 <= len(which) < LAYERS and budget < 0.75 * everything
+    assert kept({"name": "budget", "keep": 1})[1] == [] and kept({"name": "budget", "keep": 0})[1] == list(range(LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("ful", 'plan.recompute = "ful" is not one of none, full, blocks, selective, budget. Did you mean "full"?'),
+        ({"name": "blocks"}, "give either which = [places] or every = 2"),
+        ({"name": "blocks", "every": -1}, "give either which = [places] or every = 2"),
+        ({"name": "blocks", "which": [9]}, "which = [9]: the model has the blocks 0 to 3"),
+        ({"name": "selective", "save": ["matmull"]}, "save = ['matmull']: give a list of matmul, attention, convolution"),
+        ({"name": "budget", "keep": 2}, "keep = 2: give the part of the bytes to keep, 0 to 1"),
+        ({"name": "budget", "part": 2}, "unexpected keyword argument 'part'"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(option, message):
+    with pytest.raises(UserError) as error:
+        Recompute(recomputable(gpt()), option)
+    assert message in str(error.value)
+
+
+def test_a_model_without_repeated_parts_is_told():
+    with pytest.raises(UserError, match=r"repeated blocks .* has none"):
+        Engine(partial(nn.LSTM, 3, 4), regression, torch.optim.SGD, Plan(recompute="full"), global_batch=4)
+    assert len(recomputable(MLP((10, 32, 3), "tanh", 0.0))) == 1, "a chain of plain layers is one part"
+    pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.ModuleList([nn.Linear(2, 2)])])
+    assert [type(part) for part in recomputable(pairs)] == [nn.Linear] * 3, "containers have no forward"
+
+
+class Shared(nn.Module):
+    """One block that is called twice, with dropout of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.Dropout(0.3), nn.Tanh())
+        self.blocks = nn.ModuleList([inner, nn.Linear(teacher.INPUTS, teacher.OUTPUTS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.blocks[0](x)
+        return self.blocks[1](x)
+
+
+@pytest.mark.parametrize("dropout", ["keyed", "fused"])
+def test_a_block_that_is_called_twice_draws_the_same_again(dropout):
+    losses = {}
+    for option in ("none", "full"):
+        running = Engine(
+            Shared, regression, teacher.ADAMW, Plan(recompute=option), global_batch=16, microbatch=4, dropout=dropout
+        )
+        losses[option] = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=5)]
+        running.close()
+    assert losses["full"] == losses["none"]
+
+
+class Moody(nn.Module):
+    """Blocks with what a second forward could get wrong: buffers that are read and changed, in place and re-bound, dropout, a hook that changes the
+    input, arguments called like those of torch's checkpoint."""
+
+    def __init__(self, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Mood(dropout) for _ in range(3))
+        self.outward = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, debug=0.5, function=2.0)
+        return self.outward(x)
+
+
+class _Mood(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(teacher.INPUTS, teacher.INPUTS))
+        self.dropout = dropout
+        self.register_buffer("mean", torch.ones(()))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, debug: float, function: float) -> torch.Tensor:
+        y = self.inner(x * self.mean) * debug * function
+        if self.training:
+            self.mean = self.mean * 0.9 + y.detach().square().mean() * 0.1
+            self.count += 1
+        return nn.functional.dropout(y, self.dropout, self.training).tanh()
+
+
+def trained(model, plan: Plan, steps: int = 4, **more) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    running = Engine(model, regression, teacher.ADAMW, plan, global_batch=16, microbatch=8, **more)
+    try:
+        results = [running.step(batch) for batch in running.batches(teacher.data(), steps=steps)]
+        return [r.loss for r in results], [r.grad_norm for r in results], dict(running.module.named_buffers())
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize(
+    "option", ["full", {"name": "blocks", "which": [1]}, "selective", {"name": "budget", "keep": 0.3}], ids=str
+)
+@pytest.mark.parametrize("dropout", ["keyed", "fused"])
+def test_a_second_forward_finds_all_as_the_first(option, dropout):
+    plain, again = (trained(Moody, Plan(recompute=each), dropout=dropout) for each in ("none", option))
+    assert again[:2] == plain[:2]
+    assert all(torch.equal(value, again[2][name]) for name, value in plain[2].items())
+    assert all(float(value) == 8 for name, value in again[2].items() if name.endswith("count")), "two microbatches of four steps"
+
+
+@pytest.mark.parametrize("option", ["full", {"name": "budget", "keep": 0.3}], ids=str)
+@pytest.mark.parametrize("model", [partial(Moody, 0.0), Moody, Shared], ids=["plain", "dropout", "shared"])
+def test_compiled_blocks_are_computed_again_as_well(option, model):
+    plain, again = (trained(model, Plan(recompute=each, compile="aot_eager")) for each in ("none", option))
+    assert again[0] == pytest.approx(plain[0], rel=1e-6) and again[1] == pytest.approx(plain[1], rel=1e-5)
+
+
+def test_operations_inside_compiled_blocks_cannot_be_selected():
+    with pytest.raises(UserError, match="sees no operations inside compiled blocks"):
+        trained(Moody, Plan(recompute="selective", compile="aot_eager"))
+
+
+def test_a_copy_of_the_module_has_its_own_weights():
+    running = Engine(Shared, regression, teacher.ADAMW, Plan(recompute="full"), global_batch=16, microbatch=8)
+    other = copy.deepcopy(running.module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert float(other(torch.ones(2, teacher.INPUTS)).abs().max()) == 0
+
+
+@pytest.mark.parametrize("transform", [False, True], ids=["backward", "torch.func"])
+def test_the_objective_is_the_same(transform):
+    gradients = {}
+    for option in ("none", "full"):
+        running = Engine(Shared, regression, teacher.ADAMW, Plan(recompute=option), global_batch=16, microbatch=8)
+        objective = running.objective(next(running.batches(teacher.data())))
+        parameters = {name: value.detach().clone().requires_grad_() for name, value in running.parameters.items()}
+        if transform:
+            gradients[option] = torch.func.grad(objective)(parameters)
+        else:
+            objective(parameters).backward()
+            gradients[option] = {name: value.grad for name, value in parameters.items()}
+    for name, gradient in gradients["none"].items():
+        assert torch.equal(gradient, gradients["full"][name])
+
+
+def budget_of_uneven_ranks(world) -> list[int]:
+    running = teacher.engine(world, "allreduce")
+    running.close()
+    running = Engine(
+        gpt, causal_lm, teacher.ADAMW, Plan(dp=world.size, zero=3, recompute={"name": "budget", "keep": 0.5}),
+        global_batch=5, microbatch=3, dropout="fused", world=world,
+    )  # fmt: skip
+    for batch in running.batches(text(sequence=32), steps=3):
+        running.step(batch)
+    running.close()
+    return running.parts.recompute.chosen
+
+
+def test_ranks_agree_on_a_budget():
+    first, second = simulate_world(2, budget_of_uneven_ranks)
+    assert first == second and 0 < len(first) <= LAYERS
+
+
+# Models of transformers that keep keys and values unless they are told not to
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+CACHING = {
+    "bloom": ("Bloom", "ForCausalLM", SIZES),
+    "falcon": ("Falcon", "ForCausalLM", {**SIZES, "alibi": True}),
+    "t5": ("T5", "ForConditionalGeneration", {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+}  # fmt: skip
+
+
+def caching(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    name, role, sizes = CACHING[kind]
+    return getattr(transformers, name + role)(getattr(transformers, f"{name}Config")(**sizes))
+
+
+def of_its_logits(model: nn.Module, mb: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    more = {"decoder_input_ids": mb["input_ids"]} if model.config.is_encoder_decoder else {}
+    logits = model(input_ids=mb["input_ids"], **more).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] >= 0).sum()
+
+
+@pytest.mark.parametrize("kind", CACHING)
+def test_a_second_forward_finds_no_cache(kind):
+    losses = []
+    for option in ("none", "full"):
+        engine = Engine(
+            partial(caching, kind), of_its_logits, partial(torch.optim.AdamW, lr=1e-3), Plan(recompute=option), global_batch=2, world=World.single("cpu")
+        )  # fmt: skip
+        losses.append([engine.step(batch).loss for batch in engine.batches(text()[:4], steps=2)])
+        engine.close()
+    assert losses[0] == losses[1]
