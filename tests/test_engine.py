@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shoal import lr
 from shoal.comm import World
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.models import GPT, GPTConfig, causal_lm, regression
-from shoal.optim import lr
 from shoal.plan import Plan
 from tests.parity.cases import CASES, SAMPLES, engine, text, vectors
 from tests.pool import run_ranks

@@ -24,13 +24,12 @@ import torch
 
 from benchmarks.gpu.records import check, hardware, synchronise, write
 from benchmarks.gpu.rows import rows, stacked
-from shoal import Engine, Plan, TrainingError
+from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
 from shoal.models import GPT, PRESETS, GPTConfig, MoEConfig, causal_lm, flops_per_token
 from shoal.models.moe import by_expert
 from shoal.module.compiling import compile_blocks
 from shoal.module.random import keyed_dropout_mask
-from shoal.optim import lr
 
 SMALL = GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.1)
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)

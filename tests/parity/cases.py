@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from shoal import lr
 from shoal.engine import Engine
 from shoal.models import (
     GPT,
@@ -30,7 +31,6 @@ from shoal.models import (
     masked_lm,
     regression,
 )
-from shoal.optim import lr
 from shoal.optim.optimizer import decay_matrices_only
 from shoal.parallel import Layout
 

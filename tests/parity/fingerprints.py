@@ -170,7 +170,7 @@ def _train(row: Row, directory: str) -> list[str]:
     import torch
 
     import shoal
-    from shoal.optim import lr
+    from shoal import lr
 
     torch.set_num_threads(1)
     name = row.get("model", "gpt")
