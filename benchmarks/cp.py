@@ -68,14 +68,14 @@ class Gathering(Context):
 
 def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = False, cp: int = RANKS) -> Step:
     """Shoal's engine with plan.cp over `cp` ranks; "gathered" in place of plan.context's."""
-    import shoal.engine as engine_module
+    import shoal.parallel.parallelized as parallelized
     from shoal import Engine, Plan
     from shoal.comm import World
     from shoal.launch import join
 
     workload.MODEL = replace(workload.PRESETS["33m"], sequence=case.sequence, layers=2)
     if context == GATHERED:
-        vars(engine_module)["Context"] = Gathering
+        vars(parallelized)["Context"] = Gathering
     world = join() if cp > 1 else World.single()
     if alone:
         world = Silenced(world.rank, world.size, local_rank=world.local_rank, local_size=world.local_size, store=world.store)

@@ -48,7 +48,7 @@ def test_every_stage_accumulates_to_the_numbers_of_a_plain_loop(stage, ranks, ho
 
 
 def in_small_chunks(world, asked) -> dict:
-    with mock.patch("shoal.engine.chunk_bytes", lambda *_: 50_000):  # else by what the link was measured to do
+    with mock.patch("shoal.assembly.memory.chunk_bytes", lambda *_: 50_000):  # else by what the link was measured to do
         return through_the_door(
             world, asked, 5, factory=Normed, after=lambda model, _: [chunk.slots[0].name for chunk in model.engine.parts.chunks]
         )

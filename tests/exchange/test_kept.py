@@ -90,8 +90,8 @@ def account(world, option: dict[str, Any], sizes: list[int], **more: Any) -> tup
         if size > 0 and not result.skipped:
             wanted += truth(ids)
     kept = torch.zeros(ROWS, COLUMNS, dtype=torch.float64)
-    engine._exchange.settle()
-    for name, state in engine._exchange.state().items():
+    engine.parts.exchange.settle()
+    for name, state in engine.parts.exchange.state().items():
         if "residual" in name or "waiting" in name:
             kept += state.tensors["weight"].double()
     moved = -engine.optimizer.parameters["weight"].detach().double()
@@ -138,7 +138,7 @@ def gives_its_rank(world, qadam: dict[str, Any]) -> tuple[Tensor, Tensor]:
     engine = Engine(Given, loss, partial(torch.optim.Adam, lr=0.1), Plan(dp=world.size, exchange=qadam), global_batch=8, world=world)
     for step in range(3):
         engine.step(batch_of(step, list(range(8))))
-    kept = sum(state.tensors["weight"].double() for name, state in engine._exchange.state().items() if "residual" in name)
+    kept = sum(state.tensors["weight"].double() for name, state in engine.parts.exchange.state().items() if "residual" in name)
     weight = engine.optimizer.parameters["weight"].detach().clone()
     engine.close()
     return weight, kept

@@ -18,7 +18,7 @@ from shoal.exchange.adasum import adasum
 from shoal.exchange.decentralized import partner
 from shoal.exchange.scatter_gather import cuts_of, scatter_gather
 from shoal.exchange.topk import TopK
-from tests.exchange.teacher import ADAMW, data, engine, train
+from tests.exchange.teacher import ADAMW, data, engine, regression, train
 
 
 def draws(rank: int, numel: int, round_: int = 0) -> Tensor:
@@ -207,7 +207,7 @@ def test_a_ring_knows_its_neighbours_replicas_bit_by_bit(size):
         seen = []
         for batch in running.batches(data(), steps=5):
             running.step(batch)
-            exchange = running._exchange
+            exchange = running.parts.exchange
             seen.append([torch.cat(flats) for flats in (exchange._own, exchange._of_left, exchange._of_right)])
         running.close()
         return seen
@@ -242,7 +242,7 @@ def test_diloco_s_outer_step_is_torch_s_sgd_with_nesterov():
         outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
         pairs = []
         for batch in running.batches(data(), steps=9):
-            exchange = running._exchange
+            exchange = running.parts.exchange
             end, inner = exchange.end, []
 
             def watched(step: int, end=end, inner=inner) -> None:
@@ -280,7 +280,7 @@ def test_delayed_gradients_are_those_of_the_weights_a_step_before():
         parameters, waiting = list(running.parameters.values()), None
         for batch in running.batches(data(), steps=8):
             loss = sum(
-                running._loss(running.module, batch.load(batch.ids[at : at + 2]))[0] for at in range(0, len(batch.ids), 2)
+                regression(running.module, batch.load(batch.ids[at : at + 2]))[0] for at in range(0, len(batch.ids), 2)
             ) / (4 * len(batch.ids))
             fresh = torch.autograd.grad(loss, parameters)
             with torch.no_grad():
@@ -315,7 +315,7 @@ def test_qadam_without_loss_is_adam_with_a_frozen_variance(optimizer):
                 continue
             parameters = list(running.parameters.values())
             loss = sum(
-                running._loss(running.module, batch.load(batch.ids[at : at + 2]))[0] for at in range(0, len(batch.ids), 2)
+                regression(running.module, batch.load(batch.ids[at : at + 2]))[0] for at in range(0, len(batch.ids), 2)
             ) / (4 * len(batch.ids))
             for x, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
                 state = adam.state[x]
@@ -350,7 +350,7 @@ def test_topk_sends_everything_in_the_end():
 
     def run(world) -> tuple[Tensor, Tensor]:
         running = engine(world, {"name": "topk", "ratio": 0.1})
-        exchange, chunk = running._exchange, running.parts.chunks[0]
+        exchange, chunk = running.parts.exchange, running.parts.chunks[0]
         assert isinstance(exchange, TopK)
         applied = torch.zeros(chunk.size)
         for _ in range(30):
@@ -379,7 +379,7 @@ def slow_on_rank_one(world, steps_of_fast: int) -> tuple[float, int, Tensor]:
             time.sleep(0.02)
         running.step(batch)
     seconds = time.monotonic() - started
-    running._exchange.settle()
+    running.parts.exchange.settle()
     rounds = running.ledger.total("dp-async", "all_reduce", "weights").calls
     weights = torch.cat([chunk.master for chunk in running.parts.chunks]).clone()
     running.close()
@@ -400,9 +400,9 @@ def test_a_replica_waits_when_the_bound_is_reached():
             if world.rank == 1:
                 time.sleep(0.03)
             running.step(batch)
-            if world.rank == 0 and running._exchange._started is not None:
-                assert batch.step - running._exchange._started <= 3
-        running._exchange.settle()
+            if world.rank == 0 and running.parts.exchange._started is not None:
+                assert batch.step - running.parts.exchange._started <= 3
+        running.parts.exchange.settle()
         running.close()
         return running.ledger.total("dp-async", "all_reduce", "weights").calls
 

@@ -64,7 +64,7 @@ def option(name: str) -> dict:
 def describe(running) -> dict:
     residuals = [
         tensor.flatten()
-        for state in running._exchange.state().values()
+        for state in running.parts.exchange.state().values()
         if state.on_resize != "mean"
         for tensor in state.tensors.values()
     ]

@@ -95,7 +95,7 @@ def trained(
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
     running = engine(world, model, plan, batch, microbatch, **more)
     results = [running.step(each) for each in running.batches(text(), steps=STEPS)]
-    running._runner.flush()
+    running.parts.runner.flush()
     weights = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
     seen = {name: value.detach().clone() for name, value in running.parameters.items()}
     if running.plan.zero == 0:
@@ -231,7 +231,7 @@ def overflowing(world, plan: dict[str, Any]) -> tuple[list[bool], list[float], b
     precision = {"name": "fp16", "initial_scale_power": 24}
     running = engine(world, "lstm", plan, 8, 2, precision=precision)
     results = [running.step(each) for each in running.batches(text(), steps=STEPS)]
-    running._runner.flush()
+    running.parts.runner.flush()
     finite = all(bool(value.isfinite().all()) for value in running.parameters.values())
     running.close()
     return [result.skipped for result in results], [result.loss for result in results], finite
@@ -249,14 +249,14 @@ def seen_versions(world) -> bool:
     running = engine(world, "lstm", {"pp": 4, "schedule": "pipedream"}, 2, 2)
     seen: list[tuple[str, float]] = []
     own = next(iter(running.parameters.values()))
-    bind = running._versions.bind
+    bind = running.parts.versions.bind
 
     def watched(number: int) -> None:
         bind(number)
         seen.append(("bound", float(own.detach().sum())))
 
-    running._versions.bind = watched
-    stream = running._runner._stream
+    running.parts.versions.bind = watched
+    stream = running.parts.runner._stream
     feed, back = stream.feed, stream.back
     forwards: list[float] = []
 
@@ -273,7 +273,7 @@ def seen_versions(world) -> bool:
     for each in running.batches(text(), steps=STEPS):
         running.step(each)
         sums.add(float(own.detach().sum()))
-    running._runner.flush()
+    running.parts.runner.flush()
     assert not forwards and len(sums) > 1
     running.close()
     return True

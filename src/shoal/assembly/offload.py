@@ -129,7 +129,9 @@ class Offload:
         """When the update of the step that was noted has ended: what the disk holds is from now on where to go on from."""
         if pager.is_new and self._committed is not None:
             about, buffers = self._committed
-            pager.commit({**buffers, **state.small_state(optimizer)}, {**about, **state.optimizer_extra(optimizer, None)})
+            pager.commit(
+                {**buffers, **state.small_state(optimizer)}, {**about, **state.optimizer_extra(optimizer, None)}
+            )
 
 
 def link_rate(device: torch.device) -> float:

@@ -5,24 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from shoal.assembly.memory import Memory
+from shoal.assembly.model import Local
+from shoal.assembly.trainer import Trainer
 from shoal.chunks import Chunk, Passing, Tier
 from shoal.chunks.gradient_pool import Lender
+from shoal.chunks.versions import Versions
 from shoal.comm import Link
 from shoal.data import Batch
+from shoal.exchange import Algorithm
 from shoal.mesh import Mesh
 from shoal.module.recompute import Recompute
 from shoal.optim.tiers.pager import Pager
+from shoal.training.step import StepRunner
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts at this moment; another version may have others.
+    """The parts at this moment; another version may have others. None: this engine needs none.
 
-    `mesh`: which rank stands where. `chunks`: what parameters lie in, of about `chunk_bytes` each, chosen for `link` where that was measured.
-    `passing`: how weights come and go that are not whole here; `recompute`: what backward computes again; `lender`: memory that gradients take in turn; `pager`: optimizer state that comes
-    from host or disk. `tier`: what is on the device of `plan.memory`, `host`: what it has at home there. None: this engine needs none.
-    `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages behind where the schedule has no
-    flush. `rounds(batch)`: the most microbatches that a rank has of it.
+    `mesh`: which rank stands where.
+    `chunks`: what parameters lie in, of about `chunk_bytes` each, chosen for `link` where that was measured.
+    `passing`: how weights come and go that are not whole here; `recompute`: what backward computes again.
+    `lender`: memory that gradients take in turn; `pager`: optimizer state that comes from host or disk.
+    `tier`: what is on the device of `plan.memory`, `host`: what it has at home there.
+    `exchange`: the algorithm of the plan's exchange; `runner`: what makes steps.
+    `versions`: the weights that microbatches under way see, where the schedule has no flush.
+    `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages behind
+    where the schedule has no flush. `rounds(batch)`: the most microbatches that a rank has of it.
     """
 
     mesh: Mesh
@@ -35,5 +45,31 @@ class Parts:
     pager: Pager | None
     tier: Tier | None
     host: Tier | None
+    exchange: Algorithm
+    runner: StepRunner
+    versions: Versions | None
     lag: int
     rounds: Callable[[Batch], int]
+
+
+def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
+    """The parts of an engine, from the phases of its assembly."""
+    ranks, offload, runner = local.ranks, memory.offload, trainer.runner
+    on_device = int(ranks.world.device.type == "cuda")
+    return Parts(
+        mesh=ranks.mesh,
+        chunks=memory.chunks,
+        chunk_bytes=memory.chunk_bytes,
+        link=memory.link,
+        passing=memory.gather,
+        recompute=local.recompute,
+        lender=trainer.lender,
+        pager=memory.pager,
+        tier=None if offload is None else offload.tier,
+        host=None if offload is None else offload.host,
+        exchange=memory.exchange,
+        runner=runner,
+        versions=trainer.versions,
+        lag=on_device if local.flushes else ranks.plan.pp - 1,
+        rounds=lambda batch: runner.cut(batch.ids).most,
+    )

@@ -48,7 +48,9 @@ class Storage:
 
     def _keeping(self, kind: str, group: Group, exchange: Algorithm, whole: Callable[[], bool]) -> Keeping:
         device = self._world.device
-        return Keeping(Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(kind, group, whole))
+        return Keeping(
+            Shared(group, device) if exchange.reduces_in_place else Private(device), self._shards(kind, group, whole)
+        )
 
     def _shards(self, kind: str, group: Group, whole: Callable[[], bool]) -> Shards | None:
         """Among whom of `group` chunks are cut, and where they are at home."""
@@ -73,7 +75,9 @@ class Storage:
         given = given_chunk_bytes(exchange, allowed.chunk)
         if given is not None or shards is None or not shards.weights_pass():
             return given
-        found = search(maker.described, shards.group.size, itemsize, shards.whole_parameters, allowed.device).best.chunk_bytes
+        found = search(
+            maker.described, shards.group.size, itemsize, shards.whole_parameters, allowed.device
+        ).best.chunk_bytes
         return int(self._everyone.broadcast_object(found))  # "auto" may see other memory on each GPU
 
     def passing(self, module: nn.Module, chunks: Sequence[Chunk]) -> Passing | None:

@@ -149,13 +149,19 @@ class Randomness:
     calls draw by key. `attend`: what computes F.scaled_dot_product_attention where a rank has a part of each row.
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        part: Callable[[Tensor, int], list[tuple[int, int]]] | None = None,
+        attend: Callable[..., Tensor] | None = None,
+        keyed: bool = True,
+    ) -> None:
         self.seed, self.device = seed, device
         self.samples = torch.zeros(1, dtype=torch.int64, device=device)
         self.active = False
-        self.part: Callable[[Tensor, int], list[tuple[int, int]]] = _whole
-        self.keyed = True
-        self.attend: Callable[..., Tensor] | None = None
+        self.part = part or _whole
+        self.attend, self.keyed = attend, keyed
         self.module = ""
         self._first = 0  # the seed of other draws in this microbatch
         self._layers: list[KeyedDropout] = []

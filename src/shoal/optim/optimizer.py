@@ -92,7 +92,7 @@ class ChunkOptimizer:
     `.grad` is a view of the gradient chunk while it updates. `rows[name]` are those of a sparse gradient that are not zero (None: all), which
     SparseAdam gets as such; other optimizers do the same with the dense view. `fused` is switched on where the factory takes it and leaves it open.
     `pager`: brings the masters and state of chunks that have pages on a disk. `chunkwise`: chunks are updated one after the other, with
-    `later` while the next forward goes on already, until `settle`, which calls `settled`.
+    `later` while the next forward goes on already, until `settle`, which calls `settled` with it.
     `turn`: the step of the next update, where rounding draws. `slots[name]` says which part of the parameter that is, where chunks are
     cut; `members` names each group's parameters, whoever owns them.
     `clip_value`: the largest absolute value of an element of the gradient that it updates with.
@@ -110,14 +110,14 @@ class ChunkOptimizer:
         pager: Pager | None = None,
         chunkwise: bool = False,
         later: Later | None = None,
+        settled: Callable[[ChunkOptimizer], None] | None = None,
     ) -> None:
         parameters: dict[str, nn.Parameter] = {}
         self.turn, self._clip_value = -1, clip_value
         self.rows: Mapping[str, Tensor | None] = {}
         self.slots: dict[str, Slot] = {}
         self._pager, self._chunkwise = pager, chunkwise or pager is not None
-        self._later = later
-        self.settled: Callable[[], None] | None = None
+        self._later, self._settled = later, settled
         away = {id(page.chunk) for page in self.pages if page.has_master}
         for chunk in chunks:
             owned = chunk.owned
@@ -290,8 +290,8 @@ class ChunkOptimizer:
         """Returns when no update is under way."""
         if self._later is not None:
             self._later.settle()
-        if self.settled is not None:
-            self.settled()
+        if self._settled is not None:
+            self._settled(self)
 
     def close(self) -> None:
         """Ends what goes on beside the step."""

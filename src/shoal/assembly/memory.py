@@ -1,0 +1,107 @@
+"""Where the model lies: its parameters in chunks, cut and sized as the exchange and the links want them, at home in the tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from shoal.assembly.compatibility import check_trainable
+from shoal.assembly.model import Local, on_any_stage
+from shoal.assembly.offload import Offload
+from shoal.assembly.recipe import Recipe
+from shoal.assembly.storage import Storage
+from shoal.chunks import Chunk, ChunkMaker, Passing, adopt
+from shoal.chunks.allocate import Private
+from shoal.chunks.make import groups_of
+from shoal.comm import Link
+from shoal.exchange import Algorithm
+from shoal.exchange.apart import check_biases
+from shoal.exchange.choose import choose_exchange
+from shoal.exchange.tuning import chunk_bytes, worth_measuring
+from shoal.optim.optimizer import needs_whole_parameters, small_optimizer
+from shoal.optim.tiers.pager import Pager
+from shoal.precision import Precision
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The chunks of a model, and who moves them.
+
+    `exchange`: the algorithm that was chosen, since it says how gradients lie. `precision`: with the dtype of the gradients.
+    `maker`: makes chunks of about `chunk_bytes` of gradient, chosen for `link` where that was measured.
+    `chunks`: what parameters lie in; after the first step they may be cut anew (see `rebuild`), in this list.
+    `recut`: whether that may be, since the order in which gradients come was only expected.
+    `parameters[name]`: the module's parameters, views of the chunks.
+    `gather` brings weights that are whole only while they are used; `pager` what lies on a disk or is streamed.
+    `offload`, `pager`, `gather`, `link`: None where there is no need of them.
+    """
+
+    exchange: Algorithm
+    precision: Precision
+    offload: Offload | None
+    storage: Storage
+    maker: ChunkMaker
+    chunk_bytes: int
+    link: Link | None
+    recut: bool
+    chunks: list[Chunk]
+    pager: Pager | None
+    parameters: dict[str, nn.Parameter]
+    gather: Passing | None
+
+    @property
+    def trainable(self) -> list[Chunk]:
+        """The chunks of parameters that are trained."""
+        return [chunk for chunk in self.chunks if chunk.trainable]
+
+
+def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
+    """Puts the model of `local` onto its storage, with the values that it begins with. All ranks call it alike.
+
+    `microbatch`: samples a forward. Raises UserError for an exchange or a memory that does not go with the rest of the plan.
+    """
+    ranks, parted, pipeline = local.ranks, local.parted, local.pipeline
+    plan, device, replicas, tp = ranks.plan, ranks.world.device, ranks.replicas, ranks.tp
+    precision, optimizer, options = recipe.precision, recipe.optimizer, local.whole.options
+
+    offload = None if plan.memory is None else Offload(plan, device, replicas, ranks.everyone, ranks.world.ledger)
+    small = partial(small_optimizer, optimizer, options)
+    exchange = choose_exchange(plan, precision.keep, recipe.clip_value, local.apart, ranks.among, small)
+    if parted.moves_biases:
+        check_biases(exchange, plan.exchange)
+    storage = Storage(plan, ranks.mesh, ranks.world, replicas, local.apart, ranks.stage, offload, local.tied)
+    keeping, apart = storage.keeping(exchange, partial(needs_whole_parameters, optimizer, options, precision.master))
+    if offload is not None and recipe.clip_value is None:
+        precision = offload.narrow_gradients(precision, optimizer, options, recipe.global_batch <= microbatch)
+    maker = ChunkMaker(
+        local.module,
+        local.whole.member,
+        precision,
+        Private(device),
+        keeping,
+        apart,
+        groups_of(local.layouts),
+        (tp.rank, tp.size),
+        not local.flushes,
+    )
+    sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision.grad.itemsize)
+    gradient_bytes = tp.broadcast_object(maker.gradient_bytes)
+    measured = sized is None and worth_measuring(exchange, gradient_bytes, replicas.size)
+    link = replicas.link(device) if measured else None
+    size = tp.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, link))
+    if pipeline is not None:  # what is tied lies in chunks of one size
+        size = pipeline.group.broadcast_object(size)
+    cut = maker.cut(size)
+    chunks = maker.make(cut if tp.size == 1 else maker.cut_like(cut, tp))
+    pager = offload.pages(chunks, optimizer, options, precision) if offload is not None else None
+    parameters = adopt(local.module, chunks, local.built.value, precision, device)
+    gather = storage.passing(local.module, chunks)
+    if gather is not None and local.recompute is not None:
+        local.recompute.again.append(gather.again)
+    storage.agree(local.module, chunks, tp)
+    recut = measured and keeping.shards is None and pipeline is None
+    memory = Memory(exchange, precision, offload, storage, maker, size, link, recut, chunks, pager, parameters, gather)
+    check_trainable(on_any_stage(pipeline, bool(memory.trainable)))
+    return memory

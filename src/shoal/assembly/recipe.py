@@ -1,0 +1,61 @@
+"""What an engine was given beside model, plan and world: how to train, on whatever ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shoal.data.loader import Collate
+from shoal.optim.lr import Schedule
+from shoal.optim.optimizer import GroupRule, OptimizerFactory
+from shoal.parallel.tensor import Rules
+from shoal.precision import Precision
+from shoal.precision import precision as precision_named
+from shoal.training.loss import Loss
+from shoal.training.norms import ClipRule
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of `Engine` by their names there. `microbatch`: as it was given, None where the engine chooses."""
+
+    loss: Loss
+    optimizer: OptimizerFactory
+    global_batch: int
+    microbatch: int | None
+    precision: Precision
+    seed: int
+    clip: float | ClipRule | None
+    clip_value: float | None
+    schedule: Schedule | None
+    param_groups: GroupRule | None
+    tensor_rules: Rules | None
+    sync_bn: bool
+    dropout: str
+    buffers: str
+    keep_gradients: bool
+    norms_every: int
+    collate: Collate | None
+
+    @classmethod
+    def taken_from(cls, arguments: Mapping[str, Any]) -> Recipe:
+        """The recipe in the `arguments` of `Engine`. Raises UserError for a precision that there is not."""
+        own = {field.name: arguments[field.name] for field in fields(cls)}
+        return cls(**{**own, "precision": precision_named(own["precision"])})
+
+    @property
+    def even(self) -> bool:
+        """Whether a step's samples are dealt out as evenly as can be, not in microbatches of one fixed cut."""
+        return self.microbatch is None or self.sync_bn
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint records of it, and says when it was another."""
+        clip: Any = getattr(self.clip, "__qualname__", "a function") if callable(self.clip) else self.clip
+        return {
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "precision": self.precision.name,
+            "clip": clip,
+            "clip_value": self.clip_value,
+        }

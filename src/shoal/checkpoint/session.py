@@ -1,0 +1,292 @@
+"""What goes on beyond an engine: its state is saved, read under any plan, taken up after a kill, exported as one model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint import state
+from shoal.checkpoint.extra import read_extra
+from shoal.checkpoint.given import Given
+from shoal.checkpoint.pieces import Piece
+from shoal.checkpoint.reader import newest
+from shoal.checkpoint.whole import of_all_stages, whole_parameters
+from shoal.checkpoint.writer import Writer
+from shoal.chunks import Chunk
+from shoal.chunks.versions import Versions
+from shoal.comm import Group, World
+from shoal.data import IterableSource
+from shoal.errors import CheckpointError
+from shoal.exchange import Algorithm
+from shoal.exchange.kept import from_older
+from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
+from shoal.models.export import export_whole
+from shoal.optim.optimizer import ChunkOptimizer
+from shoal.optim.tiers.pager import Pager
+from shoal.plan import Plan
+from shoal.precision import LossScale
+
+
+class Steps(Protocol):
+    """What is asked of who makes steps. `per_sample`: counts of a sample as they are expected."""
+
+    per_sample: float
+
+    def flush(self) -> None: ...
+    def settle(self) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where a run is: the `step` that comes next; the place in an iterable dataset, or its saved state; the name of the `run`."""
+
+    step: int = 0
+    source: IterableSource | dict[str, Any] | None = None
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The groups in which this rank's part of the state is put together.
+
+    `replicas`: ranks that share out samples. `tp`: those with other parts of this one's matrices; `stage`: all with this stage;
+    `across`: one of each stage, None without a pipeline; `everyone`: all ranks.
+    `experts`: the ranks with the same experts as this one, None where they are not spread; `parts`: those along ep and tp.
+    """
+
+    replicas: Group
+    tp: Group
+    stage: Group
+    across: Group | None
+    everyone: Group
+    experts: Group | None
+    parts: Group
+
+
+@dataclass(frozen=True)
+class State:
+    """What is saved: all that training changes. `versions`, `pager`, `scheduler`, `loss_scale`: None where there is none."""
+
+    module: nn.Module
+    chunks: Sequence[Chunk]
+    optimizer: ChunkOptimizer
+    exchange: Algorithm
+    versions: Versions | None
+    pager: Pager | None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    loss_scale: LossScale | None
+    given: Given
+
+
+@dataclass(frozen=True)
+class Session:
+    """Saves and reads the `state` of a run of `plan`. Every method is called by all ranks alike, between steps.
+
+    `settings`: global batch, seed and precision, as a checkpoint records them. `standing`: what this rank writes.
+    `closing`: what is ended with the run, to which writers of checkpoints are added.
+    """
+
+    plan: Plan
+    world: World
+    settings: Mapping[str, Any]
+    members: Members
+    standing: state.Standing
+    state: State
+    steps: Steps
+    closing: ExitStack
+    progress: Progress = field(default_factory=Progress)
+    _writers: dict[Path, Writer] = field(default_factory=dict)
+
+    def drifted(self) -> bool:
+        """Whether the replicas differ now; ends the exchange's background work for the moment."""
+        exchange = self.state.exchange
+        exchange.settle()
+        return self.members.replicas.size > 1 and exchange.drifts(self.progress.step)
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """Inside, replicas that have drifted apart are their mean."""
+        if not self.drifted():
+            return nullcontext()
+        return mean_of_replicas(self.state.module, self.state.chunks, self.members.replicas)
+
+    def save(self, directory: str | Path, wait: bool, keep: int, user: Mapping[str, Any] | None) -> None:
+        """Writes a checkpoint of the step that comes next (see Engine.save)."""
+        self.steps.flush()
+        self.steps.settle()
+        self.state.optimizer.settle()
+        path = Path(directory).resolve()
+        if path not in self._writers:
+            self._writers[path] = Writer(path, self.world, keep)
+            self.closing.callback(self._writers[path].close)
+        pager = self.state.pager
+        copy = pager is None or pager.disk is None
+        extra = {**self._extra(), "user": dict(user or {})}
+        self._writers[path].save(self.progress.step, self._pieces(), extra, wait or not copy, copy)
+
+    def _pieces(self) -> list[Piece]:
+        """What this rank writes: its share of what all replicas have alike (or of their mean), and what only it has."""
+        mine, standing = self.state, self.standing
+        own = state.exchange_pieces({name: kept.tensors for name, kept in mine.exchange.state().items()}, standing)
+        if (versions := mine.versions) is not None:
+            kept = {versions.newest - each: versions.tensors(each) for each in versions.kept}
+            own += state.version_pieces(kept, standing)
+        if not self.drifted():
+            return own + state.pieces(mine.module, mine.chunks, mine.optimizer, standing)
+        own += [_copied(piece) for piece in state.replica_pieces(mine.module, mine.chunks, mine.optimizer, standing)]
+        means = mean_of_optimizers(mine.optimizer, self.members.replicas)
+        with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
+            pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, standing, means)
+            return own + [_copied(piece) for piece in pieces]
+
+    def _extra(self) -> dict[str, Any]:
+        members, owners = self.members, self.members.replicas if self.plan.zero else None
+        return {
+            "replicas": members.replicas.size if self.drifted() else None,
+            **self._place(),
+            **state.optimizer_extra(self.state.optimizer, owners, members.across),
+        }
+
+    def _place(self) -> dict[str, Any]:
+        """Where the run is, but for tensors and the optimizer."""
+        mine, source = self.state, self.progress.source
+        return {
+            "step": self.progress.step,
+            **self.settings,
+            "plan": self.plan.to_dict(),
+            "per_sample": self.steps.per_sample,
+            "kept_of_mean": True,  # the unit of what exchanges keep back
+            "loss_scale": mine.loss_scale.state() if mine.loss_scale else None,
+            "scheduler": mine.scheduler.state_dict() if mine.scheduler else None,
+            "source": source.state_dict() if isinstance(source, IterableSource) else source,
+            "given": mine.given.record,
+        }
+
+    def place(self) -> dict[str, Any]:
+        """What `recover` will need of a step beside tensors."""
+        return {**self._place(), "run": self.progress.run}
+
+    def recover(self, after: int) -> bool:
+        """Goes on from the last update that the disk holds (see Engine.recover)."""
+        pager = self.state.pager
+        if pager is None or not pager.durable or self.progress.step:
+            return False
+        generation = pager.generation - 1
+        if generation == 0:
+            return False
+        extra, tensors = pager.read(generation)
+        if extra["step"] <= after or extra["run"] != self.progress.run:
+            return False
+        state.restore_small(self.state.module, self.state.optimizer, tensors, extra)
+        pager.recall(generation)
+        self._go_on(extra)
+        return True
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Reads a checkpoint (see Engine.load)."""
+        path, mine, standing = Path(directory), self.state, self.standing
+        if not path.name.startswith("step-"):
+            path = self._newest(path)
+        self.steps.flush()
+        mine.exchange.settle()
+        mine.optimizer.settle()
+        if mine.pager is not None:
+            mine.pager.uncommit()
+        rank, size = self.members.replicas.rank, self.members.replicas.size
+        # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from
+        # their mean.
+        saved = read_extra(path)
+        own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
+        extra = state.restore(path, mine.module, mine.chunks, mine.optimizer, standing, own)
+        if (versions := mine.versions) is not None:
+            ago, step = state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
+            versions.restart(step, [step - each for each in ago])
+            state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, standing)
+        self._restore_exchange(path, extra)
+        self._go_on(extra)
+        return extra["user"]
+
+    def _restore_exchange(self, path: Path, extra: Mapping[str, Any]) -> None:
+        exchange = self.state.exchange
+        kept = {name: (part.tensors, part.on_resize) for name, part in exchange.state().items()}
+        complete = state.restore_exchange(path, kept, self.standing)
+        if not extra.get("kept_of_mean"):
+            from_older(exchange.state(), extra, not exchange.keeps_back)
+        if not complete and self.members.everyone.rank == 0:
+            warnings.warn(
+                f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise: "
+                "that starts anew",
+                stacklevel=4,
+            )
+        exchange.restored()
+
+    def _go_on(self, extra: Mapping[str, Any]) -> None:
+        """Takes over where a run was, from what `_place` said then; warns of what is given otherwise now, which wins."""
+        mine, saved = self.state, extra["scheduler"]
+        if mine.scheduler is not None and saved is not None:
+            saved = state.in_the_form_of(mine.scheduler.state_dict(), saved)
+        changes = mine.given.go_on(extra, saved)
+        for change in [*changes, extra["anew"]] if extra.get("anew") else changes:
+            if self.members.everyone.rank == 0:
+                warnings.warn(change, stacklevel=4)
+        self.progress.source, self.steps.per_sample = extra["source"], extra["per_sample"]
+        if mine.loss_scale is not None and extra.get("loss_scale") is not None:
+            mine.loss_scale.load(extra["loss_scale"])
+        self.progress.step = extra["step"]
+
+    def _newest(self, directory: Path) -> Path:
+        """The newest good checkpoint; the first rank looks, since it reads every byte. A warning names damaged ones."""
+        found: Path | None = None
+        damaged: list[str] = []
+        everyone = self.members.everyone
+        if everyone.rank == 0:
+            found = newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
+        found, damaged = everyone.broadcast_object((found, damaged))
+        told = "; ".join(damaged)
+        if found is None:
+            raise CheckpointError(f"no checkpoint to load in {directory}" + (f" (damaged: {told})" if damaged else ""))
+        if damaged and everyone.rank == 0:
+            warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {told}", stacklevel=4)
+        return found
+
+    def export(self, directory: str | Path) -> Path:
+        """Writes the weights as one model (see Engine.export)."""
+        everyone = self.members.everyone
+        self.steps.flush()
+        self.state.optimizer.settle()
+        with self.as_one():
+            weights = self._whole_weights()
+            failure = export_whole(self.state.module, weights, Path(directory)) if everyone.rank == 0 else None
+            if (failure := everyone.broadcast_object(failure)) is not None:
+                raise failure
+        return Path(directory)
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """All weights and saved buffers by name, complete on the first rank."""
+        members, layouts, module = self.members, self.standing.layouts, self.state.module
+        weights: dict[str, Tensor] = {}
+        for chunk in self.state.chunks:  # those on a disk are read as they are written
+            if (master := chunk.whole_master()) is not None:
+                weights.update({slot.name: slot.view(master) for slot in chunk.slots})
+        of_experts = {name: value for name, value in weights.items() if layouts[name].of_experts}
+        if members.replicas.rank == 0 and members.tp.size > 1:
+            rest = {name: value for name, value in weights.items() if name not in of_experts}
+            weights.update(whole_parameters(rest, layouts, members.tp))
+        if members.experts is not None and members.experts.rank == 0:
+            weights.update(whole_parameters(of_experts, layouts, members.parts))
+        if members.stage.rank == 0:
+            saved = module.state_dict().keys() - {each.removeprefix("buffer.") for each in self.standing.silent}
+            weights.update({name: buffer for name, buffer in module.named_buffers() if name in saved})
+            if members.across is not None:
+                weights = of_all_stages(weights, members.across)
+        return weights
+
+
+def _copied(piece: Piece) -> Piece:
+    return replace(piece, tensor=piece.tensor.clone())
