@@ -1,4 +1,5 @@
-"""What the engine is given, looked at before anything is built: an object of another library's kind is refused with what to write instead."""
+"""What the engine is given, looked at before anything is built: an object of another library's kind is refused with
+what to write instead."""
 
 from __future__ import annotations
 
@@ -16,35 +17,56 @@ from shoal.data import Batch
 from shoal.errors import ArgumentError, UserError
 from shoal.plan import Plan
 
-_NUMBERS = {"global_batch": Integral, "microbatch": Integral, "seed": Integral, "clip": Real, "clip_value": Real, "norms_every": Integral}
+_NUMBERS = {
+    "global_batch": Integral,
+    "microbatch": Integral,
+    "seed": Integral,
+    "clip": Real,
+    "clip_value": Real,
+    "norms_every": Integral,
+}
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """The arguments of `Engine` by name. UserError for one of a wrong kind, with what to write."""
     if not isinstance(given["plan"], Plan | None):
-        raise ArgumentError("plan", f" = {given['plan']!r} is a {_kind(given['plan'])}: write plan={_as_plan(given['plan'])}")
+        raise ArgumentError(
+            "plan", f" = {given['plan']!r} is a {_kind(given['plan'])}: write plan={_as_plan(given['plan'])}"
+        )
     if not isinstance(given["world"], World | None):
         raise ArgumentError("world", f" = {given['world']!r}: give what shoal.launch.join() returns, or leave it out")
     if not isinstance(given["model"], nn.Module) and not callable(given["model"]):
-        raise ArgumentError("model", f" is a {_kind(given['model'])}: give a torch module, or a function without arguments that makes one")
+        raise ArgumentError(
+            "model",
+            f" is a {_kind(given['model'])}: give a torch module, or a function without arguments that makes one",
+        )
     if not callable(given["loss"]):
-        raise ArgumentError("loss", f" is a {_kind(given['loss'])}: give a function loss(model, microbatch) that returns (sum, count)")
+        raise ArgumentError(
+            "loss", f" is a {_kind(given['loss'])}: give a function loss(model, microbatch) that returns (sum, count)"
+        )
     _check_optimizer(given["optimizer"])
     if given["schedule"] is not None and not callable(given["schedule"]):
         raise ArgumentError(
             "schedule",
             f" is a {_kind(given['schedule'])}: give a function from the optimizer to a torch scheduler, e.g. "
-            "schedule=shoal.optim.lr.cosine(total=1000, warmup=100) or lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
+            "schedule=shoal.optim.lr.cosine(total=1000, warmup=100) or "
+            "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
         )
     if not isinstance(given["precision"], str | Mapping):
         name = str(given["precision"]).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-        raise ArgumentError("precision", f" = {given['precision']!r}: give a name or a table with one, e.g. precision={name!r}")
+        raise ArgumentError(
+            "precision", f" = {given['precision']!r}: give a name or a table with one, e.g. precision={name!r}"
+        )
     for name, kind in _NUMBERS.items():
         value = given[name]
-        if (value is None and name not in ("global_batch", "seed", "norms_every")) or (name == "clip" and callable(value)):
+        if (value is None and name not in ("global_batch", "seed", "norms_every")) or (
+            name == "clip" and callable(value)
+        ):
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ArgumentError(name, f" = {value!r} is a {_kind(value)}: give a {'whole ' if kind is Integral else ''}number")
+            raise ArgumentError(
+                name, f" = {value!r} is a {_kind(value)}: give a {'whole ' if kind is Integral else ''}number"
+            )
         if name.startswith("clip") and not float(value) > 0:
             raise ArgumentError(name, f" = {value!r}: give a number above 0, or None for no clipping")
         if name == "norms_every" and value < 0:
@@ -60,17 +82,24 @@ def check_batch(batch: Any, step: int) -> None:
             "shoal.initialize_engine (docs/doors.md)"
         )
     if batch.step != step:
-        raise UserError(f"this batch is of step {batch.step}, the engine is at step {step}: take batches from engine.batches")
+        raise UserError(
+            f"this batch is of step {batch.step}, the engine is at step {step}: take batches from engine.batches"
+        )
 
 
 def check_dataset(dataset: Any, *, indexed: bool) -> None:
     """UserError for what gives no samples. `indexed`: only a map-style dataset will do."""
     map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, DataLoader) and (indexed or dataset.batch_sampler is not None):
-        raise UserError("a DataLoader cuts batches by itself, which the engine does for all its ranks: give its dataset (loader.dataset)")
+        raise UserError(
+            "a DataLoader cuts batches by itself, which the engine does for all its ranks: give its dataset "
+            "(loader.dataset)"
+        )
     if not map_style and (indexed or not hasattr(dataset, "__iter__")):
         kinds = "" if indexed else ", or an iterable"
-        raise UserError(f"a {_kind(dataset)} is no dataset: give one with __len__ and __getitem__{kinds}, of dicts of tensors")
+        raise UserError(
+            f"a {_kind(dataset)} is no dataset: give one with __len__ and __getitem__{kinds}, of dicts of tensors"
+        )
 
 
 def _check_optimizer(given: Any) -> None:

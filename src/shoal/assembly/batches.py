@@ -1,4 +1,5 @@
-"""The batches of a run: from a dataset with an index in an order by seed and step, or from an iterable, dispatched by one rank."""
+"""The batches of a run: from a dataset with an index in an order by seed and step, or from an iterable, dispatched by
+one rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What does not go together, of a plan and a way to train. Refusals only, the same on every rank, each with its reason and a remedy.
+"""What does not go together, of a plan and a way to train. Refusals only, the same on every rank, each with its reason
+and a remedy.
 
-`CONFLICTS` are those that can be told from plan and recipe alone. The parts that a plan names refuse what they cannot do
-themselves, when they are made: exchange algorithms (`exchange.choose`), what is cut (`parallel`), schedules (`pipeline`).
+`CONFLICTS` are those that can be told from plan and recipe alone. The parts that a plan names refuse what they cannot
+do themselves, when they are made: exchange algorithms (`exchange.choose`), what is cut (`parallel`), schedules
+(`pipeline`).
 """
 
 from __future__ import annotations
@@ -78,14 +80,6 @@ def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str,
     check_rules(module, recipe.tensor_rules or {})
 
 
-def check_buffers(buffers: str) -> None:
-    """Raises UserError for a rule of buffers that there is not."""
-    if buffers not in ("exact", "averaged"):
-        raise UserError(
-            f'buffers = "{buffers}": "exact" refuses what ranks cannot have as one process would, "averaged" takes the mean'
-        )
-
-
 def check_dropout(dropout: str) -> None:
     """Raises UserError for a way to draw that there is not."""
     if dropout not in ("keyed", "fused"):
@@ -112,7 +106,8 @@ def check_schedule(scheduler: Any) -> None:
     """Raises UserError for a scheduler that a step cannot call."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UserError(
-            "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own loop"
+            "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own "
+            "loop"
         )
 
 
@@ -133,8 +128,8 @@ def check_loop(microbatches: int, precision: Precision, pipeline: Runner | None,
     """Raises UserError where a loop of the caller's cannot do what the engine's does."""
     if microbatches > 1 and precision.grad == torch.bfloat16:
         raise UserError(
-            f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the engine "
-            f"global_batch = {microbatches} x microbatch"
+            f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the "
+            f"engine global_batch = {microbatches} x microbatch"
         )
     if pipeline is not None:
         raise UserError(
@@ -142,8 +137,8 @@ def check_loop(microbatches: int, precision: Precision, pipeline: Runner | None,
         )
     if context is not None:
         raise UserError(
-            "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a loop of "
-            "your own"
+            "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a "
+            "loop of your own"
         )
 
 

@@ -1,4 +1,5 @@
-"""Where the model lies: its parameters in chunks, cut and sized as the exchange and the links want them, at home in the tiers."""
+"""Where the model lies: its parameters in chunks, cut and sized as the exchange and the links want them, at home in the
+tiers."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from shoal.precision import Precision
 class Memory:
     """The chunks of a model, and who moves them.
 
-    `exchange`: the algorithm that was chosen, since it says how gradients lie. `precision`: with the dtype of the gradients.
+    `exchange`: the algorithm that was chosen, since it says how gradients lie. `precision`: with the dtype of the
+    gradients.
     `maker`: makes chunks of about `chunk_bytes` of gradient, chosen for `link` where that was measured.
     `chunks`: what parameters lie in; after the first step they may be cut anew (see `rebuild`), in this list.
     `recut`: whether that may be, since the order in which gradients come was only expected.
@@ -60,7 +62,8 @@ class Memory:
 def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
     """Puts the model of `local` onto its storage, with the values that it begins with. All ranks call it alike.
 
-    `microbatch`: samples a forward. Raises UserError for an exchange or a memory that does not go with the rest of the plan.
+    `microbatch`: samples a forward. Raises UserError for an exchange or a memory that does not go with the rest of the
+    plan.
     """
     ranks, parted, pipeline = local.ranks, local.parted, local.pipeline
     plan, device, replicas, tp = ranks.plan, ranks.world.device, ranks.replicas, ranks.tp

@@ -1,14 +1,13 @@
 """The model, built whole and alike on all ranks; and what this rank has of it, in the form in which it is trained.
 
-Nothing here holds weights: parameters are still as the factory made them, fake ones where it was recorded. So a dry run goes
-the same way, in a world without other ranks.
+Nothing here holds weights: parameters are still as the factory made them, fake ones where it was recorded. So a dry run
+goes the same way, in a world without other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +30,10 @@ from shoal.optim.optimizer import GroupRule, group_options
 from shoal.parallel.layout import Layout
 from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import Rules
-from shoal.pipeline import Runner, cut_into_stages, samples_to_fill
-from shoal.plan import Plan, option_name
+from shoal.pipeline import Runner, cut_into_stages
+from shoal.plan import option_name
 from shoal.precision import Precision, cast_at_the_border, set_products
 from shoal.training.no_flush import check_unflushed
-from shoal.training.step import choose_microbatch
 
 
 @dataclass(frozen=True)
@@ -52,25 +50,19 @@ class WholeModel:
     hooked: Sequence[str]
 
 
-def build_alike(model: nn.Module | Callable[[], nn.Module], seed: int, ranks: Ranks) -> Built:
+def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, ranks: Ranks) -> WholeModel:
     """Builds `model`, a factory or a ready module: the same on all ranks, which call it alike."""
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
-    built = build(model, seed)
+    built = build(model, recipe.seed)
     make_alike(built, ranks.world.everyone)
-    return built
+    return whole_model(built, recipe.param_groups)
 
 
 def whole_model(built: Built, rule: GroupRule | None) -> WholeModel:
     """What has to be known of the whole of `built`, whose parameters are grouped by `rule`."""
     hooked = [name for name, parameter in built.module.named_parameters() if is_hooked(parameter)]
     return WholeModel(built, *group_options(built.module.named_parameters(), rule), hooked)
-
-
-def microbatch_of(module: nn.Module, recipe: Recipe, plan: Plan) -> int:
-    """Samples a forward of `module`, the whole model: as they were given, else as many as suit it and the plan."""
-    suits = partial(samples_to_fill, plan)
-    return choose_microbatch(recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, suits)
 
 
 @dataclass(frozen=True)
@@ -80,8 +72,8 @@ class Local:
     `built`: its module, and the initial values of what is here. `layouts[name]`: what that is of a parameter.
     `whole`: the model before it was cut.
     `parted`: what tp, cp and ep have made of it; `pipeline` runs its stages, None without pp.
-    `apart`: the groups of parameters that other ranks have than the rest of what is here, by kind: "experts" (plan.ep), and
-    "tied", those that the stages at the places `tied` share.
+    `apart`: the groups of parameters that other ranks have than the rest of what is here, by kind: "experts" (plan.ep),
+    and "tied", those that the stages at the places `tied` share.
     `randomness`: what forwards draw; `recompute`: what backward computes again, None for nothing.
     """
 
@@ -161,14 +153,14 @@ def localize(
 
 
 def _tied_stages(pipeline: Runner, stages: int) -> list[int]:
-    """The places of the pipeline with which this rank's one shares weights, itself among them; empty if it shares none."""
+    """The places of the pipeline with which this rank's shares weights, its own among them; empty if it shares none."""
     sets = {tuple(places) for places in pipeline.tied.values()}
     for place in range(stages):
         if len(several := sorted(each for each in sets if place in each)) > 1:
             raise UserError(
                 f"plan.pp: weights are shared by the ranks {several} of the pipeline, and each can be in one such set: "
-                f"{sorted(pipeline.tied)}; name the stages by hand (plan.stages) so that these are the same ranks, or take "
-                "plan.pp = 2"
+                f"{sorted(pipeline.tied)}; name the stages by hand (plan.stages) so that these are the same ranks, or "
+                "take plan.pp = 2"
             )
     return next((list(places) for places in sets if pipeline.group.rank in places), [])
 

@@ -1,4 +1,5 @@
-"""What a plan's `memory` makes of an engine: the tiers, where each chunk's optimizer side lies, when and where it is updated, what of it is committed."""
+"""What a plan's `memory` makes of an engine: the tiers, where each chunk's optimizer side lies, when and where it is
+updated, what of it is committed."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ TRIAL = 1 << 22
 
 
 class Offload:
-    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is what the plan allows. `everyone`: the ranks
-    that decide together, `group` the replicas among them."""
+    """The memory of `plan` on `device`. `tier` and `host` count what is on the device and on the host, `allowed` is
+    what the plan allows. `everyone`: the ranks that decide together, `group` the replicas among them."""
 
     def __init__(self, plan: Plan, device: torch.device, group: Group, everyone: Group, ledger: Ledger) -> None:
         allowed = budget(plan.memory, device)
@@ -47,14 +48,15 @@ class Offload:
 
     @property
     def chunkwise(self) -> bool:
-        """Whether chunks are updated one by one: on their way elsewhere, during the forward, or since some stay on the device."""
+        """Whether chunks are updated one by one: on their way elsewhere, during the forward, or since some stay on the
+        device."""
         return self.update != "at once" or self.allowed.device is not None
 
     def narrow_gradients(
         self, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
     ) -> Precision:
-        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, and of a single rank, where they come `once` a step, nothing is added
-        to them."""
+        """Gradients go to the host as bf16 where that loses nothing: autograd gives such, and of a single rank, where
+        they come `once` a step, nothing is added to them."""
         exact = once and self._group.size == 1 and given.model == torch.bfloat16
         if exact and self.allowed.update != "streamed" and updates_on_host(factory, options):
             return replace(given, grad=given.model)
@@ -63,7 +65,8 @@ class Offload:
     def pages(
         self, chunks: Sequence[Chunk], factory: OptimizerFactory, options: list[dict[str, Any]], precision: Precision
     ) -> Pager | None:
-        """Decides what of the optimizer's side lies on the disk, if there is one, or is streamed through the device, and makes its pages."""
+        """Decides what of the optimizer's side lies on the disk, if there is one, or is streamed through the device,
+        and makes its pages."""
         keys = self._keys = state_keys(factory, options, precision.master)
         disk, owned = self.allowed.disk, [chunk.owned for chunk in chunks if chunk.passes]
         away = on_disk(owned, keys, self.host, disk is not None)
@@ -88,13 +91,13 @@ class Offload:
         return pager
 
     def _how(self, trained: Sequence[Chunk], disk: bool) -> str:
-        """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU, which has something else to do during
-        the forward; else where it takes less."""
+        """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU,
+        which has something else to do during the forward; else where it takes less."""
         asked, able = self.allowed.update, not disk and all(has_master(chunk) for chunk in trained)
         if asked == "streamed" and not able:
             raise UserError(
-                'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it goes with bf16 or fp16 and '
-                "whole masters, without plan.memory.disk"
+                'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it '
+                "goes with bf16 or fp16 and whole masters, without plan.memory.disk"
             )
         if asked != "auto" or self._device.type != "cuda":
             return "at once" if asked == "auto" else asked
@@ -102,8 +105,8 @@ class Offload:
         return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
 
     def use_the_device(self, chunks: Sequence[Chunk], passing: Passing, optimizer: ChunkOptimizer) -> bool:
-        """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as far as that goes. Nothing that is
-        computed changes. Returns whether chunks have moved."""
+        """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as
+        far as that goes. Nothing that is computed changes. Returns whether chunks have moved."""
         if not self._places_are_open:
             return False
         self._places_are_open = False
@@ -126,7 +129,7 @@ class Offload:
             self._committed = dict(place()), {name: each.clone() for name, each in state.buffers(module)}
 
     def commit(self, optimizer: ChunkOptimizer, pager: Pager) -> None:
-        """When the update of the step that was noted has ended: what the disk holds is from now on where to go on from."""
+        """Makes what the disk holds the place to go on from, once the update of the step that was noted has ended."""
         if pager.is_new and self._committed is not None:
             about, buffers = self._committed
             pager.commit(

@@ -31,8 +31,8 @@ class Parts:
     `tier`: what is on the device of `plan.memory`, `host`: what it has at home there.
     `exchange`: the algorithm of the plan's exchange; `runner`: what makes steps.
     `versions`: the weights that microbatches under way see, where the schedule has no flush.
-    `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages behind
-    where the schedule has no flush. `rounds(batch)`: the most microbatches that a rank has of it.
+    `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages
+    behind where the schedule has no flush. `rounds(batch)`: the most microbatches that a rank has of it.
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""First phase of the assembly: where this rank stands on the mesh of the plan, and the groups in which it meets others."""
+"""Where this rank stands on the mesh of a plan, and the groups in which it meets the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running engine changes of itself after a step, once it has shown what pays. Nothing that is computed changes."""
+"""What a running engine changes of itself once a step has shown what pays. Nothing that is computed changes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from shoal.chunks import move
 
 
 class Rebuild:
-    """Moves what is updated to the device where the first step has left room, lets a budget choose what backward computes again,
-    and cuts the chunks anew in the order in which gradients came."""
+    """Moves what is updated to the device where the first step has left room, lets a budget choose what backward
+    computes again, and cuts the chunks anew in the order in which gradients came."""
 
     def __init__(self, local: Local, memory: Memory, trainer: Trainer) -> None:
         self._local, self._memory, self._trainer = local, memory, trainer
         self._may_recut = memory.recut and len(memory.trainable) > 1
 
     def after_step(self, place: Callable[[], Mapping[str, Any]]) -> None:
-        """Called after each step, by all ranks alike. `place()`: where the run is, for who goes on from the disk's update."""
+        """Called after each step, by all ranks alike. `place()`: where the run is, for who goes on from the disk's
+        update."""
         local, memory, trainer = self._local, self._memory, self._trainer
         if (offload := memory.offload) is not None:
             if not memory.exchange.state():  # which would be lost

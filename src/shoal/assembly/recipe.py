@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shoal.data.loader import Collate
+from shoal.errors import UserError
 from shoal.optim.lr import Schedule
 from shoal.optim.optimizer import GroupRule, OptimizerFactory
 from shoal.parallel.tensor import Rules
@@ -40,8 +41,14 @@ class Recipe:
 
     @classmethod
     def taken_from(cls, arguments: Mapping[str, Any]) -> Recipe:
-        """The recipe in the `arguments` of `Engine`. Raises UserError for a precision that there is not."""
+        """The recipe in the `arguments` of `Engine`. Raises UserError for a rule of buffers or a precision that there
+        is not."""
         own = {field.name: arguments[field.name] for field in fields(cls)}
+        if own["buffers"] not in ("exact", "averaged"):
+            raise UserError(
+                f'buffers = "{own["buffers"]}": "exact" refuses what ranks cannot have as one process would, '
+                '"averaged" takes the mean'
+            )
         return cls(**{**own, "precision": precision_named(own["precision"])})
 
     @property

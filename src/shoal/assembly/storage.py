@@ -22,8 +22,9 @@ from shoal.plan import Plan
 
 
 class Storage:
-    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `apart`: those that have the same experts as this one, where these are spread, and those that have
-    the weights that are tied across the stages at the places `tied` (see parallel.layout). `offload`: what `plan.memory` makes of it."""
+    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `apart`: those that have
+    the same experts as this one, where these are spread, and those that have the weights that are tied across the
+    stages at the places `tied` (see parallel.layout). `offload`: what `plan.memory` makes of it."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class Storage:
         return Shards(weights, inside, across, self._world.device, 3 if home is not None else stage, home, whole())
 
     def chunk_bytes(self, exchange: Algorithm, maker: ChunkMaker, shards: Shards | None, itemsize: int) -> int | None:
-        """Bytes of gradient of a chunk, of `itemsize` an element: what the plan fixes, else what suits weights that pass. None where the links decide."""
+        """Bytes of gradient of a chunk, of `itemsize` an element: what the plan fixes, else what suits weights that
+        pass. None where the links decide."""
         allowed = Budget() if self._offload is None else self._offload.allowed
         given = given_chunk_bytes(exchange, allowed.chunk)
         if given is not None or shards is None or not shards.weights_pass():
@@ -103,7 +105,8 @@ class Storage:
 
     @torch.no_grad()
     def agree(self, module: nn.Module, chunks: Sequence[Chunk], beside: Group) -> None:
-        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch. `beside`: the ranks along tp."""
+        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch.
+        `beside`: the ranks along tp."""
         for buffer in module.buffers():
             self._everyone.broadcast(buffer, purpose="buffers")
         for chunk in chunks:

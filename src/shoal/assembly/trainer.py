@@ -55,7 +55,8 @@ class Trainer:
 def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Trainer:
     """Makes optimizer and step over the chunks of `memory`. All ranks call it alike.
 
-    Raises UserError for a schedule that cannot be called, and where gradients by name are asked for that ranks do not share.
+    Raises UserError for a schedule that cannot be called, and where gradients by name are asked for that ranks do not
+    share.
     """
     world = local.ranks.world
     optimizer = _optimizer(local, memory, recipe)
@@ -79,7 +80,8 @@ def lockstep(local: Local, memory: Memory) -> bool:
 
 
 def closing(local: Local, memory: Memory, trainer: Trainer) -> ExitStack:
-    """What an engine ends when it is closed, whichever of it raises: steps first, then who speaks to other ranks, pages last."""
+    """What an engine ends when it is closed, whichever of it raises: steps first, then who speaks to other ranks, pages
+    last."""
     stack = ExitStack()
     if memory.pager is not None:
         stack.callback(memory.pager.close)

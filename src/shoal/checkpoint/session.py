@@ -1,4 +1,4 @@
-"""What goes on beyond an engine: its state is saved, read under any plan, taken up after a kill, exported as one model."""
+"""The state of a run beyond its process: saved, read under any plan, taken up after a kill, exported as one model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Steps(Protocol):
 
 @dataclass
 class Progress:
-    """Where a run is: the `step` that comes next; the place in an iterable dataset, or its saved state; the name of the `run`."""
+    """Where a run is: the `step` that comes next; the place in an iterable dataset, or its saved state; the name of the
+    `run`."""
 
     step: int = 0
     source: IterableSource | dict[str, Any] | None = None
@@ -56,9 +57,11 @@ class Progress:
 class Members:
     """The groups in which this rank's part of the state is put together.
 
-    `replicas`: ranks that share out samples. `tp`: those with other parts of this one's matrices; `stage`: all with this stage;
+    `replicas`: ranks that share out samples. `tp`: those with other parts of this one's matrices; `stage`: all with
+    this stage;
     `across`: one of each stage, None without a pipeline; `everyone`: all ranks.
-    `experts`: the ranks with the same experts as this one, None where they are not spread; `parts`: those along ep and tp.
+    `experts`: the ranks with the same experts as this one, None where they are not spread; `parts`: those along ep and
+    tp.
     """
 
     replicas: Group
@@ -72,7 +75,8 @@ class Members:
 
 @dataclass(frozen=True)
 class State:
-    """What is saved: all that training changes. `versions`, `pager`, `scheduler`, `loss_scale`: None where there is none."""
+    """What is saved: all that training changes. `versions`, `pager`, `scheduler`, `loss_scale`: None where there is
+    none."""
 
     module: nn.Module
     chunks: Sequence[Chunk]
@@ -199,8 +203,8 @@ class Session:
         if mine.pager is not None:
             mine.pager.uncommit()
         rank, size = self.members.replicas.rank, self.members.replicas.size
-        # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all from
-        # their mean.
+        # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all
+        # from their mean.
         saved = read_extra(path)
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, mine.module, mine.chunks, mine.optimizer, standing, own)
@@ -220,14 +224,14 @@ class Session:
             from_older(exchange.state(), extra, not exchange.keeps_back)
         if not complete and self.members.everyone.rank == 0:
             warnings.warn(
-                f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut otherwise: "
-                "that starts anew",
+                f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut "
+                "otherwise: that starts anew",
                 stacklevel=4,
             )
         exchange.restored()
 
     def _go_on(self, extra: Mapping[str, Any]) -> None:
-        """Takes over where a run was, from what `_place` said then; warns of what is given otherwise now, which wins."""
+        """Takes over where a run was, from what `_place` said; warns of what is given otherwise now, which wins."""
         mine, saved = self.state, extra["scheduler"]
         if mine.scheduler is not None and saved is not None:
             saved = state.in_the_form_of(mine.scheduler.state_dict(), saved)

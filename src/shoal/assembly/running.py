@@ -1,0 +1,249 @@
+"""A model in training: what an engine does once it is assembled, step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.assembly.arguments import check_batch, check_dataset
+from shoal.assembly.batches import batches
+from shoal.assembly.compatibility import check_loop, check_objective
+from shoal.assembly.memory import Memory
+from shoal.assembly.model import Local
+from shoal.assembly.parts import Parts, parts_of
+from shoal.assembly.rebuild import Rebuild
+from shoal.assembly.recipe import Recipe
+from shoal.assembly.session import session
+from shoal.assembly.trainer import Trainer, closing, lockstep
+from shoal.data import Batch
+from shoal.data.loader import Order
+from shoal.errors import UserError
+from shoal.models.generate import generate
+from shoal.parallel.tensor import CutLayers
+from shoal.pipeline import Whole
+from shoal.training.evaluation import Evaluation, evaluate
+from shoal.training.loop import Loop
+from shoal.training.loss import Loss
+from shoal.training.norms import whole_gradients
+from shoal.training.objective import Objective
+from shoal.training.result import StepResult
+
+
+class Running:
+    """A job under way, over the phases of its assembly. Every method is called by all ranks alike, between steps.
+
+    recipe: how it is trained, `microbatch` samples a forward.
+    local, memory, trainer: the model as this rank has it, its storage, and what makes steps.
+    """
+
+    def __init__(self, recipe: Recipe, microbatch: int, local: Local, memory: Memory, trainer: Trainer) -> None:
+        self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
+        self._rebuild, self._closing = Rebuild(local, memory, trainer), closing(local, memory, trainer)
+        self._session = session(local, memory, trainer, recipe, self._closing)
+        self._lockstep = lockstep(local, memory)
+        self.plan, self.world = local.ranks.plan, local.ranks.world
+        self.device, self.ledger = self.world.device, self.world.ledger
+        self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, microbatch
+        self.module, self.build_note, self.layouts = local.module, local.built.how, local.layouts
+        self.precision, self.parameters = memory.precision, memory.parameters
+        self.optimizer, self.scheduler, self.loss_scale = trainer.optimizer, trainer.scheduler, trainer.loss_scale
+
+    def __repr__(self) -> str:
+        elements = sum(math.prod(layout.shape) for layout in self.layouts.values())
+        plan = ", ".join(f"{key}={value!r}" for key, value in self.plan.to_dict().items())
+        return (
+            f"Engine({type(self.module).__name__} of {elements:,} parameters, Plan({plan}), {self.precision.name}, "
+            f"step {self.step_index}, {self.world})"
+        )
+
+    @property
+    def step_index(self) -> int:
+        """The step that comes next."""
+        return self._session.progress.step
+
+    @step_index.setter
+    def step_index(self, step: int) -> None:
+        self._session.progress.step = step
+
+    @property
+    def run(self) -> str:
+        """The name of the run, by which `recover` knows its own."""
+        return self._session.progress.run
+
+    @run.setter
+    def run(self, name: str) -> None:
+        self._session.progress.run = name
+
+    def batches(
+        self, dataset: Any, *, steps: int | None = None, epochs: int | None = None, cursor: Order | None = None
+    ) -> Iterator[Batch]:
+        """The global batches from the engine's step on: `steps` of them, or up to the end of `epochs`, or without end.
+
+        A map-style dataset is read in an order that depends on seed and step alone, each sample once an epoch; the
+        epoch's last batch is short. `cursor` gives another order of it, such as `data.BalancedCursor`. An iterable is
+        read by rank 0 and dispatched; its place is saved in checkpoints.
+        """
+        everyone, progress = self._local.ranks.everyone, self._session.progress
+        return batches(dataset, steps, epochs, cursor, self._recipe, everyone, progress)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Trains on one global batch. The result is lazy and the same on every rank.
+
+        Raises TrainingError on a loss or gradient that is not finite; weights, optimizer and BatchNorm's statistics
+        then are those of the step before.
+        """
+        check_batch(batch, self.step_index)
+        result = self._trainer.runner.run(batch)
+        self._stepped()
+        return result
+
+    def _stepped(self) -> None:
+        self.step_index += 1
+        self._rebuild.after_step(self._session.place)
+
+    def settle(self) -> None:
+        """Ends what the exchange does in the background, until the next step.
+
+        All ranks call it, each after its last step, before they meet in a collective of the program's: where ranks need
+        not be at the same step (async_average), others would wait for this one in a round of averaging, and it for
+        them.
+        """
+        self._memory.exchange.settle()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's by name, after the exchange and before clipping, in the unit of the mean loss; whole where
+        plan.zero cuts them, of a model that is cut this rank's part. All ranks call it alike. Raises UserError without
+        `keep_gradients`, which costs a copy a step, or before the first step."""
+        kept = self._trainer.runner.gradients
+        if not kept:
+            raise UserError("no gradients are kept: give Engine(keep_gradients=True), and ask after a step")
+        found = whole_gradients(self._memory.exchange.replica.chunks, kept)
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def loop(self, microbatches: int = 1) -> Loop:
+        """The engine's steps for a loop that the caller owns, `microbatches` of it a step and rank.
+
+        Ranks among whom a model is cut (plan.tp) are to be given the same. Raises UserError for more than its
+        `global_batch` has, where that has decided how gradients are kept.
+        """
+        local, runner, group = self._local, self._trainer.runner, self._local.ranks.replicas
+        check_loop(microbatches, self.precision, local.pipeline, local.parted.context)
+        partners = [group.ranks.index(rank) for rank in self._memory.exchange.partners.ranks]
+        meets = self._lockstep or runner.whole
+        joined = None if meets else partial(local.ranks.among, group, "join", range(group.size))
+        module, draws, gather, progress = self.module, local.randomness, self._memory.gather, self._session.progress
+        here = (module, runner, draws, gather, group, microbatches)
+        return Loop(*here, lambda: progress.step, self._stepped, partners, joined)
+
+    def evaluate(self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None) -> Evaluation:
+        """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches.
+
+        `measure`: another function than the engine's loss, which returns (sum, count) as that does.
+        """
+        check_dataset(dataset, indexed=True)
+        self._trainer.runner.flush()
+        samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
+        recipe, local, group = self._recipe, self._local, self._local.ranks.replicas
+        loss, draws, context = measure or recipe.loss, local.randomness, local.parted.context
+        of_all = (self.module, loss, dataset, samples, self.microbatch, recipe.collate, group, self.device)
+        how = (draws, draws.keyed, self._memory.gather, context, self._lockstep, local.pipeline, recipe.even)
+        with self._session.as_one():
+            return evaluate(*of_all, *how)
+
+    def generate(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Token ids [B, T], the same on every rank, continued to [B, T + max_new_tokens] by a model that predicts the
+        next token (see `models.generate`); under any plan, all ranks call it alike and get the same. `seed`: of the
+        draws, by default the engine's."""
+        draw = torch.Generator(self.device).manual_seed(self.seed if seed is None else seed)
+        # compiled blocks would be compiled anew for each length
+        with self._session.as_one(), self.whole_weights(), torch.compiler.set_stance("force_eager"):
+            return generate(self.model, ids.to(self.device), max_new_tokens, temperature, top_k, draw)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Inside, the module's parameters can be read, also where each rank keeps only a stretch of them (`plan.zero =
+        3` without shared memory; outside they show NaN there). All ranks call it alike, between steps."""
+        return nullcontext() if self._memory.gather is None else self._memory.gather.whole()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks
+        call it alike and get the same."""
+        pipeline, replicas = self._local.pipeline, self._local.ranks.replicas
+        if pipeline is None:
+            return self.module
+        return Whole(pipeline, replicas if self._lockstep else None, self._trainer.runner.flush)
+
+    def objective(self, batch: Batch) -> Objective:
+        """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and
+        products with the Hessian pass through its collectives and equal one process. All ranks must call it alike."""
+        check_objective(self._local.pipeline)
+        parted, ranks, draws = self._local.parted, self._local.ranks, self._local.randomness
+        drawn = draws if draws.keyed or parted.context is not None else None
+        experts = parted.experts or ranks.replicas
+        groups = {
+            name: experts if layout.of_experts else ranks.stage if "tp" in layout.reduce else ranks.replicas
+            for name, layout in self.layouts.items()
+        }
+        loss, runner = self._recipe.loss, self._trainer.runner
+        return Objective(self.module, loss, runner, batch, drawn, ranks.replicas, groups, self._lockstep)
+
+    def save(
+        self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes `directory/step-XXXXXXXX`; all ranks call it.
+
+        `wait=False` returns once the state is copied, unless a part of it lies on the disk of `plan.memory`: then there
+        is no memory for a copy. Raises CheckpointError if this save (or, without waiting, the one before) failed; the
+        last good checkpoint stays.
+        """
+        self._session.save(directory, wait, keep, extra)
+
+    def recover(self, after: int = -1) -> bool:
+        """Goes on from the last update that all ranks have on the disk of `plan.memory`, if there is one of this model
+        and plan, of the run `engine.run` (a name of any kind), of a step later than `after`; returns whether. All ranks
+        call it alike, before the first step.
+
+        For a run that was killed: no update is lost. There is one where the optimizer's side of all chunks lies on the
+        disk. Frozen parameters are what the model was built with.
+        """
+        return self._session.recover(after)
+
+    def load(self, directory: str | Path) -> dict[str, Any]:
+        """Reads a checkpoint written under any plan: one `step-...`, or the newest good one in `directory`. Returns its
+        user `extra`."""
+        return self._session.load(directory)
+
+    def export(self, directory: str | Path) -> Path:
+        """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own
+        names. The first rank writes; all ranks return when it is done."""
+        return self._session.export(directory)
+
+    def close(self) -> None:
+        """Ends background work: waits for a save under way and for the lane."""
+        self._closing.close()
+
+    @property
+    def parts(self) -> Parts:
+        """What the engine is made of: for reports and those who look inside, not needed to train."""
+        return parts_of(self._local, self._memory, self._trainer)
+
+    @property
+    def tensor_layers(self) -> CutLayers:
+        """What `plan.tp` and `plan.ep` have made of each layer that this rank has, by which rule; printed it is a
+        table."""
+        return self._local.parted.layers

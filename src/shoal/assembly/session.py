@@ -1,0 +1,47 @@
+"""From the phases of an assembly to what saves and reads the state of its run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from shoal.assembly.memory import Memory
+from shoal.assembly.model import Local
+from shoal.assembly.recipe import Recipe
+from shoal.assembly.trainer import Trainer
+from shoal.checkpoint.session import Members, Session, State
+from shoal.checkpoint.state import Standing
+
+
+def session(local: Local, memory: Memory, trainer: Trainer, recipe: Recipe, closing: ExitStack) -> Session:
+    """What saves and reads the state of the run."""
+    ranks, parted = local.ranks, local.parted
+    members = Members(
+        ranks.replicas, ranks.tp, ranks.stage, local.across, ranks.everyone, parted.experts, parted.beside
+    )
+    state = State(
+        local.module,
+        memory.chunks,
+        trainer.optimizer,
+        memory.exchange,
+        trainer.versions,
+        memory.pager,
+        trainer.scheduler,
+        trainer.loss_scale,
+        trainer.given,
+    )
+    settings = {"seed": recipe.seed, "global_batch": recipe.global_batch, "precision": recipe.precision.name}
+    return Session(ranks.plan, ranks.world, settings, members, standing(local), state, trainer.runner, closing)
+
+
+def standing(local: Local) -> Standing:
+    """Who this rank is for a checkpoint."""
+    mine, parts = local.ranks.replicas, {"experts": local.parted.beside, "tied": local.ranks.tp}
+    apart = {
+        kind: Standing(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
+        for kind, group in local.apart.items()
+    }
+    silent = frozenset[str]()
+    if local.pipeline is not None and not local.pipeline.is_last:
+        silent = frozenset(f"buffer.{name}" for name in local.pipeline.split.common_buffers)
+    tp = local.ranks.tp
+    return Standing(local.layouts, mine.rank, mine.size, tp.rank, tp.size, apart, silent)
