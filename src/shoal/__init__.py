@@ -32,7 +32,7 @@ _HOME = {
     "LaunchError": "shoal.errors",
     "Plan": "shoal.plan",
     "ShoalError": "shoal.errors",
-    "StepResult": "shoal.training.step",
+    "StepResult": "shoal.training.result",
     "TrainingError": "shoal.errors",
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",

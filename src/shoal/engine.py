@@ -25,8 +25,8 @@ from shoal.parallel.tensor import Rules
 from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 from shoal.training.loss import Loss
+from shoal.training.microbatches import choose_microbatch
 from shoal.training.norms import ClipRule
-from shoal.training.step import choose_microbatch
 
 
 class Engine(Running):

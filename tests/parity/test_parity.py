@@ -17,7 +17,7 @@ from shoal.optim.lr import cosine
 from shoal.optim.optimizer import decay_matrices_only
 from shoal.precision import cast_floating
 from shoal.training.loss import call_loss
-from shoal.training.step import microbatches
+from shoal.training.microbatches import microbatches
 from tests.parity.cases import CASES, GLOBAL_BATCH, MESH_ONLY, Trace, engine, train
 from tests.parity.covering import pairwise, thinned
 from tests.pool import apart, run_ranks

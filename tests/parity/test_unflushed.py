@@ -20,7 +20,7 @@ from shoal.optim.optimizer import decay_matrices_only
 from shoal.pipeline import kept_versions, make_schedule, stages_of, units_of
 from shoal.precision import cast_floating
 from shoal.training.loss import call_loss
-from shoal.training.step import microbatches
+from shoal.training.microbatches import microbatches
 from tests.parity.cases import text
 from tests.pool import RankError, run_ranks
 
@@ -256,19 +256,18 @@ def seen_versions(world) -> bool:
         seen.append(("bound", float(own.detach().sum())))
 
     running.parts.versions.bind = watched
-    stream = running.parts.runner._stream
-    feed, back = stream.feed, stream.back
+    interpreter = running.parts.runner._pipeline.interpreter
+    do = interpreter.do
     forwards: list[float] = []
 
-    def fed(*args: Any) -> None:
-        forwards.append(float(own.detach().sum()))
-        feed(*args)
+    def done(action: Any, *args: Any) -> None:
+        if action.kind == "F":
+            forwards.append(float(own.detach().sum()))
+        if action.kind == "B":
+            assert forwards.pop(0) == float(own.detach().sum())
+        do(action, *args)
 
-    def went_back() -> None:
-        assert forwards.pop(0) == float(own.detach().sum())
-        back()
-
-    stream.feed, stream.back = fed, went_back
+    interpreter.do = done
     sums = set()
     for each in running.batches(text(), steps=STEPS):
         running.step(each)

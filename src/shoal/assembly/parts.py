@@ -17,6 +17,7 @@ from shoal.exchange import Algorithm
 from shoal.mesh import Mesh
 from shoal.module.recompute import Recompute
 from shoal.optim.tiers.pager import Pager
+from shoal.training.no_flush import NoFlushRunner
 from shoal.training.step import StepRunner
 
 
@@ -46,7 +47,7 @@ class Parts:
     tier: Tier | None
     host: Tier | None
     exchange: Algorithm
-    runner: StepRunner
+    runner: StepRunner | NoFlushRunner
     versions: Versions | None
     lag: int
     rounds: Callable[[Batch], int]
@@ -71,5 +72,5 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         runner=runner,
         versions=trainer.versions,
         lag=on_device if local.flushes else ranks.plan.pp - 1,
-        rounds=lambda batch: runner.cut(batch.ids).most,
+        rounds=lambda batch: runner.dealing.cut(batch.ids).most,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,20 @@ from shoal.assembly.parts import Parts, parts_of
 from shoal.assembly.rebuild import Rebuild
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.session import session
-from shoal.assembly.trainer import Trainer, closing, lockstep
+from shoal.assembly.trainer import Trainer, closing
 from shoal.data import Batch
 from shoal.data.loader import Order
 from shoal.errors import UserError
 from shoal.models.generate import generate
 from shoal.parallel.tensor import CutLayers
 from shoal.pipeline import Whole
-from shoal.training.evaluation import Evaluation, evaluate
+from shoal.training.evaluation import Evaluation, HeldOut, evaluate
 from shoal.training.loop import Loop
 from shoal.training.loss import Loss
 from shoal.training.norms import whole_gradients
 from shoal.training.objective import Objective
 from shoal.training.result import StepResult
+from shoal.training.step import StepRunner
 
 
 class Running:
@@ -47,7 +49,6 @@ class Running:
         self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
         self._rebuild, self._closing = Rebuild(local, memory, trainer), closing(local, memory, trainer)
         self._session = session(local, memory, trainer, recipe, self._closing)
-        self._lockstep = lockstep(local, memory)
         self.plan, self.world = local.ranks.plan, local.ranks.world
         self.device, self.ledger = self.world.device, self.world.ledger
         self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, microbatch
@@ -135,27 +136,29 @@ class Running:
         """
         local, runner, group = self._local, self._trainer.runner, self._local.ranks.replicas
         check_loop(microbatches, self.precision, local.pipeline, local.parted.context)
+        assert isinstance(runner, StepRunner)
         partners = [group.ranks.index(rank) for rank in self._memory.exchange.partners.ranks]
-        meets = self._lockstep or runner.whole
+        meets = runner.dealing.lockstep or runner.dealing.all_run
         joined = None if meets else partial(local.ranks.among, group, "join", range(group.size))
-        module, draws, gather, progress = self.module, local.randomness, self._memory.gather, self._session.progress
-        here = (module, runner, draws, gather, group, microbatches)
-        return Loop(*here, lambda: progress.step, self._stepped, partners, joined)
+        progress = self._session.progress
+        return Loop(runner, group, microbatches, lambda: progress.step, self._stepped, partners, joined)
 
-    def evaluate(self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None) -> Evaluation:
+    def evaluate(
+        self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None, also: Sequence[Loss] = ()
+    ) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches.
 
-        `measure`: another function than the engine's loss, which returns (sum, count) as that does.
+        `measure`: taken in place of the engine's loss; returns (sum, count) as that does. `also`: further ones, taken
+        in the same pass, whose means the result has under that name.
         """
         check_dataset(dataset, indexed=True)
-        self._trainer.runner.flush()
+        runner, recipe = self._trainer.runner, self._recipe
+        runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)
-        recipe, local, group = self._recipe, self._local, self._local.ranks.replicas
-        loss, draws, context = measure or recipe.loss, local.randomness, local.parted.context
-        of_all = (self.module, loss, dataset, samples, self.microbatch, recipe.collate, group, self.device)
-        how = (draws, draws.keyed, self._memory.gather, context, self._lockstep, local.pipeline, recipe.even)
+        forward = replace(runner.forward, loss=measure or recipe.loss)
+        data, local = HeldOut(dataset, samples, recipe.collate), self._local
         with self._session.as_one():
-            return evaluate(*of_all, *how)
+            return evaluate(forward, runner.dealing, data, local.ranks.replicas, local.pipeline, also)
 
     def generate(
         self,
@@ -183,24 +186,22 @@ class Running:
     def model(self) -> nn.Module:
         """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks
         call it alike and get the same."""
-        pipeline, replicas = self._local.pipeline, self._local.ranks.replicas
+        pipeline, runner = self._local.pipeline, self._trainer.runner
         if pipeline is None:
             return self.module
-        return Whole(pipeline, replicas if self._lockstep else None, self._trainer.runner.flush)
+        return Whole(pipeline, self._local.ranks.replicas if runner.dealing.lockstep else None, runner.flush)
 
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and
         products with the Hessian pass through its collectives and equal one process. All ranks must call it alike."""
         check_objective(self._local.pipeline)
-        parted, ranks, draws = self._local.parted, self._local.ranks, self._local.randomness
-        drawn = draws if draws.keyed or parted.context is not None else None
-        experts = parted.experts or ranks.replicas
+        ranks, runner = self._local.ranks, self._trainer.runner
+        experts = self._local.parted.experts or ranks.replicas
         groups = {
             name: experts if layout.of_experts else ranks.stage if "tp" in layout.reduce else ranks.replicas
             for name, layout in self.layouts.items()
         }
-        loss, runner = self._recipe.loss, self._trainer.runner
-        return Objective(self.module, loss, runner, batch, drawn, ranks.replicas, groups, self._lockstep)
+        return Objective(runner.forward, runner.dealing, batch, ranks.replicas, groups)
 
     def save(
         self, directory: str | Path, *, wait: bool = True, keep: int = 3, extra: Mapping[str, Any] | None = None

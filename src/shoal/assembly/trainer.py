@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.assembly.compatibility import check_gradients_by_name, check_schedule
 from shoal.assembly.memory import Memory
@@ -17,10 +16,11 @@ from shoal.checkpoint.given import Given
 from shoal.chunks import Lender
 from shoal.chunks.allocate import Shared
 from shoal.chunks.versions import Versions
-from shoal.comm import Group, Lane
+from shoal.comm import Lane
 from shoal.exchange import Replica
 from shoal.exchange.hooks import UserHooks
 from shoal.exchange.rows import row_by_row
+from shoal.module.batchnorm import RunningStatistics
 from shoal.module.buffers import OtherBuffers
 from shoal.module.compiling import blocks
 from shoal.optim.lr import Course
@@ -29,8 +29,14 @@ from shoal.optim.tiers.deferred_update import Later
 from shoal.pipeline import delay
 from shoal.plan import option_name
 from shoal.precision import LossScale
-from shoal.training.no_flush import Unflushed
-from shoal.training.step import StepRunner, no_fixed_cut
+from shoal.training.clip import ClipSettings
+from shoal.training.effects import Effects
+from shoal.training.forward import Forward
+from shoal.training.microbatches import Dealing, no_fixed_cut, partners_in
+from shoal.training.no_flush import Delays, NoFlushRunner
+from shoal.training.resident import Resident
+from shoal.training.setup import StepGroups, Trained
+from shoal.training.step import StepRunner
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,13 @@ class Trainer:
     """
 
     optimizer: ChunkOptimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    scheduler: LRScheduler | None
     given: Given
     lane: Lane
     lender: Lender | None
     loss_scale: LossScale | None
     versions: Versions | None
-    runner: StepRunner
+    runner: StepRunner | NoFlushRunner
 
 
 def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Trainer:
@@ -138,53 +144,50 @@ def _runner(
     recipe: Recipe,
     microbatch: int,
     optimizer: ChunkOptimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    scheduler: LRScheduler | None,
     scale: LossScale | None,
     versions: Versions | None,
-) -> StepRunner:
-    ranks, parted, plan = local.ranks, local.parted, local.ranks.plan
-    beside, serial, tally, module = ranks.tp, ranks.serial, parted.tally(), local.module
-    unflushed, fixed = not local.flushes, no_fixed_cut(recipe.microbatch, recipe.sync_bn)
-    make = StepRunner if versions is None else partial(Unflushed, **_without_flush(local, versions))
-    return make(
-        module,
-        recipe.loss,
-        optimizer,
-        scheduler,
-        memory.parameters,
-        memory.exchange,
-        local.randomness,
-        ranks.replicas,
-        microbatch=microbatch,
-        whole=recipe.sync_bn,
-        even=recipe.even,
-        clip=recipe.clip,
-        keeps=recipe.keep_gradients,
-        norms_every=recipe.norms_every,
-        layouts=local.layouts,
-        device=ranks.world.device,
-        keyed=local.randomness.keyed,
-        users=UserHooks(memory.parameters, local.layouts, plan),
-        buffers=OtherBuffers(module, memory.exchange.partners.size, recipe.buffers == "averaged", fixed),
-        passing=memory.gather,
-        scale=scale,
-        beside=beside if not unflushed else ranks.group(f"tp-ballot{serial}", "tp"),
-        context=parted.context,
-        tally=tally,
-        alike=lockstep(local, memory),
-        shares_routing=tally is not None and parted.losses_of_all_tokens,
-        stages=local.pipeline,
-        across=local.across if not unflushed else ranks.group(f"pp-ballot{serial}", "pp"),
-        by_rows=row_by_row(module, blocks(module) if plan.compile else (), ranks.world.device),
-    )
+) -> StepRunner | NoFlushRunner:
+    """Makes what runs steps of `microbatch` samples a forward."""
+    ranks, pipeline, group, partners = local.ranks, local.pipeline, local.ranks.replicas, memory.exchange.partners
+    forward = _forward(local, memory, recipe)
+    streams = forward.streams
+    of_group = (group.rank // streams, group.size // streams, partners_in(group, partners, streams))
+    dealing = Dealing(microbatch, recipe.even, recipe.sync_bn, *of_group, lockstep=lockstep(local, memory))
+    hooks = UserHooks(memory.parameters, local.layouts, ranks.plan)
+    trained = Trained(memory.parameters, hooks, memory.exchange, optimizer, scheduler, scale)
+    clipping = ClipSettings(recipe.clip, recipe.keep_gradients, recipe.norms_every, local.layouts)
+    tp = ranks.tp if ranks.tp.size > 1 else None
+    if pipeline is None or versions is None:
+        groups = StepGroups(group, partners, tp, local.across)
+        return StepRunner(forward, dealing, groups, trained, clipping, pipeline)
+    # a schedule without a flush votes beside the computation
+    tp = None if tp is None else ranks.group(f"tp-ballot{ranks.serial}", "tp")
+    groups = StepGroups(group, partners, tp, ranks.group(f"pp-ballot{ranks.serial}", "pp"))
+    return NoFlushRunner(forward, dealing, groups, trained, clipping, pipeline, _delays(local, versions))
 
 
-def _without_flush(local: Local, versions: Versions) -> dict[str, Any]:
-    """What a runner of steps needs beside, where the schedule has no flush."""
+def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
+    """Makes what runs the forward of a microbatch, and sees what it changes."""
+    module, parted, device = local.module, local.parted, local.ranks.world.device
+    fixed, partners = no_fixed_cut(recipe.microbatch, recipe.sync_bn), memory.exchange.partners
+    tally = parted.tally()
+    buffers = OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed)
+    of_all = tally is not None and parted.losses_of_all_tokens
+    statistics = RunningStatistics(module)
+    effects = Effects(module, statistics, buffers, tally, of_all, merges_statistics=not recipe.sync_bn)
+    rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
+    gather = memory.gather or Resident()
+    ledger = local.ranks.world.ledger
+    return Forward(module, recipe.loss, local.randomness, ledger, effects, parted.context, rows, gather)
+
+
+def _delays(local: Local, versions: Versions) -> Delays:
+    """How steps overlap, where the schedule has no flush."""
     ranks = local.ranks
     together = option_name(ranks.plan.schedule, "schedule") == "2bw"
-    telling: list[Group] = [
+    telling = [
         ranks.world.group(f"dp-results{ranks.serial}", ranks.replicas.ranks),
         ranks.group(f"pp-results{ranks.serial}", "pp"),
     ]
-    return {"versions": versions, "delay": _late(local), "together": together, "telling": telling}
+    return Delays(versions, _late(local), together, telling)

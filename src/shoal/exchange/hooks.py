@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.chunks.weakly import is_weak
 from shoal.errors import UserError
@@ -108,6 +109,8 @@ class UserHooks:
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
         self._layouts, self._plan, self._unit = layouts, plan, _Unit()
         self._unscale: Tensor | None = None
+        self._seen = -1  # torch's number of hooks registered so far in this process, when they were looked at last
+        self._hooked: dict[str, nn.Parameter] = {}  # the parameters that had hooks then
         self.reshaped = ""
 
     def begin(self, rounds: int, borrows: Callable[[str], bool], unscale: Tensor | None) -> None:
@@ -115,7 +118,7 @@ class UserHooks:
         `rounds` to the next. `unscale`: as of Reducer.begin."""
         self.reshaped, self._unscale = "", unscale
         self._wrap()
-        for name, each in self._parameters.items():
+        for name, each in self._hooked.items():
             if rounds > 1 and borrows(name) and _after(each):
                 raise UserError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of {rounds} microbatches: take register_hook, "
@@ -126,6 +129,9 @@ class UserHooks:
     def seeing(self, expected: float, count: Tensor, counts: bool) -> Iterator[None]:
         """Around the backward of a microbatch that `counts`, whose sum of `count` was divided by `expected`."""
         self._wrap()
+        if not self._hooked:
+            yield
+            return
         unit = torch.where(count > 0, expected / count.double(), 1.0)
         self._unit.value, self._unit.counts = unit if self._unscale is None else unit * self._unscale, counts
         try:
@@ -136,7 +142,7 @@ class UserHooks:
     @property
     def hooked(self) -> bool:
         """Whether there are hooks on sums, as on all ranks or on none."""
-        return any(len(each._post_accumulate_grad_hooks or ()) > 1 and _held(each) for each in self._parameters.values())
+        return any(len(each._post_accumulate_grad_hooks or ()) > 1 and _held(each) for each in self._hooked.values())
 
     def refusal(self) -> UserError:
         """Of a hook that changes sums whose other parts lie on other ranks."""
@@ -152,7 +158,12 @@ class UserHooks:
         return _held(parameter)
 
     def _wrap(self) -> None:
-        for name, each in self._parameters.items():
+        """Wraps hooks that have come since it was last called; where none has been registered anywhere it is one comparison."""
+        if self._seen == RemovableHandle.next_id:
+            return
+        self._seen = RemovableHandle.next_id
+        self._hooked = {name: each for name, each in self._parameters.items() if is_hooked(each)}
+        for name, each in self._hooked.items():
             hooks, after = each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}
             new = [key for key, hook in hooks.items() if not isinstance(hook, _InUnit)]
             held = (

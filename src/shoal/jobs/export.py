@@ -101,10 +101,9 @@ def evaluate_run(
     data = _data(trained, source)
     spread = Spread(trained.model.prepare_data(data), samples)
     right = measure_of(trained.model.loss)
-    accuracy = None if right is None else trained.engine.evaluate(spread, measure=right).loss
-    evaluation = trained.engine.evaluate(spread)
+    evaluation = trained.engine.evaluate(spread, also=() if right is None else (right,))
     trained.engine.close()
-    return evaluation, accuracy
+    return evaluation, evaluation.also[0] if evaluation.also else None
 
 
 def _data(trained: Trained, source: str | None) -> Any:

@@ -211,8 +211,8 @@ class _Run:
             held_out = self.held_out if most is None else Spread(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
                 right = measure_of(self.settled.model.loss)
-                share = self.engine.evaluate(held_out, measure=right).loss if right is not None else None
-                self.recorder.evaluation(self.engine.step_index, self.engine.evaluate(held_out), share)
+                found = self.engine.evaluate(held_out, also=() if right is None else (right,))
+                self.recorder.evaluation(self.engine.step_index, found, found.also[0] if found.also else None)
 
     def _finish(self, reason: str) -> Path | None:
         """Ends the record and draws the report; a full disk costs the report, not what was trained."""

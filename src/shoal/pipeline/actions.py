@@ -5,6 +5,7 @@
     I   the half of B that gives the input's gradient, which the stage before waits for
     W   the other half, the weights' gradients, for which nobody waits
     U   the update of a stage's weights by the gradients so far, in schedules without a flush
+    R   the exchange of those gradients, where it goes on beside other actions: in no schedule, for it is when they are there
 
 A model is cut into `ranks * chunks` stages, which lie in turn on the ranks ("loop": rank 0, 1, .., 0, 1, ..) or there and back ("v": 0, 1, .., 1, 0).
 """
@@ -18,7 +19,7 @@ from typing import Literal
 
 from shoal.errors import UserError
 
-Kind = Literal["F", "B", "I", "W", "U"]
+Kind = Literal["F", "B", "I", "W", "R", "U"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Schedule:
                 return [forward] if last else [forward, self.backward_of(stage + 1, microbatch)]
             case "W":
                 return [Action("I", stage, microbatch)]
-            case "U":
+            case "R" | "U":
                 return [Action("B", stage, microbatch)]
 
     def backward_of(self, stage: int, microbatch: int) -> Action:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.module.stand_in import StandIn
+from shoal.pipeline.interpreter import Work
 from shoal.pipeline.runner import Runner
 
 
@@ -41,8 +41,8 @@ class Whole(StandIn):
         return runner.of_last_stage(call.result)
 
 
-class _Call:
-    """The one microbatch of such a call (runner.Work)."""
+class _Call(Work):
+    """The one microbatch of such a call (interpreter.Work)."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
         self._module, self._args, self._kwargs = module, args, kwargs
@@ -56,11 +56,5 @@ class _Call:
             raise UserError(f"a model in stages gives its caller one tensor, or logits; this one gives a {type(output).__name__}")
         return output
 
-    def around(self, microbatch: int) -> Any:
-        return nullcontext()
-
     def forward(self, microbatch: int) -> None:
         self.result = self.try_out(microbatch)
-
-    def backward(self, microbatch: int, complete: set[str] | None, last: bool) -> Any:
-        raise AssertionError("a call has no backward")

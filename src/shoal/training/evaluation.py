@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.errors import UserError
-from shoal.module.random import Randomness, keyed_functional
-from shoal.parallel.context import Context
 from shoal.pipeline import Runner
-from shoal.training.loss import Loss, Sums, call_loss
-from shoal.training.stages import evaluate_in_stages
-from shoal.training.step import microbatches, share, with_idle
+from shoal.training.forward import Forward
+from shoal.training.loss import Loss, Sums
+from shoal.training.microbatches import Dealing, with_idle
+from shoal.training.stages import Evaluating
 
 log = logging.getLogger(__name__)
 
@@ -31,96 +29,127 @@ TELL = 1.0
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss over `tokens` counts of the whole dataset (or its first batches), the same on every rank."""
+    """Mean loss over `tokens` counts of the whole dataset (or its first batches), the same on every rank.
+
+    `also`: the means of the other measures that were asked for.
+    """
 
     loss: float
     tokens: int
     seconds: float
+    also: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The first `samples` of a map-style dataset."""
+
+    dataset: Any
+    samples: int
+    collate: Collate | None = None
+
+    def load(self, ids: Sequence[int]) -> Mapping[str, Tensor]:
+        """Stacks the samples `ids`."""
+        return (self.collate or stack_samples)([self.dataset[i] for i in ids])
 
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module,
-    loss: Loss,
-    dataset: Any,
-    samples: int,
-    microbatch: int,
-    collate: Collate | None,
+    forward: Forward,
+    dealing: Dealing,
+    data: HeldOut,
     group: Group,
-    device: torch.device,
-    randomness: Randomness,
-    keyed: bool,
-    passing: Passing | None = None,
-    context: Context | None = None,
-    alike: bool = False,
     pipeline: Runner | None = None,
-    even: bool = False,
+    measures: Sequence[Loss] = (),
 ) -> Evaluation:
-    """The mean loss of `module` in evaluation mode over the first `samples` of a map-style dataset; all ranks of `group` call it. What forwards draw is by the
-    samples' places in it, `keyed` or not as in a step, and the same each time. With `context` its ranks share the tokens of each row, and attention is what
-    `randomness` says. `alike`: every rank runs as many forwards, since they meet in them. `pipeline`: runs the stages that this rank has. `even`: ranks have as
-    even shares as can be, and not whole microbatches of one cut.
+    """Gives the mean loss of the module in evaluation mode; all ranks of `group`, the replicas, call it.
+
+    What forwards draw is by the samples' places in the dataset, keyed or not as in a step, and the same each time.
+    `pipeline`: runs the stages that this rank has. `measures`: taken in the same pass, each returns (sum, count) as the loss.
 
     Raises UserError if nothing there counts.
     """
     started = time.perf_counter()
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    stack = collate or stack_samples
-    streams = 1 if context is None else context.size
-    ranks = group.size // streams
-    dealt = [share(samples, place, ranks) for place in (group.rank // streams, 0)]
-    if not even:  # whole microbatches of the one cut that there is
-        whole = [share(-(-samples // microbatch), place, ranks) for place in (group.rank // streams, 0)]
-        dealt = [range(part.start * microbatch, min(part.stop * microbatch, samples)) for part in whole]
-    own, first = (microbatches(part, microbatch) for part in dealt)
-    mine = with_idle(own, len(first) if alike else 0, first[0] if first else ())
-
+    device, losses = forward.randomness.device, (forward.loss, *measures)
+    totals = torch.zeros(2 * len(losses), dtype=torch.float64, device=device)
+    whole = replace(dealing, all_run=False, partners=range(dealing.ranks))
+    share, first = whole.cut(range(data.samples)), replace(whole, rank=0).cut(range(data.samples)).microbatches
+    runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, first[0] if first else ())
     told = started
 
     def tell(done: int) -> None:
         nonlocal told
         if time.perf_counter() - told >= TELL:
             told = time.perf_counter()
-            log.info("evaluating: %d of %d microbatches", done, len(mine))
+            log.info("evaluating: %d of %d microbatches", done, len(runs))
 
-    def forward(loaded: Mapping[str, Tensor], ids: Sequence[int]) -> Sums:
-        batch = {key: value.to(device) for key, value in loaded.items()}
-        randomness.begin("evaluation", ids)
-        with keyed_functional(randomness) if keyed or context is not None else nullcontext():
-            sums = call_loss(loss, module, batch if context is None else context.cut(batch))
-        if context is not None:
-            context.attended()
-        return sums
+    def measure(loaded: Mapping[str, Tensor], ids: Sequence[int]) -> list[Sums]:
+        microbatch = forward.place(loaded)
+        once: Any = forward.module if len(losses) == 1 else _Once(forward.module)
+        found = []
+        for loss in losses:
+            forward.randomness.begin("evaluation", ids)
+            with forward.keyed():
+                found.append(replace(forward, module=once, loss=loss).sums(microbatch))
+        return found
+
+    def add(found: Sequence[Sums], counts: bool) -> None:
+        row = [value.double() for sums in found for value in (sums.total, sums.count)]
+        totals.add_(torch.stack(row) * counts)
 
     devices = [device.index] if device.type == "cuda" else []
-    module.eval()
+    forward.module.eval()
     try:
-        with torch.random.fork_rng(devices), nullcontext() if passing is None else passing.step(("evaluate", len(mine))):
-            for done, (ids, does_count) in enumerate([] if pipeline is not None else mine):
-                tell(done)
-                sums = forward(stack([dataset[i] for i in ids]), ids)
-                totals += torch.stack([sums.total.double(), sums.count.double()]) * does_count
-            if pipeline is not None:
+        with torch.random.fork_rng(devices), forward.gather.step(("evaluate", len(runs))), forward.rows():
+            if pipeline is None:
+                for done, (ids, counts) in enumerate(runs):
+                    tell(done)
+                    add(measure(data.load(ids), ids), counts)
+            else:
                 at_once = 8 * pipeline.group.size  # loaded
-                for start in range(0, len(mine), at_once):
+                for start in range(0, len(runs), at_once):
                     tell(start)
-                    some = mine[start : start + at_once]
-                    loaded = [(stack([dataset[i] for i in ids]), ids) for ids, _ in some]
-                    counts = [each for _, each in some]
-                    aside, left = (nullcontext, _nothing) if passing is None else (passing.aside, passing.left)
-                    evaluate_in_stages(pipeline, loaded, counts, forward, totals, group if alike else None, aside, left)
+                    work = Evaluating(forward, data.load, runs[start : start + at_once], measure, add)
+                    work.run(pipeline, group if dealing.lockstep else None)
     finally:
-        if context is not None:
-            context.close()
-        module.train()
+        forward.module.train()
     totals = group.all_reduce(totals, purpose="evaluation")
     if pipeline is not None:
         totals = pipeline.group.all_reduce(totals, purpose="evaluation")
-    total, count = totals.tolist()
-    if count == 0:
+    sums, counted = totals.tolist()[::2], totals.tolist()[1::2]
+    if 0 in counted:
         raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")
-    return Evaluation(total / count, round(count), time.perf_counter() - started)
+    mean, *also = (total / count for total, count in zip(sums, counted, strict=True))
+    return Evaluation(mean, round(counted[0]), time.perf_counter() - started, tuple(also))
 
 
-def _nothing() -> None:
-    pass
+class _Once:
+    """A module that several measures call on one microbatch: called again with the same tensors it gives the same output.
+
+    It runs again where a measure has written to that output.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._given: tuple[Any, ...] | None = None
+        self._output: Any = None
+        self._versions: list[int] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs, *kwargs.values())
+        same = self._given is not None and len(given) == len(self._given) and all(map(_is, given, self._given))
+        if not same or self._versions != _versions(self._output):
+            self._given, self._output = given, self._module(*args, **kwargs)
+            self._versions = _versions(self._output)
+        return self._output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _versions(output: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -18,10 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Passing
 from shoal.comm import Group
 from shoal.errors import UserError
-from shoal.module.random import Randomness
 from shoal.training.loss import Sums
 from shoal.training.result import StepResult
 from shoal.training.step import StepRunner
@@ -37,18 +35,19 @@ def callers_loss(model: nn.Module, microbatch: Mapping[str, Tensor]) -> NoReturn
 class Loop:
     """Steps of `microbatches` forwards and backwards on each rank, all of which make them alike.
 
-    `step_index()` numbers the step; `stepped()` is called after each. `partners`: the places in `group` of the ranks that update together; `joined()` makes a group for `join`, None
-    where ranks meet in their forwards. A forward without gradients belongs to no step; where weights pass
-    (plan.zero = 3 without shared memory), or tokens travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and forward;
-    torch's generators are the caller's again afterwards.
+    - `step_index()`: the number of the step
+    - `stepped()`: called after each
+    - `partners`: the places in `group` of the ranks that update together
+    - `joined()`: makes a group for `join`; None where ranks meet in their forwards
+
+    A forward without gradients belongs to no step; where weights are gathered (plan.zero = 3 without shared memory), or tokens
+    travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and forward; torch's
+    generators are the caller's again afterwards.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         runner: StepRunner,
-        randomness: Randomness,
-        passing: Passing | None,
         group: Group,
         microbatches: int,
         step_index: Callable[[], int],
@@ -56,9 +55,12 @@ class Loop:
         partners: Sequence[int],
         joined: Callable[[], Group] | None,
     ) -> None:
-        self._module, self._runner, self._randomness, self._passing = module, runner, randomness, passing
+        forward = self._forward = runner.forward
+        assert forward.effects is not None
+        self._runner, self._weights, self._buffers = runner, forward.gather, forward.effects.buffers
         self._group, self.microbatches, self._step_index, self._stepped = group, microbatches, step_index, stepped
-        self._devices = [randomness.device.index] if randomness.device.type == "cuda" else []
+        device = self._device = forward.randomness.device
+        self._devices = [device.index] if device.type == "cuda" else []
         self._partners, self._joined = partners, joined
         self._asks: Group | None = None  # inside `join`: who has a microbatch for the step that begins
         self._has_work = [1] * group.size
@@ -68,16 +70,21 @@ class Loop:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments."""
         if not torch.is_grad_enabled():
-            with nullcontext() if self._passing is None or self._is_open else self._passing.step(("loop", "no gradients")):
-                return self._module(*args, **kwargs)
+            with nullcontext() if self._is_open else self._weights.step(("loop", "no gradients")):
+                return self._forward.module(*args, **kwargs)
         if not self._is_open:
             self._open()
         forward = self._group.size * self._forwards + self._group.rank
         self._forwards += 1
         try:
-            with torch.random.fork_rng(self._devices), self._watching(), self._runner.keyed(), self._runner.watching() as gave:
-                self._randomness.begin(self._step_index(), [forward])
-                output = self._module(*args, **kwargs)
+            with (
+                torch.random.fork_rng(self._devices),
+                self._weights.watching(),
+                self._forward.keyed(),
+                self._buffers.watching() as gave,
+            ):
+                self._forward.randomness.begin(self._step_index(), [forward])
+                output = self._forward.module(*args, **kwargs)
                 gave(output)
                 return output
         except BaseException:
@@ -101,7 +108,7 @@ class Loop:
         self._done, self._awaits_step = self._done + 1, True
         sums = Sums(loss.reshape(()), torch.ones((), device=loss.device), {})
         try:
-            with self._watching(), self._runner.keyed():
+            with self._weights.watching(), self._forward.keyed():
                 self._runner.backward(sums, last=self._done == self.microbatches)
         except BaseException:
             self.abandon()
@@ -143,8 +150,7 @@ class Loop:
 
     def _end(self) -> StepResult:
         done, self._is_open, self._done = self._gather(self._done), False, 0
-        if self._passing is not None:
-            self._passing.end()
+        self._weights.end()
         result = self._runner.end(0, sum(done[place] for place in self._partners if place > self._group.rank), 1.0)
         self._stepped()
         return result
@@ -158,7 +164,7 @@ class Loop:
         """The `number` of each rank; outside `join` all have the same."""
         if self._asks is None:
             return [number] * self._group.size
-        mine = torch.tensor([number], device=self._randomness.device)
+        mine = torch.tensor([number], device=self._device)
         return self._asks.all_gather(mine.new_empty(self._asks.size), mine, purpose="join").tolist()
 
     @property
@@ -177,8 +183,8 @@ class Loop:
 
     def abandon(self) -> None:
         """The step under way is forgotten, with its gradients."""
-        if self._is_open and self._passing is not None:
-            self._passing.abandon()
+        if self._is_open:
+            self._weights.abandon()
         self._is_open = self._awaits_step = False
         self._done = 0
 
@@ -186,14 +192,10 @@ class Loop:
         self._asked(True)
         self._begin()
         self._forwards = 0
-        if self._passing is not None:
-            self._passing.begin(("loop", self.microbatches))
+        self._weights.begin(("loop", self.microbatches))
         self._is_open = True
 
     def _begin(self) -> None:
         # The power of two that the losses are divided with comes from one rank's count: under fp16 they then are scaled as DeepSpeed does
         at_work = sum(self._has_work[place] for place in self._partners) if self._runner.keeps_back else 1
         self._runner.begin(self._step_index(), self.microbatches, self.microbatches * at_work)
-
-    def _watching(self) -> Any:
-        return nullcontext() if self._passing is None else self._passing.watching()

@@ -1,13 +1,15 @@
 """Steps without a flush: microbatches of the next step are on their way while the last ones of this step come back (PipeDream, 2BW).
 
-With n updates made, the weights are version n. The forward of step t takes version t - delay, its backward the same again, and its update is made from version t: so
+With n updates made, the weights are version n. The forward of step t takes version t - delay, its backward the same again, and
+its update is made from version t: so
 
-    2bw         delay 1 on every stage       W(t+1) = W(t) - lr * grad f_t(W(t-1))          Narayanan et al. 2021, arXiv 2006.09503
-    pipedream   delay p - 1 - s on stage s   a step is one microbatch, and each stage updates as soon as its gradient is there        Narayanan et al. 2019 (SOSP)
-                vertical_sync: p - 1 on all
+    2bw         delay 1 on every stage       W(t+1) = W(t) - lr * grad f_t(W(t-1))       Narayanan et al. 2021, arXiv 2006.09503
+    pipedream   delay p - 1 - s on stage s   a step is one microbatch, and each stage updates as soon as its gradient is there
+                vertical_sync: p - 1 on all                                              Narayanan et al. 2019 (SOSP)
 
-A step's update is made at the end of the call `delay` steps later, by when all its backwards are over here. 2bw waits for nobody then: while the next step went on, its gradients have been reduced
-beside it, and so were the sums and the norm of all stages, by which it is clipped and voted on as in one process. Stages of pipedream update at different times: each clips and votes by its own.
+A step's update is made at the end of the call `delay` steps later, by when all its backwards are over here. 2bw waits for nobody
+then: while the next step went on, its gradients have been reduced beside it, and so were the sums and the norm of all stages, by
+which it is clipped and voted on as in one process. Stages of pipedream update at different times: each clips and votes by its own.
 """
 
 from __future__ import annotations
@@ -15,49 +17,55 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.chunks import value_of
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane
-from shoal.comm.lane import Ticket
 from shoal.data import Batch
 from shoal.errors import UserError
-from shoal.exchange.aside import Aside
+from shoal.exchange import Holds
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.parallel.parallelized import Parted
+from shoal.pipeline import Action, Endless
+from shoal.pipeline import Runner as Pipeline
 from shoal.plan import Plan, option_name
 from shoal.precision import Precision
+from shoal.training.ballot import Ballot, agree
+from shoal.training.clip import Clip, ClipSettings
+from shoal.training.commit import Commit
+from shoal.training.forward import Forward
+from shoal.training.microbatches import Dealing, with_idle
+from shoal.training.reduce import ReduceAside
 from shoal.training.result import StepResult
-from shoal.training.stages import Training, kind_of
-from shoal.training.step import StepRunner
+from shoal.training.setup import StepGroups, Trained
+from shoal.training.stages import Staged
+from shoal.training.totals import Totals
+from shoal.training.under_way import Microbatch, Step, UnderWay
 
 
-@dataclass
-class Step:
-    """A step under way. `version`: of the weights that it sees; `left`: backwards to come; `counted`, `after`: microbatches here, and on the replicas behind this one; `scale`: of its loss."""
+@dataclass(frozen=True)
+class Delays:
+    """How steps overlap.
 
-    batch: Batch
-    version: int
-    left: int
-    counted: int
-    after: int
-    scale: Tensor | None
-    sums: Tensor  # of the loss, as in StepRunner, and what it was expected to count
-    experts: Sequence[Tensor] = ()  # counts of tokens, as in StepResult
-    told: Ticket | None = None  # when the sums are those of all ranks
-    asked: Ticket | None = None  # when `answer` is there
-    answer: tuple[Tensor, Tensor, list[str]] | None = None
+    - `versions`: of the weights on this stage
+    - `delay`: by how many versions the weights of a step are older than those that it updates
+    - `together`: all stages clip and vote as one
+    - `telling`: groups of this rank's replicas and of its pipeline, for results alone
+    """
+
+    versions: Versions
+    delay: int
+    together: bool
+    telling: Sequence[Group]
 
 
 def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: int, sync_bn: bool, tied: bool) -> None:
-    """UserError for what does not go with a schedule without a flush. `tied`: stages share weights."""
+    """Raises UserError for what does not go with a schedule without a flush. `tied`: stages share weights."""
     name = option_name(plan.schedule, "schedule")
     each = name == "pipedream"
     reasons = {
@@ -75,175 +83,177 @@ def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: 
         raise UserError(f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out')
 
 
-class Unflushed(StepRunner):
-    """Steps of a schedule without a flush. `versions`: of the weights here; `delay` as above. `together`: whether all stages clip and vote as one. `telling`: groups of this rank's replicas and
-    of its pipeline, for results alone."""
+class NoFlushRunner:
+    """Runs steps of a schedule without a flush; parameters as of StepRunner."""
 
-    def __init__(self, *args: Any, versions: Versions, delay: int, together: bool, telling: Sequence[Group], **more: Any) -> None:
-        super().__init__(*args, **more)
-        assert self._stages is not None
-        self._versions, self._delay, self._together, self._telling = versions, delay, together, telling
-        self._stream = self._stages.stream()
-        self._waits = 1 if together else self._stream.behind
-        self._reducer.detach()
-        self._aside = Aside(self._parameters, self._algorithm.replica.chunks)
-        self._results, self._ballots = Lane(self._device, self._ledger), Lane(self._device, self._ledger)
+    def __init__(
+        self,
+        forward: Forward,
+        dealing: Dealing,
+        groups: StepGroups,
+        trained: Trained,
+        clipping: ClipSettings,
+        pipeline: Pipeline,
+        delays: Delays,
+    ) -> None:
+        assert forward.effects is not None
+        self.forward, self.dealing = forward, dealing
+        self._effects, self._groups, self._trained, self._delays = forward.effects, groups, trained, delays
+        device = self._device = forward.randomness.device
+        self._pipeline = pipeline
+        self._totals = Totals(device, trained.scale, pipeline.is_last)
+        self._reduce = ReduceAside(forward, trained, self._totals)
+        self._staged = Staged(forward, self._totals, self._reduce, pipeline)
+        agreeing = groups if delays.together else replace(groups, pp=None)
+        self._ballot = Ballot(forward, agreeing, trained.hooks, tuple(pipeline.tied), told=True)
+        self._clip = Clip(clipping, agreeing, trained.algorithm, device)
+        self._commit = Commit(forward, trained, self._reduce, groups if delays.together else None)
+        self._order = Endless(pipeline.own[-1], pipeline.behind, 1 if delays.together else pipeline.behind)
+        self._microbatches: dict[int, Microbatch] = {}  # those whose backward is to come, by number
+        self._results, self._ballots = Lane(device, forward.ledger), Lane(device, forward.ledger)
         self._steps: deque[Step] = deque()
-        self._counted, self._tally = self._tally, None  # counts are told with the loss of their step, not with an update
+        self._made: StepResult | None = None  # by the last update of this call
+        self.gradients: list[Tensor] = []
+        self.per_sample = 1.0
 
     def run(self, batch: Batch) -> StepResult:
-        """The forwards of `batch`, and the backwards and the update that are due. The result's loss is that of `batch`; its norm and scale are those of the update that was made, of an earlier
-        step (NaN where there was none yet). Raises TrainingError, with the weights before that update, on NaN."""
+        """The forwards of `batch`, and the backwards and the update that are due.
+
+        The result's loss is that of `batch`; its norm and scale are those of the update that was made, of an earlier step (NaN
+        where there was none yet). Raises TrainingError, with the weights before that update, on NaN.
+        """
         started = time.perf_counter()
-        self._module.train()
-        lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
+        self.forward.module.train()
+        lr = self._trained.lr
+        self._made = None
         step = self._forwards(batch)
         self._steps.append(step)
-        made: StepResult | None = None
-        while len(self._steps) > self._waits:
-            made = self._update()
-        self._hand_over_the_next()
-        norm = torch.full((), math.nan) if made is None else made._norm
-        scale = None if made is None else made._scale
-        result = StepResult(
-            batch.step, batch.epoch, lr, 0.0, step.sums[:-1], norm, self._aux_names or (), 1.0, scale, step.experts, step.told
-        )
+        self._do(self._order.due())
+        norm, scale = (torch.full((), math.nan), None) if self._made is None else (self._made._norm, self._made._scale)
+        about = (step.sums[:-1], norm, self._totals.names or (), 1.0, scale, step.experts, step.told)
+        result = StepResult(batch.step, batch.epoch, lr, 0.0, *about)
         result.seconds = time.perf_counter() - started
         return result
 
-    def _forwards(self, batch: Batch) -> Step:
-        """Those of `batch`, each followed by the oldest backward there is."""
-        assert self._stages is not None
-        mine, after, most, self._samples = self.cut(batch.ids)
-        if not self._together and most > 1:
-            raise UserError(
-                f'plan.schedule = "pipedream" updates after each microbatch, and this step has {most} of them on a rank: make global_batch = microbatch x dp, or take "2bw"'
-            )
-        self._ledger.step = self._step = batch.step
-        self._expected = self._near(self.per_sample * len(batch.ids))
-        self._totals = torch.zeros(2 + len(self._aux_names or ()), dtype=torch.float64, device=self._device)
-        work = Training(self, batch, [(ids, True) for ids in mine], self._randomness)
-        kinds = [kind_of(each, "train") for each in work.loaded]
-        self._stages.learn(kinds, work.try_out, None, work.trying)
-        scale = None if self._scale is None else self._scale.scale.clone()
-        step = Step(batch, batch.step - self._delay, len(mine), len(mine), after, scale, self._totals)
-        pending = [*self._steps, step]
-        self._buffers.begin()
-        if self._counted is not None:
-            self._counted.begin()
-        for place, kind in enumerate(kinds):
-            self._versions.bind(step.version)
-            self._stream.feed(kind, work, place)
-            if self._stream.under_way > self._stream.behind:
-                self._back(pending)
-        if self._partners.size > 1 and self._buffers.changed():
-            raise UserError(
-                "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a flush, such as 1f1b, or plan.dp = 1"
-            )
-        if not self._agreed:
-            self._totals = self._agree_on_names(self._totals)
-        self._tell(step)
-        return step
-
     def flush(self) -> None:
-        """Makes all updates that are due, also of steps that are under way. What later steps compute does not depend on whether, or when, that was done."""
-        while self._steps:
-            self._update()
-        self._versions.bind(self._versions.newest)
+        """Makes all updates that are due, also of steps that are under way.
 
-    @contextmanager
-    def reducing(self, last: bool, complete: Collection[str] | None = None) -> Iterator[None]:
-        with self._ledger.span("compute", "backward"):
-            yield
+        What later steps compute does not depend on whether, or when, that was done.
+        """
+        self._do(self._order.flush())
+        self._delays.versions.bind(self._delays.versions.newest)
 
-    def _back(self, steps: Sequence[Step]) -> None:
-        """The oldest backward; after a step's last one its gradients go out, if those of the step before have been applied."""
-        step = next(each for each in steps if each.left)
-        self._versions.bind(step.version)
-        self._stream.back()
-        step.left -= 1
-        if not step.left and step is steps[0] and step.told is not None:
-            self._hand_over(step)
+    def settle(self) -> None:
+        """Raises what a step left unread on the device."""
+        self._commit.settle()
 
-    def _hand_over_the_next(self) -> None:
-        if self._steps and not self._steps[0].left and self._steps[0].asked is None:
-            self._hand_over(self._steps[0])
+    def follow(self) -> None:
+        raise AssertionError("chunks are not cut anew under a schedule without a flush")
 
-    def _hand_over(self, step: Step) -> None:
-        """Gradients are reduced from here on, beside the computation, and agreed on."""
-        number, holds = step.batch.step, self._algorithm.holds(step.batch.step)
-        self._algorithm.begin(number)
-        self._reducer.begin(number, 1, None if step.scale is None else step.scale.reciprocal())
-        self._statistics.begin()
-        self._reducer.hand_over(self._aside.flats, self._aside.touched)
-        self._aside.clear()
-
-        def ask() -> None:
-            assert step.told is not None
-            step.told.wait("results")
-            sums = step.sums[:-1] if self._partners.rank == 0 else torch.zeros_like(step.sums[:-1])
-            with torch.no_grad():
-                step.answer = self._reduce(sums, step.counted, step.after, holds)
-
-        step.asked = self._ballots.submit(ask, "ballot")
-
-    def _tell(self, step: Step) -> None:
-        """The sums of `step` go from the last stage to all ranks, and what each stage has counted of its experts."""
-        assert self._stages is not None
-        first = self._stages.is_last and self._partners.rank == 0
-        expected = torch.full((1,), self._expected if first else 0.0, dtype=torch.float64, device=self._device)
-        told = torch.cat([self._totals, expected, *([] if self._counted is None else [self._counted.row()])])
-        step.sums = told[: len(self._totals) + 1]
-        step.experts = () if self._counted is None else self._counted.read(told[len(step.sums) :])
-
-        def tell() -> None:
-            for group in self._telling:
-                group.all_reduce(told, purpose="result")
-
-        step.told = self._results.submit(tell, "result")
-
-    def _update(self) -> StepResult:
-        """That of the oldest step, which is over with it."""
-        step = self._steps[0]
-        while step.left:
-            self._back(self._steps)
-        if step.asked is None:
-            self._hand_over(step)
-        assert step.asked is not None
-        step.asked.wait("ballot")
-        assert step.answer is not None
-        totals, squares, untouched = step.answer
-        number, holds = step.batch.step, self._algorithm.holds(step.batch.step)
-        norm, factor = self._clip_factor(number, totals[1], squares, float(step.sums[-1]), holds)
-        lr = tuple(float(group["lr"]) for group in self._optimizer.torch.param_groups)
-        result = StepResult(number, step.batch.epoch, lr, 0.0, totals, norm, self._aux_names or (), 1.0, step.scale)
-        self._steps.popleft()
-        with self._ledger.span("compute", "optimizer"), torch.no_grad(), self._versions.opened():
-            self._vote_and_apply(result, factor, untouched, holds)
-            if result.skipped or result.tokens == 0:
-                for chunk in self._algorithm.replica.chunks:
-                    chunk.publish()
-            self._algorithm.end(number)
-        self.per_sample = max(1e-6, result.tokens / max(1, len(step.batch.ids)))
-        return result
-
-    # what all stages would say together
-
-    def _of_all_stages(self, totals: Tensor, *counts: Tensor) -> Tensor:
-        return totals  # they have been told
-
-    def _norm_squared(self, squares: Tensor) -> Tensor:
-        if self._together:
-            return super()._norm_squared(squares)
-        return value_of(squares if self._beside is None else self._beside.all_reduce(squares, purpose="norm"))
-
-    def _of_all_owners(self, names: list[str]) -> list[str]:
-        return super()._of_all_owners(names) if self._together else names
+    @property
+    def arrivals(self) -> list[str]:
+        """The parameters in the order of their gradients: not told, for chunks keep their order."""
+        return []
 
     def close(self) -> None:
         """Ends what goes on beside the steps; steps under way are lost, but not the results that were given."""
         self._results.close()
-        for group in (self._beside, self._across, *self._telling):
+        for group in (self._groups.tp, self._groups.pp, *self._delays.telling):
             if group is not None:  # another stage may have closed before it came there
                 group.close()
         self._ballots.close()
+
+    def _forwards(self, batch: Batch) -> Step:
+        """Runs those of `batch`, each followed by the oldest backward there is."""
+        share, delays, totals = self.dealing.cut(batch.ids), self._delays, self._totals
+        if not delays.together and share.most > 1:
+            raise UserError(
+                f'plan.schedule = "pipedream" updates after each microbatch, and this step has {share.most} of them on a rank: '
+                'make global_batch = microbatch x dp, or take "2bw"'
+            )
+        self.forward.ledger.step = batch.step
+        totals.begin(self.per_sample * len(batch.ids), self._trained.algorithm.keeps_back)
+        work, kinds = self._staged.prepare(batch, with_idle(share.microbatches, 0, ()))
+        scale = None if totals.scale is None else totals.scale.clone()
+        step = Step(batch, batch.step - delays.delay, len(kinds), share.after, scale, totals.values)
+        self._effects.buffers.begin()
+        if self._effects.experts is not None:
+            self._effects.experts.begin()
+        self._do(self._order.step(len(kinds)), ((kind, (step, work, index)) for index, kind in enumerate(kinds)))
+        if self._groups.partners.size > 1 and self._effects.buffers.changed():
+            raise UserError(
+                "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a "
+                "flush, such as 1f1b, or plan.dp = 1"
+            )
+        alone = self._trained.algorithm.holds(batch.step) is Holds.ALONE
+        agree(totals, self._effects, self._groups, self.forward.streams, alone)
+        self._tell(step)
+        return step
+
+    def _do(self, actions: Iterator[Action], new: Iterator[tuple[Any, Microbatch]] = iter(())) -> None:
+        """Does `actions`, whose forwards are of the microbatches `new`, with their kinds."""
+        interpreter, microbatches = self._pipeline.interpreter, self._microbatches
+        work = UnderWay(microbatches, self._hand_over, self._update)
+        for action in actions:
+            number = action.microbatch
+            if action.kind == "F":
+                kind, microbatches[number] = next(new)
+                self._pipeline.add(number, kind)
+            if action.kind in ("F", "B"):
+                self._delays.versions.bind(microbatches[number][0].version)
+            interpreter.do(action, work)
+            if action.kind == "B":
+                interpreter.forget(number)
+                del microbatches[number]
+
+    def _tell(self, step: Step) -> None:
+        """Sends the sums of `step` from the last stage to all ranks, and what each stage has counted of its experts."""
+        first, tally = self._pipeline.is_last and self._groups.partners.rank == 0, self._effects.experts
+        expected = torch.full((1,), self._totals.expected if first else 0.0, dtype=torch.float64, device=self._device)
+        told = torch.cat([self._totals.values, expected, *([] if tally is None else [tally.row()])])
+        step.sums = told[: len(self._totals.values) + 1]
+        step.experts = () if tally is None else tally.read(told[len(step.sums) :])
+
+        def tell() -> None:
+            for group in self._delays.telling:
+                group.all_reduce(told, purpose="result")
+
+        step.told = self._results.submit(tell, "result")
+
+    def _hand_over(self) -> None:
+        """Reduces the oldest step's gradients from here on, beside the computation, and agrees on them."""
+        step = self._steps[0]
+        number = step.batch.step
+        alone = self._trained.algorithm.holds(number) is Holds.ALONE
+        self._trained.algorithm.begin(number)
+        self._effects.statistics.begin()
+        self._reduce.hand_over(number, None if step.scale is None else step.scale.reciprocal())
+
+        def ask() -> None:
+            assert step.told is not None
+            step.told.wait("results")
+            sums = step.sums[:-1] if self._groups.partners.rank == 0 else torch.zeros_like(step.sums[:-1])
+            with torch.no_grad():
+                step.answer = self._ballot.cast(sums, self._reduce.finish(), step.ran, step.after, alone)
+
+        step.asked = self._ballots.submit(ask, "ballot")
+
+    def _update(self) -> None:
+        """Makes the update of the oldest step, which is over with it."""
+        step = self._steps[0]
+        assert step.asked is not None
+        step.asked.wait("ballot")
+        assert step.answer is not None
+        answer, number, trained = step.answer, step.batch.step, self._trained
+        clipped = self._clip.clip(number, answer.totals[1], answer.squares, float(step.sums[-1]))
+        about = (answer.totals, clipped.norm, self._totals.names or (), 1.0, step.scale)
+        result = StepResult(number, step.batch.epoch, trained.lr, 0.0, *about)
+        self._steps.popleft()
+        with self.forward.ledger.span("compute", "optimizer"), torch.no_grad(), self._delays.versions.opened():
+            self._commit.apply(result, clipped, answer.untouched)
+            if result.skipped or result.tokens == 0:
+                for chunk in trained.algorithm.replica.chunks:
+                    chunk.publish()
+            trained.algorithm.end(number)
+        self.per_sample = max(1e-6, result.tokens / max(1, len(step.batch.ids)))
+        self._made = result

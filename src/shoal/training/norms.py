@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk
-from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan, option_name
+from shoal.training.setup import StepGroups
 
 ClipRule = Callable[[Mapping[str, float]], float | Mapping[str, float]]
 """Of the norms of all gradients by name, in the unit of the mean and the same on every rank: a factor for all of
@@ -31,23 +31,20 @@ def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
         raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
 
 
-def norms_by_name(
-    chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, replicas: Group, beside: Group | None, across: Group | None
-) -> dict[str, float]:
-    """The norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
-    rank; `beside`: ranks with other parts of these parameters, `across`: with other stages."""
+def norms_by_name(chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, groups: StepGroups) -> dict[str, float]:
+    """Gives the norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every rank."""
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
     squares: dict[str, float] = {}
     for chunk in chunks:
         slots = [] if chunk.copy_number else chunk.owned.slots  # one of those who keep the same stretch counts it
         sums = [slot.view(chunk.owned.gradient).double().square().sum() for slot in slots]
         squares.update(zip((slot.name for slot in slots), torch.stack(sums).tolist() if sums else [], strict=True))
-    squares = _together(replicas.all_gather_object(squares), cut)
-    if beside is not None:
-        squares = _together(beside.all_gather_object(squares), {name for name in squares if not layouts[name].alike})
+    squares = _together(groups.partners.all_gather_object(squares), cut)
+    if groups.tp is not None:
+        squares = _together(groups.tp.all_gather_object(squares), {name for name in squares if not layouts[name].alike})
     squares = {name: squares[name] for name in layouts if name in squares}
-    if across is not None:
-        squares = _together(across.all_gather_object(squares), set())
+    if groups.pp is not None:
+        squares = _together(groups.pp.all_gather_object(squares), set())
     return {name: math.sqrt(value) * unit for name, value in squares.items()}
 
 

@@ -1,154 +1,144 @@
 """A step, and an evaluation, through a pipeline: what a stage does with each microbatch (pipeline.Work).
 
-Every stage loads every microbatch and runs the loss up to where its parts of the model end, so that masks, positions and labels are where they are needed. The microbatches of a step are loaded
-at its beginning: the ranks of a pipeline find out together what travels when shapes come that they have not seen.
+Every stage loads every microbatch and runs the loss up to where its parts of the model end, so that masks, positions and labels
+are where they are needed. The microbatches of a step are loaded at its beginning: the ranks of a pipeline find out together what
+travels when shapes come that they have not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from shoal.comm import Group
 from shoal.data import Batch
-from shoal.module.random import Drawn, Randomness
-from shoal.pipeline import Runner
+from shoal.module.random import Drawn
+from shoal.pipeline import Runner, Work
+from shoal.training.forward import Forward
 from shoal.training.loss import Sums
-
-Run = tuple[Sequence[int], bool]
-"""A microbatch's samples, and whether it counts."""
-
-
-Loaded = tuple[Mapping[str, Tensor], Sequence[int]]
-"""A microbatch of an evaluation and its samples."""
-
-
-class Steps(Protocol):
-    """What is asked of a StepRunner."""
-
-    def place(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
-    def running(self, batch: Batch, index: int, number: int, microbatch: Mapping[str, Tensor]) -> Any: ...
-    def counted(self, counts: bool) -> Any: ...
-    def forward(self, microbatch: Mapping[str, Tensor]) -> Sums: ...
-    def aside(self) -> Any: ...
-    def left(self) -> None: ...
-    def ran(self, counts: bool) -> None: ...
-    def objective(self, sums: Sums) -> Tensor: ...
-    def reducing(self, last: bool, complete: Collection[str] | None = None) -> Any: ...
-    def keyed(self) -> Any: ...
+from shoal.training.microbatches import Run
+from shoal.training.reduce import Reduce
+from shoal.training.totals import Totals
 
 
 def kind_of(loaded: Mapping[str, Tensor], *more: Any) -> Any:
-    """What microbatches have in common for which the same travels from stage to stage."""
+    """Gives what microbatches have in common for which the same travels from stage to stage."""
     return (*more, *((key, tuple(value.shape), value.dtype) for key, value in sorted(loaded.items())))
 
 
-def train_in_stages(
-    steps: Steps, pipeline: Runner, batch: Batch, runs: Sequence[Run], randomness: Randomness, alike: Group | None
-) -> None:
-    """Forward and backward of a rank's share of `batch`. `alike`: replicas whose ranks meet in their forwards, of which each has as many."""
-    if runs:
-        work = Training(steps, batch, runs, randomness)
+@dataclass(frozen=True)
+class Staged:
+    """Accumulate, where this rank has some stages of the model. `lockstep`: replicas whose ranks meet in their forwards."""
+
+    forward: Forward
+    totals: Totals
+    reduce: Reduce
+    pipeline: Runner
+    lockstep: Group | None = None
+
+    def run(self, batch: Batch, runs: Sequence[Run]) -> None:
+        """Forward and backward of each microbatch, in the order of the schedule."""
+        if runs:
+            work, kinds = self.prepare(batch, runs)
+            for _, counts in runs:
+                self.totals.ran += counts
+            self.pipeline.train(kinds, work)
+
+    def prepare(self, batch: Batch, runs: Sequence[Run]) -> tuple[Training, list[Any]]:
+        """Loads the microbatches, and finds out what travels of those kinds that are new; returns the work and the kinds."""
+        work = Training(self, batch, runs)
         kinds = [kind_of(each, "train") for each in work.loaded]
-        pipeline.learn(kinds, work.try_out, alike, work.trying)
-        for _, counts in runs:
-            steps.ran(counts)
-        pipeline.train(kinds, work)
+        self.pipeline.learn(kinds, work.try_out, self.lockstep, work.trying)
+        return work, kinds
 
 
-class Training:
+class Training(Work):
     """The microbatches `runs` of one step (pipeline.Work)."""
 
-    def __init__(self, steps: Steps, batch: Batch, runs: Sequence[Run], randomness: Randomness) -> None:
-        self._steps, self._batch, self._runs, self._randomness = steps, batch, runs, randomness
+    def __init__(self, staged: Staged, batch: Batch, runs: Sequence[Run]) -> None:
+        assert staged.forward.effects is not None
+        self._forward, self._effects = staged.forward, staged.forward.effects
+        self._totals, self._reduce = staged.totals, staged.reduce
+        self._batch, self._runs = batch, runs
         self.loaded = [batch.load(ids) for ids, _ in runs]
         self._drawn: dict[int, Drawn] = {}
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Around forwards of which nothing is left."""
-        with self._steps.counted(False), self._steps.aside():
+        """Wraps forwards of which nothing is left."""
+        with self._effects.of(False), self._forward.gather.aside():
             yield
 
-    def try_out(self, place: int) -> Any:
-        """Such a forward."""
-        sums = self._forward(place)
+    def try_out(self, index: int) -> Any:
+        """Makes such a forward."""
+        sums = self._sums(index)
         return sums.total, sums.count, sums.aux
 
-    def around(self, microbatch: int) -> Any:
-        return self._steps.counted(self._runs[microbatch][1])
+    def around(self, microbatch: int) -> AbstractContextManager[None]:
+        return self._effects.of(self._runs[microbatch][1])
 
     def forward(self, microbatch: int) -> Tensor:
         try:
-            sums = self._forward(microbatch)
+            sums = self._sums(microbatch)
         finally:
-            self._drawn[microbatch] = self._randomness.drawn()
-            self._steps.left()
-        return self._steps.objective(sums if self._runs[microbatch][1] else sums.counting_nothing())
+            self._drawn[microbatch] = self._forward.randomness.drawn()
+            self._forward.gather.left()
+        return self._totals.objective(sums if self._runs[microbatch][1] else sums.counting_nothing())
 
-    def _forward(self, place: int) -> Sums:
-        loaded, ids = self._steps.place(self.loaded[place]), self._runs[place][0]
-        self._randomness.begin(self._batch.step, ids)
-        with self._steps.running(self._batch, place, len(self._runs), loaded):
-            return self._steps.forward(loaded)
+    def _sums(self, index: int) -> Sums:
+        loaded, ids = self._forward.place(self.loaded[index]), self._runs[index][0]
+        self._forward.randomness.begin(self._batch.step, ids)
+        with self._forward.running(self._batch, index, len(self._runs), loaded):
+            return self._forward.train(loaded)
 
     @contextmanager
-    def backward(self, microbatch: int, complete: set[str] | None, last: bool) -> Iterator[None]:
-        self._randomness.replay(self._drawn[microbatch])
-        with self._steps.keyed():
+    def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> Iterator[None]:
+        self._forward.randomness.replay(self._drawn[microbatch])
+        with self._forward.keyed():
             if complete is None:
                 yield
             else:
-                with self._steps.reducing(last, complete):
+                with self._reduce.backward(last, complete):
                     yield
 
 
-def evaluate_in_stages(
-    pipeline: Runner,
-    loaded: Sequence[Loaded],
-    counts: Sequence[bool],
-    forward: Callable[[Mapping[str, Tensor], Sequence[int]], Sums],
-    totals: Tensor,
-    alike: Group | None,
-    aside: Callable[[], AbstractContextManager[None]],
-    left: Callable[[], None],
-) -> None:
-    """Adds to `totals`, on the last stage, what `forward` gives of those of the microbatches that count. `alike`: as above; `aside`, `left`: as of Steps."""
-    if loaded:
-        work = _Evaluation(loaded, counts, forward, totals, left)
-        kinds = [kind_of(each, "evaluate") for each, _ in loaded]
-        pipeline.learn(kinds, work.try_out, alike, aside)
-        pipeline.evaluate(kinds, work)
+class Evaluating(Work):
+    """The microbatches `runs` of an evaluation (pipeline.Work).
 
+    `load(ids)` gives the samples of one, `measure(loaded, ids)` what is measured of it, and `add(found, counts)` takes that on
+    the last stage.
+    """
 
-class _Evaluation:
     def __init__(
         self,
-        loaded: Sequence[Loaded],
-        counts: Sequence[bool],
-        forward: Callable[[Mapping[str, Tensor], Sequence[int]], Sums],
-        totals: Tensor,
-        left: Callable[[], None],
+        forward: Forward,
+        load: Callable[[Sequence[int]], Mapping[str, Tensor]],
+        runs: Sequence[Run],
+        measure: Callable[[Mapping[str, Tensor], Sequence[int]], list[Sums]],
+        add: Callable[[list[Sums], bool], None],
     ) -> None:
-        self._loaded, self._counts, self._run, self._totals, self._left = loaded, counts, forward, totals, left
+        self._forward, self._runs, self._measure, self._add = forward, runs, measure, add
+        self._loaded = [load(ids) for ids, _ in runs]
 
-    def try_out(self, place: int) -> Any:
-        sums = self._run(*self._loaded[place])
-        return sums.total, sums.count
+    def run(self, pipeline: Runner, lockstep: Group | None) -> None:
+        """Runs all of them. `lockstep`: as of Staged."""
+        kinds = [kind_of(each, "evaluate") for each in self._loaded]
+        pipeline.learn(kinds, self.try_out, lockstep, self._forward.gather.aside)
+        pipeline.evaluate(kinds, self)
 
-    def around(self, microbatch: int) -> Any:
-        return nullcontext()
+    def try_out(self, index: int) -> Any:
+        return [(sums.total, sums.count) for sums in self._measured(index)]
 
     def forward(self, microbatch: int) -> None:
         try:
-            sums = self._run(*self._loaded[microbatch])
+            found = self._measured(microbatch)
         finally:
-            self._left()
-        self._totals[0] += sums.total.double() * self._counts[microbatch]
-        self._totals[1] += sums.count.double() * self._counts[microbatch]
+            self._forward.gather.left()
+        self._add(found, self._runs[microbatch][1])
 
-    def backward(self, microbatch: int, complete: set[str] | None, last: bool) -> Any:
-        raise AssertionError("an evaluation has no backward")
+    def _measured(self, index: int) -> list[Sums]:
+        return self._measure(self._loaded[index], self._runs[index][0])

@@ -1,0 +1,217 @@
+"""Does the actions of a rank, one after the other, whatever schedule they come from: with or without an end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.comm import Group, World
+from shoal.pipeline.actions import Action
+from shoal.pipeline.p2p import Mail, Message, Way
+from shoal.pipeline.passes import Again, Pass
+from shoal.pipeline.routes import Routes, Shape, Value
+from shoal.pipeline.split import Split
+from shoal.pipeline.split_backward import input_half, weight_half
+
+
+class Work:
+    """What a stage does with a microbatch, by its number in the schedule."""
+
+    def around(self, microbatch: int) -> AbstractContextManager[None]:
+        """Wraps a forward, where the model has all that this rank has of it."""
+        return nullcontext()
+
+    def forward(self, microbatch: int) -> Tensor | None:
+        """Gives its loss by the model: on the last stage the number that backward starts from."""
+        raise NotImplementedError
+
+    def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> AbstractContextManager[None]:
+        """Wraps the part of a backward that gives the gradients of weights.
+
+        `complete`: the weights to which no later backward of the step adds; None where this part gives no gradients of weights.
+        `last`: it is this rank's last in the step.
+        """
+        raise AssertionError("forwards alone")
+
+    def reduce(self, microbatch: int) -> None:
+        """Exchanges the gradients of the step that ends with this microbatch."""
+        raise AssertionError("a schedule with a flush")
+
+    def update(self, microbatch: int) -> None:
+        """Updates the weights by them."""
+        raise AssertionError("a schedule with a flush")
+
+
+class Interpreter:
+    """Runs actions on one rank of `group`, the ranks of one pipeline of `stages` stages, which lie as `rank_of` says."""
+
+    def __init__(self, split: Split, group: Group, world: World, rank_of: Callable[[int], int], stages: int) -> None:
+        self._split, self._group, self._rank_of, self._number = split, group, rank_of, stages
+        self._device, self._ledger = world.device, world.ledger
+        self._mail = Mail(world, group.ranks, group.rank)
+        self._routes: dict[int, Routes] = {}
+        self._passes: dict[tuple[int, int], Pass] = {}
+        self._local: dict[Message, list[Tensor]] = {}
+
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Connects the ranks of each pair (lower, higher); all ranks of the pipeline call it alike."""
+        self._mail.open(pairs)
+
+    def begin(self, routes: Mapping[int, Routes], messages: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
+        """Begins a schedule with an end. `routes`: of each microbatch; `messages`: those that will come, in order."""
+        self._routes, self._passes, self._local = dict(routes), {}, {}
+        self._mail.expect(messages)
+
+    def add(self, microbatch: int, stage: int, routes: Routes) -> None:
+        """Adds one more microbatch, behind those there are, to a schedule without an end; it goes with its backward."""
+        self._routes[microbatch] = routes
+        for other in range(self._number):
+            if other < stage and routes.between(other, stage):
+                self._mail.expect_also("forward", self._rank_of(other), Message("forward", other, stage, microbatch))
+            if other > stage and routes.between(stage, other):
+                self._mail.expect_also("backward", self._rank_of(other), Message("backward", other, stage, microbatch))
+
+    def do(self, action: Action, work: Work, complete: Collection[str] = (), last: bool = False) -> None:
+        """Does one action. `complete`, `last`: as of Work.backward."""
+        match action.kind:
+            case "R":
+                work.reduce(action.microbatch)
+            case "U":
+                work.update(action.microbatch)
+            case _:
+                try:
+                    self._compute(action, work, complete, last)
+                except Exception as error:
+                    error.add_note(f"in {action} (stage {action.stage}, microbatch {action.microbatch})")
+                    raise
+
+    def forget(self, microbatch: int) -> None:
+        """Drops a microbatch that is over."""
+        del self._routes[microbatch]
+
+    def _compute(self, action: Action, work: Work, complete: Collection[str], last: bool) -> None:
+        match action.kind:
+            case "F":
+                self.forward(action, work)
+            case "B":
+                self._backward(action, work, complete, last)
+            case "I":
+                self._inputs(action, work)
+            case "W":
+                self._weights(action, work, complete, last)
+
+    def forward(self, action: Action, work: Work, lane: str = "stage") -> None:
+        """Does a forward, and sends what other stages take of it."""
+        stage, at = action.stage, action.microbatch
+        routes = self._routes[at]
+        values: dict[Value, Tensor] = {}
+        for source in range(stage):
+            if wanted := routes.between(source, stage):
+                values |= zip(wanted, self._receive(Message("forward", source, stage, at)), strict=True)
+        current = self._passes[stage, at] = Pass(self._split, stage, routes, values, self._device)
+        if stage:
+            self._split.hear(routes.stages[stage - 1].said)
+        with self._span(action, lane), work.around(at):
+            current.objective = self._split.run(stage, current, partial(work.forward, at))
+        current.recall = self._split.remembered()
+        for target in range(stage + 1, self._number):
+            if sent := routes.between(stage, target):
+                self._send(Message("forward", stage, target, at), [current.sent(value) for value in sent])
+
+    def _backward(self, action: Action, work: Work, complete: Collection[str], last: bool) -> None:
+        current = self._passes.pop((action.stage, action.microbatch))
+        roots, grads = self._roots(action, current)
+        current.recall()
+        with self._span(action), work.backward(action.microbatch, complete, last):
+            if roots:
+                with self._split.running(action.stage, Again(current)):
+                    torch.autograd.backward(roots, grads)
+        self._send_back(action, {value: box.grad for value, box in current.boxes.items()})
+
+    def _inputs(self, action: Action, work: Work) -> None:
+        current = self._passes[action.stage, action.microbatch]
+        roots, grads = self._roots(action, current)
+        if not current.boxes or not roots:  # all of it can wait
+            with self._span(action):
+                current.later = (roots, grads)
+            self._send_back(action, {})
+            return
+        current.recall()
+        with self._span(action), work.backward(action.microbatch, None, False), self._split.running(action.stage, Again(current)):
+            found, current.starts = input_half(roots, grads, list(current.boxes.values()))
+        self._send_back(action, dict(zip(current.boxes, found, strict=True)))
+
+    def _weights(self, action: Action, work: Work, complete: Collection[str], last: bool) -> None:
+        current = self._passes.pop((action.stage, action.microbatch))
+        roots, grads = current.later
+        current.recall()
+        again = self._split.running(action.stage, Again(current))
+        with self._span(action), work.backward(action.microbatch, complete, last), again:
+            weight_half(current.starts)
+            if roots:
+                torch.autograd.backward(roots, grads)
+
+    def _roots(self, action: Action, current: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where backward starts: the loss, or what other stages have taken, with the sums of their gradients."""
+        stage, at, routes = action.stage, action.microbatch, self._routes[action.microbatch]
+        if stage == self._number - 1:
+            return ([current.objective] if current.objective is not None and current.objective.requires_grad else []), [None]
+        sums: dict[Value, Tensor] = {}
+        for target in range(stage + 1, self._number):
+            if routes.between(stage, target):
+                values = routes.back(stage, target)
+                for value, grad in zip(values, self._receive(Message("backward", target, stage, at)), strict=True):
+                    sums[value] = sums[value] + grad if value in sums else grad
+        roots = [(current.given[value], grad) for value, grad in sums.items() if current.given[value].requires_grad]
+        return [root for root, _ in roots], [grad for _, grad in roots]
+
+    def _send_back(self, action: Action, grads: Mapping[Value, Tensor | None]) -> None:
+        stage, at, routes = action.stage, action.microbatch, self._routes[action.microbatch]
+        for source in range(stage):
+            if routes.between(source, stage):
+                back = []
+                for value in routes.back(source, stage):
+                    grad = grads.get(value)
+                    back.append(routes.shape(value).zeros(self._device) if grad is None else grad)
+                self._send(Message("backward", stage, source, at), back)
+
+    def _span(self, action: Action, lane: str = "stage") -> AbstractContextManager[None]:
+        """Around what is computed of it: waiting for messages is not."""
+        return self._ledger.span(lane, str(action))
+
+    # messages
+
+    def _shapes(self, message: Message) -> list[Shape]:
+        routes = self._routes[message.microbatch]
+        forward = message.way == "forward"
+        values = routes.between(message.source, message.target) if forward else routes.back(message.target, message.source)
+        return [routes.shape(value) for value in values]
+
+    def _send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        to = self._rank_of(message.target)
+        if to == self._group.rank:
+            self._local[message] = [tensor.detach() for tensor in tensors]
+        else:
+            self._mail.send(message, to, [tensor.detach() for tensor in tensors])
+
+    def _receive(self, message: Message) -> list[Tensor]:
+        source = self._rank_of(message.source)
+        if source == self._group.rank:
+            return self._local.pop(message)
+        return self._mail.receive(message, source, self._shapes)
+
+    def settle(self) -> None:
+        """Returns when all that was sent is gone, and all that is expected has come."""
+        self._mail.settle()
+
+    def clear(self) -> None:
+        """Forgets forwards that no backward follows."""
+        self._passes.clear()
+
+    def close(self) -> None:
+        """Ends the lanes on which values travel."""
+        self._mail.close()

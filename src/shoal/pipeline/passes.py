@@ -1,0 +1,104 @@
+"""What a rank keeps of one forward of a stage, until its backward has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import UserError
+from shoal.pipeline.arrived import Box
+from shoal.pipeline.routes import Calls, Given, Routes, Shape, Value
+from shoal.pipeline.split import Split
+from shoal.pipeline.split_backward import Start
+
+
+class Pass(Calls):
+    """One forward of a stage on a microbatch (split.Forward), and what its backward needs of it."""
+
+    def __init__(self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device) -> None:
+        super().__init__()
+        self._split, self._routes, self._own = split, routes, routes.stages[stage]
+        later = range(stage + 1, len(routes.stages))
+        self._wanted = {value for target in later for value in routes.between(stage, target)}
+        self._values, self._device = values, device
+        self.boxes: dict[Value, Box] = {}
+        if torch.is_grad_enabled():
+            self.boxes = {value: Box(tensor) for value, tensor in values.items() if tensor.dtype.is_floating_point}
+        self.given: dict[Value, Tensor] = {}
+        self.objective: Tensor | None = None
+        self.recall: Callable[[], None] = lambda: None
+        self.starts: list[Start] = []  # of the second half of backward
+        self.later: tuple[list[Tensor], list[Tensor | None]] = ([], [])  # where all of it starts
+
+    def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        result, beside = self._split.taps.run(unit, part, args, kwargs)
+        call = self.count(unit)
+        for place, leaf in enumerate(tree_leaves((result, beside))):
+            value = Value(unit, call, place)
+            if value in self._wanted:
+                known = self._routes.shape(value).size
+                if tuple(leaf.shape) != known:
+                    raise UserError(
+                        f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the first microbatch of these shapes it gave {known}: shapes that depend on the data "
+                        "must stay within one stage (plan.stages)"
+                    )
+                self.given[value] = leaf.clone() if value in self._own.changed else leaf
+        return result
+
+    def elsewhere(self, unit: int) -> Any:
+        return self._of_others(unit, self.count(unit))
+
+    def again(self, unit: int) -> Any:
+        """What another stage's part has given, for a forward that backward runs again."""
+        if self.called(unit) > 1:
+            raise UserError(
+                f"{self._split.units[unit].name} is called {self.called(unit)} times in a forward, and once more inside torch.utils.checkpoint.checkpoint, which does not say which call that "
+                'is: take plan.recompute = "full" in its place'
+            )
+        return self._of_others(unit, 0)
+
+    def _of_others(self, unit: int, call: int) -> Any:
+        given: Given | None = self._routes.given(unit, call)
+        if given is None:
+            raise UserError(
+                f"this microbatch calls {self._split.units[unit].name}, of stage {self._split.stages[unit]}, once more than the first one of its shapes did: what is called must not "
+                "depend on the data, but within one stage"
+            )
+
+        def tensor(leaf: int, shape: Shape) -> Tensor:
+            value = Value(unit, call, leaf)
+            if value in self.boxes:
+                return self.boxes[value].tensor
+            if value in self._values:
+                return self._values[value]
+            zeros = shape.zeros(self._device)
+            return zeros.clone() if value in self._own.filled else zeros
+
+        result, beside = given.made(tensor)
+        self._split.taps.replay(unit, beside)
+        return result
+
+    def sent(self, value: Value) -> Tensor:
+        if value not in self.given:
+            unit = self._split.units[value.unit].name
+            raise UserError(
+                f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not depend on the data, but within one stage"
+            )
+        return self.given[value]
+
+
+class Again:
+    """What a backward runs again of a forward that is over (split.Forward), as torch.utils.checkpoint does."""
+
+    def __init__(self, before: Pass) -> None:
+        self._before = before
+
+    def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        return part(*args, **kwargs)
+
+    def elsewhere(self, unit: int) -> Any:
+        return self._before.again(unit)

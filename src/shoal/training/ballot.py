@@ -1,0 +1,131 @@
+"""Ballot: ranks add up what each of them brings of a step, in one collective where that can be.
+
+That every rank came to the ballot is the vote that all of them got through the step. Replicas that train alone have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.exchange.hooks import UserHooks
+from shoal.training.effects import Effects
+from shoal.training.forward import Forward
+from shoal.training.reduce import Reduced
+from shoal.training.setup import StepGroups
+from shoal.training.totals import Totals
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the ballot has found.
+
+    - `totals`: the step's sums over all ranks, laid out as Totals.values
+    - `squares`: squared norm of the gradient's sum over the group (0-dim)
+    - `untouched`: the parameters that no rank's backward has reached
+    - `experts`: how many tokens each expert was given, by layer
+    """
+
+    totals: Tensor
+    squares: Tensor
+    untouched: list[str]
+    experts: Sequence[Tensor] = ()
+
+
+class Ballot:
+    """Adds up over partners, then over the stages of a pipeline.
+
+    - `tied`: the parameters that stages share
+    - `told`: the stages have told each other their totals already, and count no experts here
+    """
+
+    def __init__(
+        self, forward: Forward, groups: StepGroups, hooks: UserHooks, tied: Sequence[str] = (), told: bool = False
+    ) -> None:
+        assert forward.effects is not None
+        self._groups, self._hooks, self._tied, self._told = groups, hooks, sorted(tied), told
+        self._effects, self._device = forward.effects, forward.randomness.device
+        self._streams = forward.streams
+
+    def cast(self, totals: Tensor, reduced: Reduced, ran: int, after: int, alone: bool) -> Answer:
+        """One ballot carries the sums, the squared norms of the ranks' parts, which parameters were touched, whether buffers
+        changed, and running statistics.
+
+        - `totals`: this rank's, as Totals.values
+        - `ran`, `after`: microbatches here, and on the partners behind this rank
+        - `alone`: replicas train alone in this step
+        """
+        tally = None if self._told else self._effects.experts
+        experts = [] if tally is None else [tally.row()]
+        if self._groups.partners.size == 1 or alone:
+            untouched = [name for name, seen in reduced.touched.items() if not seen]
+            return self._over_stages(totals, reduced.squares, untouched, reduced, experts)
+        effects, touched = self._effects, list(reduced.touched.values())
+        flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
+        flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
+        parts = [totals, reduced.squares, flags, *experts]
+        if len(effects.statistics) and effects.merges_statistics:
+            parts.append(effects.statistics.term(ran, after))
+        ballot = self._groups.partners.all_reduce(torch.cat(parts), purpose="ballot")
+        totals, squares, flags, *statistics = ballot.split([len(part) for part in parts])
+        experts = [statistics.pop(0) for _ in experts]
+        if statistics:
+            effects.statistics.commit(statistics[0])
+        if self._hooks.hooked and flags[-3] > 0:
+            raise self._hooks.refusal()
+        self._merge_buffers(flags, ran, after)
+        untouched = []
+        if not all(touched):
+            untouched = [name for name, ranks in zip(reduced.touched, flags.tolist(), strict=False) if ranks == 0]
+        return self._over_stages(totals, squares, untouched, reduced, experts)
+
+    def _merge_buffers(self, flags: Tensor, ran: int, after: int) -> None:
+        """Makes buffers equal that a rank has changed, where `flags` say so; new rules are told first."""
+        buffers, partners = self._effects.buffers, self._groups.partners
+        if len(buffers) and flags[-2] > 0:
+            if flags[-1] > 0:
+                buffers.agree(partners.all_gather_object(buffers.rules), partners.size, self._streams)
+            buffers.merge(partners, ran, after, self._streams == 1)
+
+    def _over_stages(
+        self, totals: Tensor, squares: Tensor, untouched: list[str], reduced: Reduced, experts: list[Tensor]
+    ) -> Answer:
+        """Adds what other stages bring: the last one alone has seen the loss, and each counts its own experts."""
+        tally, pp = None if self._told else self._effects.experts, self._groups.pp
+        if pp is not None and not self._told:
+            told = pp.all_reduce(torch.cat([totals, *experts]), purpose="ballot")
+            totals, *experts = told.split([len(totals), *map(len, experts)])
+        counted = () if tally is None else tally.read(*experts)
+        squares = self._groups.squared_norm(squares)
+        return Answer(totals, squares, self._untouched_anywhere(untouched, reduced), counted)
+
+    def _untouched_anywhere(self, untouched: list[str], reduced: Reduced) -> list[str]:
+        """Leaves out parameters that a stage which shares them has touched: all that have one update it alike."""
+        pp = self._groups.pp
+        if pp is None or not self._tied:
+            return untouched
+        touched = [name in reduced.touched and name not in untouched for name in self._tied]
+        flags = pp.all_reduce(torch.tensor(touched, dtype=torch.int32, device=self._device), "max", purpose="ballot")
+        elsewhere = {name for name, flag in zip(self._tied, flags.tolist(), strict=True) if flag}
+        return [name for name in untouched if name not in elsewhere]
+
+
+def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, alone: bool) -> None:
+    """Tells, at the first step, ranks without a microbatch, or without the loss, the names of the auxiliary losses, and all what
+    forwards do to buffers. `streams`: ranks that share each row; `alone`: replicas train alone in this step."""
+    if totals.agreed:
+        return
+    totals.agreed = True
+    names, buffers = totals.names, effects.buffers
+    rules = everywhere = [buffers.rules]
+    for group in (groups.partners, groups.pp):
+        if group is not None and group.size > 1:
+            told = group.all_gather_object((names, everywhere))
+            names = next((each for each, _ in told if each is not None), None)
+            everywhere = [each for _, theirs in told for each in theirs]
+            rules = everywhere if group is groups.partners else rules
+    buffers.agree(rules, 1 if alone else groups.partners.size, streams, everywhere)
+    totals.learn(names)

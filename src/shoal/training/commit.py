@@ -1,0 +1,126 @@
+"""Commit: the vote whether a step's update is applied, and the update.
+
+Loss and norm are the same bits on all ranks whose replicas are to stay equal, so all of them vote alike without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.errors import TrainingError
+from shoal.exchange import Holds
+from shoal.training.clip import Clipped
+from shoal.training.forward import Forward
+from shoal.training.reduce import Reduce
+from shoal.training.result import StepResult
+from shoal.training.setup import StepGroups, Trained
+
+
+class Commit:
+    """Applies updates. `groups`: the ranks that an error speaks for; None where stages update by themselves, and each tells its own."""
+
+    def __init__(self, forward: Forward, trained: Trained, reduce: Reduce, groups: StepGroups | None) -> None:
+        assert forward.effects is not None
+        self._effects, self._device = forward.effects, forward.randomness.device
+        self._trained, self._reduce, self._groups = trained, reduce, groups
+        self._unread: StepResult | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether no number of the last step waits to be read on the device."""
+        return self._unread is None
+
+    def apply(self, result: StepResult, clipped: Clipped, untouched: Sequence[str]) -> None:
+        """Applies the update of `result`'s step if loss and norm are finite, and raises TrainingError if they are not.
+
+        `untouched`: the parameters that no backward of the step has reached.
+        """
+        trained, step = self._trained, result.step
+        holds, tally, scale = trained.algorithm.holds(step), self._effects.experts, trained.scale
+        trained.optimizer.rows, trained.optimizer.turn = self._reduce.rows, step
+        late, untouched = holds is Holds.LATE, trained.algorithm.due(step, untouched)
+        if holds is Holds.NOTHING:
+            self._require_finite(result)
+            return  # the schedule counts updates
+        if self._device.type == "cuda" and trained.algorithm.skips_on_device(step):
+            skip = ~torch.isfinite(result._norm) if late else result._overflow() | (result._totals[1] == 0)
+            self._update(result, clipped, untouched, skip.float())
+            if tally is not None:
+                tally.balance(skip)
+            self._unread = result
+        elif result.tokens == 0 and not (late and math.isfinite(result.grad_norm)):
+            pass  # every label is ignored: there is no mean, and nothing to learn from
+        elif not result.skipped:
+            self._require_finite(result)
+            self._update(result, clipped, untouched, None)
+            if tally is not None:
+                tally.balance()
+        if scale is not None:
+            scale.update(result._overflow())
+            if self._unread is None:
+                self._require_finite(result)
+        if trained.scheduler is not None:
+            trained.scheduler.step()
+
+    def settle(self) -> StepResult | None:
+        """Raises what the last step left unread on the device, and returns that step's result; None where nothing was."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._require_finite(unread)
+        return unread
+
+    def _update(self, result: StepResult, clipped: Clipped, untouched: Sequence[str], skip: Tensor | None) -> None:
+        algorithm, count = self._trained.algorithm, result._totals[1]
+        algorithm.update(result.step, clipped.factor, skip, untouched)
+        algorithm.renew(clipped.to_mean, skip, untouched)
+        algorithm.counted(count if skip is None else count * (1 - skip))
+
+    def _require_finite(self, result: StepResult) -> None:
+        """Raises TrainingError, on all ranks alike, where loss or norm are not finite and no smaller loss scale would help."""
+        if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            return
+        scale, optimizer = self._trained.scale, self._trained.optimizer
+        if scale is not None and not bool(scale.stuck):
+            return  # skipped
+        self._effects.statistics.restore()
+        what = (
+            f"the loss is {result.loss}"
+            if not math.isfinite(result.loss)
+            else f"the gradient norm is {result.grad_norm} (the loss is {result.loss:.6g})"
+        )
+        # In the order in which gradients come: the first is nearest to the cause.
+        broken = self._of_all_owners([name for name in optimizer.known if not optimizer.grad(name).isfinite().all()])
+        weights = self._of_all_owners([name for name, value in optimizer.masters().items() if not value.isfinite().all()])
+        broken.reverse()
+        where = (
+            f"first parameter with a gradient that is not finite: {broken[0]} "
+            f"({len(broken)} of {sum(map(len, optimizer.members))})"
+            if broken
+            else "gradients are finite"
+        )
+        if weights:
+            where += f"; weights already not finite: {weights[0]}"
+        if result.loss_scale is not None:
+            where += f"; it overflows at every loss scale down to {result.loss_scale:g}"
+        raise TrainingError(
+            f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer warm-up, clipping, "
+            "or the data of this step are the usual places to look"
+        )
+
+    def _of_all_owners(self, names: list[str]) -> list[str]:
+        """Adds the names that other owners of a cut model, or of cut chunks, have found: in the module's order, stage by stage."""
+        groups = self._groups
+        if groups is None:
+            return names
+        if any(chunk.is_cut or chunk.apart for chunk in self._trained.algorithm.replica.chunks):
+            names = [name for theirs in groups.partners.all_gather_object(names) for name in theirs]
+        if groups.tp is not None:
+            names = [name for theirs in groups.tp.all_gather_object(names) for name in theirs]
+        found = set(names)
+        names = [name for name in self._trained.parameters if name in found]
+        stages = [names] if groups.pp is None else groups.pp.all_gather_object(names)
+        return list(dict.fromkeys(name for each in stages for name in each))

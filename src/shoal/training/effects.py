@@ -1,0 +1,47 @@
+"""What forwards in training mode change beside gradients, on which ranks agree at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.module.batchnorm import RunningStatistics
+from shoal.module.buffers import OtherBuffers, buffers_untouched
+from shoal.parallel.expert import Tally
+
+
+@dataclass(frozen=True)
+class Effects:
+    """BatchNorm's running statistics, all other buffers of `module`, and how many tokens each expert was given.
+
+    - `routes_all_tokens`: routers see all tokens of a microbatch, and so do their losses, wherever the tokens are
+    - `merges_statistics`: replicas merge running statistics at the end of a step; with SyncBN they have the same already
+    """
+
+    module: nn.Module
+    statistics: RunningStatistics
+    buffers: OtherBuffers
+    experts: Tally | None = None
+    routes_all_tokens: bool = False
+    merges_statistics: bool = True
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self.statistics.begin()
+        self.buffers.begin()
+        if self.experts is not None:
+            self.experts.begin()
+
+    @contextmanager
+    def of(self, counts: bool) -> Iterator[None]:
+        """Wraps a microbatch: one that does not count leaves nothing behind."""
+        with ExitStack() as stack:
+            if not counts:
+                stack.enter_context(buffers_untouched(self.module))
+                stack.enter_context(self.buffers.mute())
+                if self.experts is not None:
+                    stack.enter_context(self.experts.mute())
+            yield

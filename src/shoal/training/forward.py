@@ -1,0 +1,112 @@
+"""The forward of one microbatch, wherever one is run: in a step, an evaluation, an objective, a loop of the caller's, a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from shoal.chunks import Passing
+from shoal.comm.ledger import Ledger
+from shoal.data import Batch
+from shoal.errors import UserError
+from shoal.exchange.rows import ByRows, as_rows
+from shoal.module.compiling import branching
+from shoal.module.random import Randomness, keyed_functional
+from shoal.parallel.context import Context
+from shoal.training.effects import Effects
+from shoal.training.loss import Loss, Sums, call_loss
+from shoal.training.resident import Resident
+
+OF_ALL_TOKENS = frozenset({"router", "router_z"})
+"""Auxiliary losses that routers compute of all tokens of a microbatch, wherever they are."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A module, its loss, and what surrounds them.
+
+    - `randomness`: what is drawn, and with it the device
+    - `effects`: what forwards in training mode change; None where they are not trained
+    - `context`: the ranks that share each microbatch's tokens (plan.cp)
+    - `embeddings`: those whose gradients are added up by rows
+    - `gather`: brings weights that are whole only while they are used
+    """
+
+    module: nn.Module
+    loss: Loss
+    randomness: Randomness
+    ledger: Ledger
+    effects: Effects | None = None
+    context: Context | None = None
+    embeddings: Sequence[ByRows] = ()
+    gather: Passing | Resident = field(default_factory=Resident)
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether functional calls are stood in for, to draw by key or to attend to other ranks' tokens."""
+        return self.randomness.keyed or self.context is not None
+
+    @property
+    def streams(self) -> int:
+        """The number of ranks that share each row."""
+        return 1 if self.context is None else self.context.size
+
+    def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Loads the samples `ids` onto the device; none of them as a batch of zero samples."""
+        if not ids:
+            return {key: value[:0].to(self.randomness.device) for key, value in batch.load(batch.ids[:1]).items()}
+        return self.place(batch.load(ids))
+
+    def place(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Puts loaded samples on the device: this rank's tokens of each row."""
+        microbatch = {key: value.to(self.randomness.device, non_blocking=True) for key, value in loaded.items()}
+        return microbatch if self.context is None else self.context.cut(microbatch)
+
+    @contextmanager
+    def rows(self) -> Iterator[None]:
+        """Wraps microbatches: after them a forward is of whole rows again."""
+        try:
+            yield
+        finally:
+            if self.context is not None:
+                self.context.close()
+
+    @contextmanager
+    def keyed(self) -> Iterator[None]:
+        """Wraps forward and backward: what is drawn there is keyed, if it is to be."""
+        with branching(), keyed_functional(self.randomness) if self.is_keyed else nullcontext():
+            yield
+
+    @contextmanager
+    def running(self, batch: Batch, index: int, number: int, microbatch: Mapping[str, Tensor]) -> Iterator[None]:
+        """Wraps what is computed of the microbatch at `index` of `number`; errors say which one it was."""
+        try:
+            with self.keyed():
+                yield
+        except Exception as error:
+            shapes = ", ".join(f"{key} {tuple(value.shape)}" for key, value in microbatch.items())
+            error.add_note(f"in step {batch.step}, microbatch {index + 1} of {number} on this rank: {shapes}")
+            raise
+
+    def sums(self, microbatch: Mapping[str, Tensor]) -> Sums:
+        """Runs the loss on a microbatch that was placed."""
+        sums = call_loss(self.loss, self.module, microbatch)
+        if self.context is not None:
+            self.context.attended()
+        return sums
+
+    def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
+        """Runs the loss for a backward to come, and sees what becomes of the module's buffers."""
+        assert self.effects is not None
+        with self.ledger.span("compute", "forward"), as_rows(self.embeddings), self.effects.buffers.watching() as gave:
+            sums = self.sums(microbatch)
+            gave((sums.total, sums.count, sums.aux))
+        if self.context is not None and sums.aux and not (self.effects.routes_all_tokens and sums.aux.keys() <= OF_ALL_TOKENS):
+            raise UserError(
+                f"plan.cp = {self.context.size} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens "
+                "of a microbatch, of which each rank has a part"
+            )
+        return sums

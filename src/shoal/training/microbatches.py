@@ -1,0 +1,153 @@
+"""How the samples of a global batch, or of an evaluation, become the microbatches of each rank.
+
+There is one cut of the batch into microbatches of a fixed size, which never depends on the number of ranks, and each rank runs
+a contiguous run of them. Where no size is given the ranks have shares as even as can be, and each share is cut by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from shoal.comm import Group
+from shoal.errors import ArgumentError
+from shoal.models.moe import Router
+from shoal.module.batchnorm import has_batch_statistics
+
+Run = tuple[Sequence[int], bool]
+"""A microbatch's samples, and whether it counts."""
+
+
+def microbatches(ids: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Cuts `ids` into microbatches of `size` samples, the last one shorter."""
+    return [ids[start : start + size] for start in range(0, len(ids), size)]
+
+
+class Share(NamedTuple):
+    """A rank's part of a global batch.
+
+    `microbatches`: the samples of each. `after`: number of microbatches on the partners behind this rank. `most`: the largest
+    number of microbatches that a partner has. `samples`: of all partners together.
+    """
+
+    microbatches: list[Sequence[int]]
+    after: int
+    most: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Deals samples to `ranks` ranks, of which this is the one numbered `rank`.
+
+    - `size`: samples of a microbatch
+    - `even`: each rank's share is cut by itself, and not whole microbatches of one cut of the batch
+    - `all_run`: a rank without samples runs a microbatch of none, as SyncBN needs
+    - `partners`: the ranks that update together, side by side
+    - `lockstep`: all ranks run as many microbatches, since they meet in their forwards
+    """
+
+    size: int
+    even: bool
+    all_run: bool
+    rank: int
+    ranks: int
+    partners: range
+    lockstep: bool = False
+
+    def cut(self, ids: Sequence[int]) -> Share:
+        """Gives this rank its share of the batch `ids`."""
+        samples, rank, first, last = len(ids), self.rank, self.partners[0], self.partners[-1] + 1
+        mine = microbatches(ids[self._sample(samples, rank) : self._sample(samples, rank + 1)], self.size)
+        if not mine and self.even and self.all_run:
+            mine = [ids[:0]]
+        after = self._before(samples, last) - self._before(samples, rank + 1)
+        most = self._before(samples, first + 1) - self._before(samples, first)
+        return Share(mine, after, most, self._sample(samples, last) - self._sample(samples, first))
+
+    def _sample(self, samples: int, rank: int) -> int:
+        """The first sample of `rank`: the number of samples that ranks before it have."""
+        if self.even:
+            return _start(samples, rank, self.ranks)
+        return min(samples, _start(-(-samples // self.size), rank, self.ranks) * self.size)
+
+    def _before(self, samples: int, rank: int) -> int:
+        """The number of microbatches that ranks before `rank` have."""
+        if not self.even:
+            return _start(-(-samples // self.size), rank, self.ranks)
+        each, more = divmod(samples, self.ranks)
+        larger, smaller = (max(-(-share // self.size), int(self.all_run)) for share in (each + 1, each))
+        return min(rank, more) * larger + max(0, rank - more) * smaller
+
+
+def partners_in(group: Group, partners: Group, streams: int = 1) -> range:
+    """Numbers the `partners`, ranks of `group` side by side, among replicas of which `streams` ranks share each row."""
+    first, last = (group.ranks.index(partners.ranks[end]) // streams for end in (0, -1))
+    return range(first, last + 1)
+
+
+def _start(number: int, rank: int, ranks: int) -> int:
+    """Where the run of `rank` begins of `number` things: the first ranks have one more where they do not come out even."""
+    each, more = divmod(number, ranks)
+    return rank * each + min(rank, more)
+
+
+def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int]) -> list[Run]:
+    """Fills a rank's microbatches up to `number` with `stand_in`, which does not count: ranks meet in their forwards."""
+    return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
+
+
+def choose_microbatch(
+    given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
+) -> int:
+    """Chooses the samples of a forward: as `given`, else `part` of a rank's whole share.
+
+    Raises UserError where that would change what the model computes.
+    """
+    if global_batch < 1:
+        raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
+    if given is not None and not 1 <= given <= global_batch:
+        raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
+    whole = -(-global_batch // ranks)
+    if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
+        raise ArgumentError(
+            "microbatch",
+            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and no sync_bn",
+        )
+    if sync_bn:
+        if given not in (None, whole):
+            raise ArgumentError(
+                "microbatch",
+                f" = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch",
+            )
+        return whole
+    if given is None and has_batch_statistics(module):
+        raise ArgumentError(
+            "microbatch",
+            " is not given, and the model has BatchNorm, whose result depends on which samples share one: give it, or "
+            "switch on sync_bn for statistics over the global batch",
+        )
+    return given or part(whole)
+
+
+def no_fixed_cut(given: int | None, sync_bn: bool) -> str:
+    """Says why the microbatches of a step depend on the number of ranks, if they do; `given`: the engine's microbatch."""
+    if sync_bn:
+        return "sync_bn makes each rank's share one microbatch"
+    return "microbatch=None cuts each rank's share: give microbatch=" if given is None else ""
+
+
+def _routed_by_microbatch(module: nn.Module) -> str | None:
+    """Names what of a model's experts depends on which samples share a microbatch."""
+    routers = [part.cfg for part in module.modules() if isinstance(part, Router)]
+    if any(cfg.capacity_factor is not None for cfg in routers):
+        return "a capacity"
+    config = getattr(module, "config", None)
+    if any(cfg.losses for cfg in routers) or (
+        getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0)
+    ):
+        return "a balance loss"
+    return None

@@ -1,0 +1,62 @@
+"""What a step is given: the ranks that it speaks with, and what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.chunks import value_of
+from shoal.comm import Group
+from shoal.exchange import Algorithm
+from shoal.exchange.hooks import UserHooks
+from shoal.optim.optimizer import ChunkOptimizer
+from shoal.precision import LossScale
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """The groups of a step.
+
+    - `replicas`: the ranks among whom samples, and tokens of a row, are shared out
+    - `partners`: those of them that update together
+    - `tp`: the ranks with other parts of these parameters; None where there is but one
+    - `pp`: the ranks with other stages; None where there is one, or where they do not speak with each other
+    """
+
+    replicas: Group
+    partners: Group
+    tp: Group | None = None
+    pp: Group | None = None
+
+    def squared_norm(self, squares: Tensor) -> Tensor:
+        """Gives the squared norm of the whole model's gradient, from the exact sum over what is here of it."""
+        for group in (self.tp, self.pp):
+            if group is not None:
+                squares = group.all_reduce(squares, purpose="norm")
+        return value_of(squares)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step trains, and by what.
+
+    - `hooks`: those that users have put on the `parameters`
+    - `algorithm`: how replicas agree on an update
+    - `scheduler`: stepped once a step
+    - `scale`: what the loss is multiplied by, where gradients are fp16
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    hooks: UserHooks
+    algorithm: Algorithm
+    optimizer: ChunkOptimizer
+    scheduler: LRScheduler | None = None
+    scale: LossScale | None = None
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rate of each optimizer group."""
+        return tuple(float(group["lr"]) for group in self.optimizer.torch.param_groups)
