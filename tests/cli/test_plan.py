@@ -101,3 +101,21 @@ def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
     assert answer.code == 0, answer.err
     became = {row[0]: row[1] for row in rows if row and row[0].startswith("blocks.*")}
     assert became["blocks.*.attention.qkv"] == "qkv" and became["blocks.*.mlp.down"] == "row"
+
+
+def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
+    """What `shoal plan --memory` costs is dry runs of blocks: the job's own model as it is, larger ones with four blocks."""
+    from shoal.jobs import plan as asked
+    from shoal.planner import SHALLOW, dry_run
+
+    depths = []
+
+    def counted(subject):
+        depths.append(len(subject.factory().blocks))
+        return dry_run(subject)
+
+    monkeypatch.setattr(asked, "dry_run", counted)
+    own = 6
+    answer = asked.plan_memory(job_file, [f"model.layers={own}", "run.nproc=1"], host=2**30, process=2**28)
+    assert answer.largest.table["layers"] > 2 * own
+    assert depths[0] == own and all(depth <= SHALLOW for depth in depths[1:]) and len(depths) <= 8

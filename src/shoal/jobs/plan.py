@@ -1,17 +1,19 @@
-"""What a job will need of memory, and the largest model of its family that the machine would hold: the planner's questions, asked for a job file."""
+"""What a job will need of memory, and the largest model of its family that the machine would hold: the planner's
+questions, asked for a job file."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from shoal.errors import in_section
+from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
 from shoal.jobs.read import load_job
@@ -22,13 +24,18 @@ from shoal.plan import Plan
 from shoal.planner import (
     DISK,
     HOST,
+    SHALLOW,
     TIERS,
+    Family,
     Fit,
     Machine,
     Prediction,
     Recording,
     Subject,
+    alike_blocks,
+    deepened,
     dry_run,
+    equal,
     family,
     largest,
     others,
@@ -41,7 +48,8 @@ from shoal.report.memory import read_memory
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest member of a model's family that fits: its `[model]` table and number of parameters, None where not even the smallest does."""
+    """The largest member of a model's family that fits: its `[model]` table and number of parameters, None where not
+    even the smallest does."""
 
     rule: str
     table: dict[str, Any] | None
@@ -50,7 +58,13 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job's prediction; where it does not fit, `instead`: plans that do, or the one that lacks least. `prediction`: of a pipeline that of the place that needs most; `stages`: of each place; `layers`: what plan.tp and plan.ep make of each layer."""
+    """A job's prediction.
+
+    - `prediction`: of a pipeline that of the place that needs most
+    - `instead`: where it does not fit, plans that do, or the one that lacks least
+    - `stages`: predictions of each place of a pipeline
+    - `layers`: what plan.tp and plan.ep make of each layer
+    """
 
     settled: Settled
     machine: Machine
@@ -98,8 +112,10 @@ def machine_here(ranks: int) -> Machine:
 def plan_memory(
     path: Path, assignments: Sequence[str] = (), device: int | None = None, host: int | None = None, process: int | None = None
 ) -> Answer:
-    """For the job file at `path`, on this machine, or on one with so many bytes of `device` (of each GPU) and `host` memory. Nothing is trained, and the
-    model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for a wrong job."""
+    """For the job file at `path`, on this machine, or on one with so many bytes of `device` (of each GPU) and `host`
+    memory. Nothing is trained, and the
+    model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for
+    a wrong job."""
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
     settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
@@ -155,21 +171,21 @@ class _Asked:
             self._recordings[key] = dry_run(subject)
         return self._recordings[key]
 
-    def predict(self, plan: Plan, table: Mapping[str, Any] | None = None) -> Prediction:
-        """Of the rank that needs most; a host has what all its ranks need."""
-        most = max(self.predict_each(plan, table), key=needed)
+    def predict(self, plan: Plan) -> Prediction:
+        """Predicts the rank that needs most; a host has what all its ranks need."""
+        most = max(self.predict_each(plan), key=needed)
         if plan.pp == 1:
             return most
         here, each = self._machine.ranks, plan.size // plan.pp
         hosts = {
             tuple(rank // each for rank in range(first, min(first + here, plan.size))) for first in range(0, plan.size, here)
         }
-        fits = [self._fits(plan, table, Counter(places)) for places in hosts]
+        fits = [self._fits(plan, Counter(places)) for places in hosts]
         return replace(most, fits=tuple(min(column, key=lambda fit: fit.free) for column in zip(*fits, strict=True)))
 
-    def _fits(self, plan: Plan, table: Mapping[str, Any] | None, places: Counter[int]) -> list[Fit]:
-        """Of a host with so many ranks of each place of a pipeline."""
-        found = [(self._one(plan, table, place, ranks).fits, ranks) for place, ranks in places.items()]
+    def _fits(self, plan: Plan, places: Counter[int]) -> list[Fit]:
+        """What a host with so many ranks of each place of a pipeline needs and has."""
+        found = [(self._one(plan, place, ranks).fits, ranks) for place, ranks in places.items()]
         fits = []
         for column in zip(*(fits for fits, _ in found), strict=True):
             memory, available = column[0].memory, column[0].available
@@ -178,17 +194,21 @@ class _Asked:
             fits.append(Fit(memory, (sum if memory == HOST else max)(fit.needed for fit in column), available))
         return fits
 
-    def predict_each(self, plan: Plan, table: Mapping[str, Any] | None = None) -> list[Prediction]:
-        """By place in the pipeline."""
+    def predict_each(self, plan: Plan) -> list[Prediction]:
+        """Predicts each place of the pipeline."""
         ranks = self._machine.ranks if plan.pp == 1 else min(self._machine.ranks, plan.size // plan.pp)
-        return [self._one(plan, table, place, ranks) for place in range(plan.pp)]
+        return [self._one(plan, place, ranks) for place in range(plan.pp)]
 
-    def _one(self, plan: Plan, table: Mapping[str, Any] | None, place: int, ranks: int) -> Prediction:
-        recording, machine = self.recording(table or self._settled.job.model, plan, place), replace(self._machine, ranks=ranks)
+    def _one(self, plan: Plan, place: int, ranks: int) -> Prediction:
+        return self._predict(self.recording(self._settled.job.model, plan, place), plan, ranks)
+
+    def _predict(self, recording: Recording, plan: Plan, ranks: int | None = None) -> Prediction:
+        machine = self._machine if ranks is None else replace(self._machine, ranks=ranks)
         return predict(recording, self._optimizer, plan, self._precision, machine, self._microbatches, self._process)
 
     def largest(self) -> Largest | None:
-        """Under the job's own plan; of a pipeline it is not looked for, whose stages would all have to be run dry for each size."""
+        """Finds the largest model under the job's own plan; not of a pipeline, whose stages would all have to be run
+        dry for each size."""
         job, plan = self._settled.job, self._settled.job.plan
         if plan.pp > 1:
             return None
@@ -196,8 +216,54 @@ class _Asked:
         if found is None:
             return None
         even = plan.tp * plan.cp  # heads come out even among the ranks that share them
-        size = even * largest(lambda size: self.predict(plan, found.member(even * size)).free)
+        recorded = self._members(found, plan)
+
+        def free(size: int) -> int:
+            return self._predict(recorded(even * size), plan).free
+
+        size = even * largest(free, known=self._known(found, even))
         if size == 0:
             return Largest(found.rule, None, 0)
-        table = found.member(size)
-        return Largest(found.rule, table, self.recording(table, plan).num_parameters)
+        return Largest(found.rule, found.member(size), recorded(size).num_parameters)
+
+    def _known(self, found: Family, even: int) -> dict[int, int]:
+        """What is left with no model, and with the job's own if it is of the family, by size in steps of `even`."""
+        job, model = self._settled.job, self._settled.model
+        prediction = self.predict(job.plan)
+        ranks, process = self._machine.ranks, prediction.need.of("process")
+        known = {0: min(fit.available - ranks * process * (fit.memory == HOST) for fit in prediction.fits)}
+        if found.own % even == 0 and build(found.member(found.own)).values == model.values:
+            known[found.own // even] = prediction.free
+        return known
+
+    def _members(self, found: Family, plan: Plan) -> Callable[[int], Recording]:
+        """Records members of a family by size: of deep ones a shallow one is run, if that proves exact for the job's
+        own model."""
+        key = found.depth
+        proved = key is not None and self._proved(key, plan)
+
+        @cache
+        def recorded(size: int) -> Recording:
+            table = found.member(size)
+            deep = self._deepened(table, key, plan) if key is not None and proved else None
+            return self.recording(table, plan) if deep is None else deep
+
+        return recorded
+
+    def _proved(self, key: str, plan: Plan) -> bool:
+        """Whether the recording of the job's own model, or of one block more than a shallow one, equals the deepened
+        one."""
+        table, number = self._settled.job.model, self._settled.model.values[key]
+        own = table if number > SHALLOW else {**table, key: SHALLOW + 1}
+        try:
+            deep = self._deepened(own, key, plan)
+            return deep is not None and equal(deep, self.recording(own, plan))
+        except UserError:  # the model cannot be as shallow
+            return False
+
+    def _deepened(self, table: Mapping[str, Any], key: str, plan: Plan) -> Recording | None:
+        """The recording of the model of `table` from that of one with `SHALLOW` blocks, None where that does not say
+        all."""
+        shallow = {**table, key: SHALLOW}
+        blocks = alike_blocks(build(shallow).factory, build(table).factory, self._precision)
+        return None if blocks is None else deepened(self.recording(shallow, plan), blocks)

@@ -1,16 +1,20 @@
 """What a plan will need, said before anything is trained: memory by role and tier, and the largest model that fits."""
 
-from shoal.planner.dry_run import Recording, Subject, dry_run
+from shoal.planner.depth import SHALLOW, alike_blocks, deepened, equal
+from shoal.planner.dry_run import dry_run
 from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
 from shoal.planner.parts import Part, parts_of, with_stages
 from shoal.planner.predict import DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
+from shoal.planner.prepare import Subject
+from shoal.planner.recording import Recording
 from shoal.planner.state import State, optimizer_state
 
 __all__ = [
     "DISK",
     "HOST",
+    "SHALLOW",
     "TIERS",
     "Family",
     "Fit",
@@ -23,8 +27,11 @@ __all__ = [
     "Row",
     "State",
     "Subject",
+    "alike_blocks",
     "changes",
+    "deepened",
     "dry_run",
+    "equal",
     "family",
     "largest",
     "lay_out_all",

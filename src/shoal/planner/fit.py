@@ -1,9 +1,12 @@
-"""The largest model of a family that fits. A family is one shape at all sizes: what its members are, in order of their parameters."""
+"""The largest model of a family that fits. A family is one shape at all sizes: what its members are, in order of their
+parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 AHEAD = 4
@@ -14,26 +17,38 @@ STEP = 64
 
 @dataclass(frozen=True)
 class Family:
-    """`member(i)`, i >= 1, is the `[model]` table of the i-th size; `rule` says what grows."""
+    """Models of one shape.
+
+    - `rule`: says what grows
+    - `member(i)`, i >= 1: the `[model]` table of the i-th size
+    - `own`: the size nearest to the model that the family was made from
+    - `depth`: the setting that is the number of blocks, None where blocks are no modules of their own
+    """
 
     rule: str
     member: Callable[[int], dict[str, Any]]
+    own: int
+    depth: str | None = None
 
 
 def family(table: Mapping[str, Any], values: Mapping[str, Any]) -> Family | None:
-    """The family of the model of a `[model]` table whose settings, with defaults filled in, are `values`; None of a model whose sizes are not known."""
+    """Finds the family of the model of a `[model]` table whose settings, with defaults filled in, are `values`; None
+    of a model whose sizes are not
+    known."""
     name = table.get("name")
     if name in ("gpt", "bert"):
-        return Family("width and depth in the ratio of this model, heads as wide as its heads", _by_heads(table, values))
+        rule = "width and depth in the ratio of this model, heads as wide as its heads"
+        return Family(rule, _by_heads(table, values), values.get("kv_heads") or values["heads"], "layers")
     if name == "lstm":
-        return Family("width and depth in the ratio of this model", _by_width(table, values))
-    if name == "hf" and isinstance(values.get("num_hidden_layers"), int):
-        return Family("more layers of the same width", lambda size: {**table, "num_hidden_layers": size})
+        return Family("width and depth in the ratio of this model", _by_width(table, values), max(1, round(values["hidden"] / STEP)))
+    key = "num_hidden_layers"
+    if name == "hf" and isinstance(values.get(key), int):
+        return Family("more layers of the same width", lambda size: {**table, key: size}, values[key], key)
     return None
 
 
 def _by_heads(table: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[int], dict[str, Any]]:
-    """A member more has as many heads more as share a key."""
+    """Gives each next member as many heads more as share a key."""
     shared = values["heads"] // (values.get("kv_heads") or values["heads"])
     head = values["d_model"] // values["heads"]
 
@@ -59,26 +74,39 @@ def _by_width(table: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[
     return member
 
 
-def largest(free: Callable[[int], int], most: int = 2**12) -> int:
-    """The largest size from 1 to `most` of which `free(size)`, bytes that are left, is not below 0; 0 if there is none. What is left falls with the
-    size. Few sizes are asked for, as each may cost seconds: the next is where a straight line through two known ones meets 0, every third the middle."""
-    left: dict[int, int] = {}
-    low, high, size = 0, most + 1, 1
+def largest(free: Callable[[int], int], most: int = 2**12, known: Mapping[int, int] | None = None) -> int:
+    """Finds the largest size from 1 to `most` of which `free(size)`, bytes that are left, is not below 0; 0 if there
+    is none. What is left falls with
+    the size. Few sizes are asked for, as each takes time: the next is where a parabola through known ones meets 0,
+    every third the middle.
+
+    `known`: what is left of some sizes; of size 0 that is what there is for a model.
+    """
+    left = dict(known or {})
+    low = max((size for size in left if left[size] >= 0), default=0)
+    high = min((size for size in left if left[size] < 0), default=most + 1)
     while high - low > 1:
+        size = min(max(_guess(left, low, high), low + 1), high - 1)
         left[size] = free(size)
         low, high = (size, high) if left[size] >= 0 else (low, size)
-        size = min(max(_guess(left, low, high), low + 1), high - 1)
     return low
 
 
 def _guess(left: Mapping[int, int], low: int, high: int) -> int:
-    """Between `low` and `high`; where `high` is not known to be too large, at most `AHEAD` times `low`."""
+    """Guesses between `low` and `high`; where `high` is not known to be too large, at most `AHEAD` times `low`."""
     if high in left and len(left) % 3 == 0:
         return (low + high) // 2
-    near = sorted(left, key=lambda size: abs(size - low))[:2]
-    ends = [low, high] if high in left else near
-    if len(ends) < 2 or low not in left or left[ends[0]] == left[ends[1]]:
+    points = [(size, left[size]) for size in sorted(left, key=lambda size: abs(size - low))[:3]]
+    if len(points) == 2 and 0 in left:
+        points.append((-points[1][0] or -points[0][0], min(each for _, each in points)))  # as if it grew with the square
+    if len(points) < 2:
         return AHEAD * low
-    slope = (left[ends[1]] - left[ends[0]]) / (ends[1] - ends[0])
-    root = int(low - left[low] / slope)
-    return root if high in left else min(root, AHEAD * low)
+    limit = high if high in left else min(high, AHEAD * low + 1) if low else high
+    return bisect_left(range(limit), True, low + 1, key=lambda size: _through(points, size) < 0) - 1
+
+
+def _through(points: Sequence[tuple[int, int]], size: int) -> float:
+    """The value at `size` of the polynomial through `points`."""
+    return sum(
+        value * prod((size - other) / (at - other) for other, _ in points if other != at) for at, value in points
+    )

@@ -14,8 +14,10 @@ from shoal.precision import Precision
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands. `together`: ranks that share one copy of the state, `with_experts`: those of them that have the same experts; `on_host`: ranks of its host. `one_memory`: ranks put common weights and
-    gradients on loan in memory that all see. `on_gpu`: the device is one, and its memory another than the host's. `budget`: bytes of the device that
+    """Where a rank stands. `together`: ranks that share one copy of the state, `with_experts`: those of them that have
+    the same experts; `on_host`: ranks of its host. `one_memory`: ranks put common weights and
+    gradients on loan in memory that all see. `on_gpu`: the device is one, and its memory another than the host's.
+    `budget`: bytes of the device that
     weights and all else may take, None for no limit."""
 
     rank: int = 0
@@ -33,7 +35,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Laid:
-    """A chunk of `size` elements. `is_cut`: a rank owns an even stretch of it, `owned` elements with the parameters `own`. `passes`: its weights are
+    """A chunk of `size` elements. `is_cut`: a rank owns an even stretch of it, `owned` elements with the parameters
+    `own`. `passes`: its weights are
     whole only while they are used. `borrows`: so are its gradients while backward fills them."""
 
     key: ChunkKey
@@ -59,7 +62,8 @@ def passes(plan: Plan, place: Place) -> bool:
 def chosen_chunk(
     parameters: Sequence[Described], plan: Plan, place: Place, precision: Precision, whole: bool, given: int | None, usual: int
 ) -> int:
-    """Bytes of gradient of a chunk as the engine chooses them; `given` by the user, `usual` where the exchange decides."""
+    """Bytes of gradient of a chunk as the engine chooses them; `given` by the user, `usual` where the exchange
+    decides."""
     if given is not None or not passes(plan, place):
         return given or usual
     ranks = place.together if plan.zero else 1

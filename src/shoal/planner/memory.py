@@ -1,4 +1,5 @@
-"""What a rank needs of memory, by role and tier: a pure function of the model's recording, the plan, the precision and the optimizer."""
+"""What a rank needs of memory, by role and tier: a pure function of the model's recording, the plan, the precision and
+the optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.optim.tiers.placement import IN_TURN, number_away
 from shoal.pipeline import delay, kept, schedule_of, steady
 from shoal.plan import Plan
-from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid, Place
+from shoal.planner.recording import Recording
 from shoal.planner.replay import Replayed, replay
 from shoal.planner.state import State
 from shoal.precision import Precision
@@ -30,7 +31,8 @@ KEPT = {"split": 2, "kahan": 2, "stochastic": 0}
 
 @dataclass(frozen=True)
 class Row:
-    """`nbytes` of a rank in one tier, always or in one phase of a step only. `sharers`: ranks of the host that have it in common."""
+    """`nbytes` of a rank in one tier, always or in one phase of a step only. `sharers`: ranks of the host that have it
+    in common."""
 
     role: str
     tier: str
@@ -41,7 +43,8 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and what backward keeps, None where the
+    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and
+    what backward keeps, None where the
     plan sets no such tier."""
 
     rows: tuple[Row, ...]
@@ -52,7 +55,8 @@ class MemoryNeed:
         return sum(row.nbytes for row in self.rows if row.role == role)
 
     def total(self, tier: str, ranks: int = 1) -> int:
-        """The most that `ranks` of one host need of a tier at a time: what is always there, and the dearer phase. Of a budget's device the smallest
+        """The most that `ranks` of one host need of a tier at a time: what is always there, and the dearer phase. Of a
+        budget's device the smallest
         that would do."""
 
         def nbytes(phase: Phase) -> int:
@@ -75,9 +79,11 @@ def memory_need(
     microbatches: int,
     process: int = 0,
 ) -> MemoryNeed:
-    """Of the rank at `place`, which runs `microbatches` a step of the recorded kind. `process`: bytes of an interpreter with torch.
+    """Of the rank at `place`, which runs `microbatches` a step of the recorded kind. `process`: bytes of an
+    interpreter with torch.
 
-    Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels allocate inside.
+    Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels
+    allocate inside.
     """
     moved = replay(recording, chunks, microbatches, precision.grad.itemsize, place.on_gpu)
     home = "device" if plan.memory is None else "host"
@@ -117,7 +123,8 @@ def _for_backward(recording: Recording, plan: Plan, microbatches: int) -> int:
 
 
 def _unflushed(recording: Recording, chunks: Sequence[Laid], plan: Plan, precision: Precision) -> list[Row]:
-    """What a schedule without a flush keeps beside: older versions of the weights, and the gradients of the step under way."""
+    """What a schedule without a flush keeps beside: older versions of the weights, and the gradients of the step under
+    way."""
     if not recording.stages or schedule_of(plan, 1).flushes:
         return []
     trained = [chunk for chunk in chunks if chunk.key.trainable]
@@ -177,7 +184,8 @@ def _in_turn(chunks: Sequence[Laid], precision: Precision, state: State, away: S
 
 
 def _kept(chunks: Sequence[Laid], precision: Precision, state: State, home: str, place: Place, away: Sequence[Laid]) -> list[Row]:
-    """What is there all the time, and the masters that an update opens. On the disk are two generations of pages, where all are there."""
+    """What is there all the time, and the masters that an update opens. On the disk are two generations of pages,
+    where all are there."""
     rows = []
     generations = 2 if len(away) == len(_trained(chunks)) else 1
     for chunk in chunks:
@@ -217,7 +225,8 @@ def _summed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _on_loan(chunks: Sequence[Laid], plan: Plan, place: Place, precision: Precision, moved: Replayed) -> list[Row]:
-    """Whole gradients that backward fills: buffers that stay where ranks share memory, as many as are on their way elsewhere."""
+    """Whole gradients that backward fills: buffers that stay where ranks share memory, as many as are on their way
+    elsewhere."""
     if plan.memory is None and place.one_memory and not place.on_gpu:
         largest = max((chunk.size for chunk in chunks if chunk.borrows), default=0)
         return [Row("gradients on loan", "device", BUFFERS * largest * precision.grad.itemsize)]
@@ -225,7 +234,8 @@ def _on_loan(chunks: Sequence[Laid], plan: Plan, place: Place, precision: Precis
 
 
 def _in_use(plan: Plan, place: Place, moved: Replayed) -> list[Row]:
-    """Whole weights of chunks that pass: all of them within a tier without end, else what is used together; without a tier, one more, on its way."""
+    """Whole weights of chunks that pass: all of them within a tier without end, else what is used together; without a
+    tier, one more, on its way."""
     if plan.memory is not None:
         return [Row("weights in use", "device", moved.all_used if place.budget is None else moved.together, "backward")]
     return [Row("weights in use", "device", min(moved.all_used, moved.together + moved.largest), "backward")]

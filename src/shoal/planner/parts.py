@@ -1,7 +1,10 @@
-"""What each part of a model takes, and the cut into stages that follows: by counted operations, or by the time that they take here, within the memory of a rank.
+"""What each part of a model takes, and the cut into stages that follows: by counted operations, or by the time that
+they take here, within the memory of a rank.
 
-A dry run of the whole model says what each part is called with, what its products cost and what it keeps for backward. Where times are wanted, each part is then run alone, with weights and
-inputs of the same shapes and dtypes: the model as a whole is never held, and parts that are alike (the blocks of most models) are timed once.
+A dry run of the whole model says what each part is called with, what its products cost and what it keeps for backward.
+Where times are wanted, each part is then run alone, with weights and
+inputs of the same shapes and dtypes: the model as a whole is never held, and parts that are alike (the blocks of most
+models) are timed once.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from shoal.optim.optimizer import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
 from shoal.plan import Plan, option_name, option_parameters
-from shoal.planner.dry_run import Prepared, Recording, Subject, in_one_line, prepared, run
+from shoal.planner.dry_run import run
 from shoal.planner.predict import Machine, predict
+from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+from shoal.planner.recording import Recording
 
 ROUNDS = 5
 WAYS = ("counted", "measured")
@@ -38,8 +43,10 @@ WAYS = ("counted", "measured")
 
 @dataclass(frozen=True)
 class Part:
-    """What one microbatch takes of a part: forward and backward, in seconds where they are `measured`, else in operations (backward twice
-    those of forward, three times of blocks under recompute = "full"); bytes that backward keeps; and bytes that a rank which has the part
+    """What one microbatch takes of a part: forward and backward, in seconds where they are `measured`, else in
+    operations (backward twice
+    those of forward, three times of blocks under recompute = "full"); bytes that backward keeps; and bytes that a rank
+    which has the part
     keeps all the time (weights, gradients, masters, optimizer state)."""
 
     name: str
@@ -56,7 +63,8 @@ class _Call:
 
 
 def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, device: torch.device) -> list[Part]:
-    """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises UserError for a model that cannot be cut or run."""
+    """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises
+    UserError for a model that cannot be cut or run."""
     if measured and device.type == "cuda" and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
         raise UserError(
             'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take "counted"'
@@ -78,8 +86,10 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
 
 
 def with_stages(plan: Plan, subject: Subject, optimizer: OptimizerFactory, microbatches: int, device: torch.device) -> Plan:
-    """`plan` with numbers of blocks for `plan.stages` = "counted" or "measured", or a table with that name and the `memory` of a rank ("8GiB"); other plans as they are. `microbatches`: of a
-    rank in a step. Times are those of this machine: where ranks cut alike, one asks and tells the others. UserError where no cut leaves stages within that memory."""
+    """`plan` with numbers of blocks for `plan.stages` = "counted" or "measured", or a table with that name and the
+    `memory` of a rank ("8GiB"); other plans as they are. `microbatches`: of a
+    rank in a step. Times are those of this machine: where ranks cut alike, one asks and tells the others. UserError
+    where no cut leaves stages within that memory."""
     if not isinstance(plan.stages, str | Mapping):
         return plan
     name, parameters = option_name(plan.stages, "stages"), option_parameters(plan.stages)
@@ -95,7 +105,8 @@ def with_stages(plan: Plan, subject: Subject, optimizer: OptimizerFactory, micro
 
 
 def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit: float = math.inf) -> list[int]:
-    """How many blocks each stage of `schedule` has: the slowest as fast as can be, and none with more than its share of `limit` bytes of a rank, what is kept for the microbatches that the
+    """How many blocks each stage of `schedule` has: the slowest as fast as can be, and none with more than its share
+    of `limit` bytes of a rank, what is kept for the microbatches that the
     schedule has under way there among them."""
     known = {part.name: part for part in parts}
     pieces = [[known[unit.name] for unit in piece.units] for piece in pieces_of(units)]

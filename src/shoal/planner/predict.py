@@ -20,9 +20,9 @@ from shoal.exchange.choose import check_exchange
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.optimizer import OptimizerFactory
 from shoal.plan import Plan, option_name
-from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
 from shoal.planner.memory import MemoryNeed, memory_need
+from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
@@ -31,7 +31,8 @@ HOST, DISK = "host memory", "plan.memory.disk"
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes that are free: of each GPU (`device`, None where there is none: then all is in the host's memory), and of each host for its `ranks`."""
+    """Bytes that are free: of each GPU (`device`, None where there is none: then all is in the host's memory), and of
+    each host for its `ranks`."""
 
     host: int
     device: int | None = None
@@ -54,7 +55,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rank of `plan` needs, with chunks of about `chunk_bytes` of gradient. `smallest`: the `plan.memory.device` that would do. `sizes`: the search for that, where weights pass."""
+    """What a rank of `plan` needs, with chunks of about `chunk_bytes` of gradient. `smallest`: the
+    `plan.memory.device` that would do. `sizes`: the search for that, where weights pass."""
 
     plan: Plan
     need: MemoryNeed
@@ -135,7 +137,8 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
 
 
 def others(plan: Plan) -> list[Plan]:
-    """Plans of the same ranks that need less of some memory: those with fewest changes first, and recompute before zero before memory."""
+    """Plans of the same ranks that need less of some memory: those with fewest changes first, and recompute before
+    zero before memory."""
     recompute = [plan.recompute, *(["full"] if option_name(plan.recompute, "recompute") != "full" else [])]
     stages = range(plan.zero, 4 if plan.dp > 1 else plan.zero + 1)
     memory = [plan.memory, *([{}] if plan.memory != {} else [])]
@@ -149,7 +152,8 @@ def changes(plan: Plan, other: Plan) -> dict[str, Any]:
 
 
 def that_fit(plans: list[Plan], predicted: Callable[[Plan], Prediction], most: int = 3) -> list[Prediction]:
-    """The first of `plans` that fit, at most so many; where none does, the one that lacks least. Those that are refused are passed over."""
+    """The first of `plans` that fit, at most so many; where none does, the one that lacks least. Those that are
+    refused are passed over."""
     found: list[Prediction] = []
     best: list[Prediction] = []
     for plan in plans:

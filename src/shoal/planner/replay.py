@@ -1,4 +1,5 @@
-"""A dry run's events once more, for chunks: which are used together, which gradients are on loan, and how much of the device that takes.
+"""A dry run's events once more, for chunks: which are used together, which gradients are on loan, and how much of the
+device that takes.
 
 The same as the executor and the lender of `chunks/` do; tests hold them against each other to the byte.
 """
@@ -10,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.chunks.gradient_pool import BUFFERS
-from shoal.planner.dry_run import Recording
 from shoal.planner.layout import Laid
+from shoal.planner.recording import Recording
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Bytes. `all_used`: weights of the chunks that are used at all; `together`: the most that is used together; `largest`: of one of them.
-    `on_loan`: the most of gradients. `least`: the smallest budget of the device that would do for weights, loans and what the run itself keeps."""
+    """Bytes. `all_used`: weights of the chunks that are used at all; `together`: the most that is used together;
+    `largest`: of one of them.
+    `on_loan`: the most of gradients. `least`: the smallest budget of the device that would do for weights, loans and
+    what the run itself keeps."""
 
     all_used: int
     together: int
@@ -27,7 +30,8 @@ class Replayed:
 
 
 class _Loans:
-    """Gradients on loan in a round: as `exchange/reducer.py` borrows them, of `sizes[place]` bytes, 0 of a chunk that does not borrow."""
+    """Gradients on loan in a round: as `exchange/reducer.py` borrows them, of `sizes[place]` bytes, 0 of a chunk that
+    does not borrow."""
 
     def __init__(self, sizes: Sequence[int], missing: Sequence[set[str]]) -> None:
         self._sizes, self._missing = sizes, missing
@@ -69,7 +73,8 @@ class _Loans:
 
 
 def replay(recording: Recording, chunks: Sequence[Laid], microbatches: int, grad_itemsize: int, all_memory: bool) -> Replayed:
-    """`microbatches` of a step, for `chunks`. `all_memory`: all tensors take their part of the device (a GPU's allocator), not only what backward
+    """`microbatches` of a step, for `chunks`. `all_memory`: all tensors take their part of the device (a GPU's
+    allocator), not only what backward
     keeps."""
     place_of = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
     trainable = [chunk for chunk in chunks if chunk.key.trainable]

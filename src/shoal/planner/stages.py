@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,14 @@ from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.pipeline import Pass, Routes, Split, given_stages, look, schedule_of, stages_of, units_of
 from shoal.plan import Plan
-
-if TYPE_CHECKING:
-    from shoal.planner.dry_run import Prepared
+from shoal.planner.prepare import Prepared
 
 CPU = torch.device("cpu")
 
 
 class OwnStages:
-    """Those of the rank at `place` of a pipeline. `kept`: by stage, the bytes that backward keeps of one microbatch."""
+    """The stages of the rank at `place` of a pipeline. `kept`: by stage, the bytes that backward keeps of one
+    microbatch."""
 
     def __init__(self, ready: Prepared, built: Built, plan: Plan, place: int) -> None:
         one, units = schedule_of(plan, 1), units_of(built.module)
@@ -39,7 +38,7 @@ class OwnStages:
 
     @property
     def buffers(self) -> int:
-        """Bytes of the buffers here: not of those in parts of other stages."""
+        """Bytes of the buffers of these stages."""
         away = {
             id(buffer)
             for unit, stage in zip(self._split.units, self._split.stages, strict=True)

@@ -21,7 +21,8 @@ PRIMES = (3, 5, 7, 11, 13, 17)
 
 @dataclass(frozen=True)
 class State:
-    """`nbytes(group, shape)`: bytes of the state of a parameter of an optimizer group. `whole_parameters`: no cut may go through one. `in_one_pass`: the
+    """`nbytes(group, shape)`: bytes of the state of a parameter of an optimizer group. `whole_parameters`: no cut may
+    go through one. `in_one_pass`: the
     update on the host needs no masters opened that are kept in halves."""
 
     nbytes: Callable[[int, torch.Size], int]
@@ -30,11 +31,13 @@ class State:
 
 
 def optimizer_state(factory: OptimizerFactory, options: Sequence[dict[str, Any]], precision: Precision, shards: bool) -> State:
-    """Of the optimizer of `factory` with the groups of `options`. `shards`: chunks are cut; UserError if the optimizer cannot be, as the engine's."""
+    """Of the optimizer of `factory` with the groups of `options`. `shards`: chunks are cut; UserError if the optimizer
+    cannot be, as the engine's."""
 
     @cache
     def by_dims(group: int, dims: int) -> list[tuple[list[int | None], int]]:
-        """The state's tensors: of each dimension the parameter's dimension that it has, or None; and the bytes that do not depend on those."""
+        """The state's tensors: of each dimension the parameter's dimension that it has, or None; and the bytes that do
+        not depend on those."""
         tiny = nn.Parameter(torch.zeros(PRIMES[:dims], dtype=precision.master))
         optimizer = make_optimizer(factory, [{"params": [tiny], **options[group]}])
         for _ in range(2):

@@ -1,4 +1,5 @@
-"""Bytes that a kernel keeps for its backward and that fake tensors know nothing of: oneDNN's LSTM and GRU, which say them only when they run."""
+"""Bytes that a kernel keeps for its backward and that fake tensors know nothing of: oneDNN's LSTM and GRU, which say
+them only when they run."""
 
 from __future__ import annotations
 

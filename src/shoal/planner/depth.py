@@ -1,0 +1,253 @@
+"""A deep model's recording from that of a shallow one: the middle blocks of most models are alike, so one of them is
+run for all.
+
+The shallow model differs from the deep one by its number of blocks alone. `alike_blocks` proves that on modules on the
+meta device: outside the blocks
+nothing differs, and every block that the deep model has more equals the shallow one's third. `deepened` then repeats
+the events of that block, after it
+has compared them with those of the block before. Where either finds a difference the answer is None, and the deep
+model itself has to be run. What the
+model does with the number of its blocks outside of them (a sum of all their losses) shows in neither: whoever asks for
+models of many depths compares one
+of them with its own recording first (`equal`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.chunks.assign import Described
+from shoal.planner.recording import Event, Recording
+from shoal.precision import Precision
+
+SHALLOW = 4
+"""Blocks of a shallow model: the first, two that are compared, and the last."""
+REPEATED = 2
+"""The block of a shallow model, counted from 0, that stands for all that a deep one has more."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The repeated part of a model: its name, the number of blocks, and of one the elements of its parameters and the
+    bytes of its buffers."""
+
+    name: str
+    number: int
+    parameters: int
+    buffers: int
+
+
+def alike_blocks(shallow: Callable[[], nn.Module], deep: Callable[[], nn.Module], precision: Precision) -> Blocks | None:
+    """The blocks of the model of the factory `deep` if they are those of `shallow` with more of the same in the
+    middle, else None."""
+    with torch.device("meta"):
+        small, large = shallow(), deep()
+    few, many = _block_list(small), _block_list(large)
+    if few is None or many is None or few[0] != many[0] or len(few[1]) != SHALLOW or len(many[1]) <= SHALLOW:
+        return None
+    name, more = few[0], len(many[1]) - SHALLOW
+    names = (shallow_name for shallow_name, _ in small.named_parameters())
+    if [each for each, _ in large.named_parameters()] != list(_more_names(names, name, more)):  # tied in other ways
+        return None
+    counts = len(many[1]), SHALLOW
+    kept = {id(few[1]), id(many[1])}
+    outside = _Comparison(counts, (), kept).alike(large, small)
+    if not outside or not all(_same_block(many[1], few[1], place, counts) for place in range(counts[0])):
+        return None
+    block = few[1][REPEATED]
+    return Blocks(name, counts[0], sum(p.numel() for p in block.parameters()), _buffer_bytes(block, precision))
+
+
+def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
+    """The recording of a model of `blocks` from that of the shallow one, None if the shallow one's middle blocks
+    differ in what they do. `sent` and
+    `layers` stay those of the shallow model."""
+    more, shifted = blocks.number - SHALLOW, _Shift(blocks.name)
+    events = _more_events(shallow.events, more, shifted)
+    parameters = _more_parameters(shallow.parameters, more, shifted)
+    if events is None or parameters is None:
+        return None
+    return replace(
+        shallow,
+        num_parameters=shallow.num_parameters + more * blocks.parameters,
+        parameters=parameters,
+        buffers=shallow.buffers + more * blocks.buffers,
+        events=events,
+    )
+
+
+def equal(one: Recording, other: Recording) -> bool:
+    """Whether they say the same of memory."""
+    return all(getattr(one, each) == getattr(other, each) for each in ("num_parameters", "parameters", "options", "buffers", "events"))
+
+
+class _Shift:
+    """Names of parameters of later blocks: `blocks.2.mlp.up.weight` by 3 is `blocks.5.mlp.up.weight`. Names of no
+    block stay."""
+
+    def __init__(self, name: str) -> None:
+        self._pattern = re.compile(rf"{re.escape(name)}\.(\d+)\.(.*)", re.DOTALL)
+        self._name = name
+
+    def block(self, name: str) -> int | None:
+        """The number of the block that has the parameter."""
+        found = self._pattern.fullmatch(name)
+        return None if found is None else int(found[1])
+
+    def blocks(self, event: Event) -> set[int]:
+        """The numbers of the blocks that an event names."""
+        kind, value = event
+        names = value if kind == "use" else [value] if kind == "came" else []
+        return {block for each in names if (block := self.block(each)) is not None}  # type: ignore[arg-type, union-attr]
+
+    def name(self, name: str, by: int) -> str:
+        found = self._pattern.fullmatch(name)
+        return name if found is None or not by else f"{self._name}.{int(found[1]) + by}.{found[2]}"
+
+    def event(self, event: Event, by: int) -> Event:
+        kind, value = event
+        if kind == "use":
+            return ("use", frozenset(self.name(each, by) for each in value))  # type: ignore[union-attr]
+        return ("came", self.name(value, by)) if kind == "came" else event  # type: ignore[arg-type]
+
+    def events(self, events: Iterable[Event], by: int) -> Iterator[Event]:
+        return (self.event(each, by) for each in events)
+
+
+def _more_events(events: Sequence[Event], more: int, shifted: _Shift) -> tuple[Event, ...] | None:
+    """`events` with those of the repeated block `more` times more, in forward and, from the last to the first, in
+    backward."""
+    named = [(place, shifted.blocks(each)) for place, each in enumerate(events)]
+    turns = [(place, *blocks) for place, blocks in named if len(blocks) == 1]
+    if any(len(blocks) > 1 for _, blocks in named) or not turns:
+        return None
+    starts = turns[:1] + [after for before, after in pairwise(turns) if before[1] != after[1]]
+    if [block for _, block in starts] != [*range(SHALLOW), *reversed(range(SHALLOW - 1))]:
+        return None
+    (_, one, two, three, again_two, again_one, again_none) = (place for place, _ in starts)
+    forward, backward = events[two:three], events[again_two:again_one]
+    if [*shifted.events(events[one:two], 1)] != [*forward] or [*shifted.events(events[again_one:again_none], 1)] != [*backward]:
+        return None
+    deeper: list[Event] = list(events[:two])
+    for by in range(more + 1):
+        deeper += shifted.events(forward, by)
+    deeper += shifted.events(events[three:again_two], more)
+    for by in reversed(range(more + 1)):
+        deeper += shifted.events(backward, by)
+    return (*deeper, *_freed(events[again_one:], _alive([*deeper, *events[again_one:]]) - _alive(events)))
+
+
+def _alive(events: Iterable[Event]) -> int:
+    """Bytes that live after `events`."""
+    return sum(value for kind, value in events if kind == "live")  # type: ignore[misc]
+
+
+def _freed(events: Sequence[Event], left: int) -> list[Event]:
+    """The last events, with `left` bytes more freed, in pieces as in the longest run of equal frees (keys of dropout,
+    which live until the end)."""
+    runs = [(event, list(run)) for event, run in groupby(events)]
+    at = max(range(len(runs)), key=lambda at: len(runs[at][1]) * (runs[at][0][0] == "live"))
+    (kind, value), run = runs[at]
+    if left and kind == "live" and left % value == 0:  # type: ignore[operator]
+        run += [run[0]] * abs(left // value)  # type: ignore[operator]
+    return [event for _, run in runs for event in run]
+
+
+def _more_parameters(parameters: Sequence[Described], more: int, shifted: _Shift) -> tuple[Described, ...] | None:
+    """`parameters`, which come from the last block to the first, with those of the repeated one `more` times more."""
+
+    def moved(each: Described, by: int) -> Described:
+        name, shape, key = each
+        return shifted.name(name, by), shape, key if key.sparse is None else replace(key, sparse=shifted.name(key.sparse, by))
+
+    places = [place for place, each in enumerate(parameters) if shifted.block(each[0]) == REPEATED]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return None
+    start, end = places[0], places[-1] + 1
+    later = [moved(each, more) for each in parameters[:start]]
+    copies = [moved(each, by) for by in reversed(range(more + 1)) for each in parameters[start:end]]
+    return (*later, *copies, *parameters[end:])
+
+
+def _more_names(names: Iterable[str], blocks: str, more: int) -> Iterator[str]:
+    """Names in the order of the model."""
+    shifted, repeated = _Shift(blocks), list[str]()
+    for name in names:
+        block = shifted.block(name)
+        if block == REPEATED:
+            repeated.append(name)
+            yield name
+            continue
+        if block == SHALLOW - 1 and repeated:
+            yield from (shifted.name(each, by) for by in range(1, more + 1) for each in repeated)
+            repeated = []
+        yield shifted.name(name, more) if block == SHALLOW - 1 else name
+
+
+def _block_list(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The only outermost ModuleList, by name."""
+    lists = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.ModuleList)]
+    outermost = [(name, each) for name, each in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    return outermost[0] if len(outermost) == 1 else None
+
+
+def _buffer_bytes(block: nn.Module, precision: Precision) -> int:
+    return sum(
+        buffer.numel() * precision.buffer_dtype(buffer, owner, name not in owner._non_persistent_buffers_set).itemsize
+        for owner in block.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    )
+
+
+def _same_block(many: nn.ModuleList, few: nn.ModuleList, place: int, counts: tuple[int, int]) -> bool:
+    more = counts[0] - SHALLOW
+    other = place if place < REPEATED else REPEATED if place < counts[0] - 1 else place - more
+    return _Comparison(counts, (place, other), set()).alike(many[place], few[other])
+
+
+class _Comparison:
+    """Compares what a deep and a shallow model are made of. `counts`: their numbers of blocks, `places`: of the two
+    blocks that are compared; numbers may
+    differ as these do. `passed`: ids of what is compared elsewhere."""
+
+    def __init__(self, counts: tuple[int, int], places: tuple[int, ...], passed: set[int]) -> None:
+        self._differ = [counts, *([places] if places else [])]
+        self._passed, self._seen = passed, set[tuple[int, int]]()
+
+    def alike(self, deep: Any, shallow: Any) -> bool:
+        """Whether they have the same types, shapes, dtypes and settings."""
+        pair = (id(deep), id(shallow))
+        if deep is shallow or pair in self._seen or (id(deep) in self._passed and id(shallow) in self._passed):
+            return True
+        if type(deep) is not type(shallow):
+            return False
+        if isinstance(deep, Tensor):
+            return (deep.shape, deep.dtype, deep.requires_grad) == (shallow.shape, shallow.dtype, shallow.requires_grad)
+        if isinstance(deep, bool | str | bytes | float | complex | torch.dtype | torch.device):
+            return bool(deep == shallow)
+        if isinstance(deep, int):
+            return deep == shallow or (deep, shallow) in self._differ
+        self._seen.add(pair)
+        if isinstance(deep, Mapping):
+            return deep.keys() == shallow.keys() and all(map(self.alike, deep.values(), shallow.values()))
+        if isinstance(deep, list | tuple):
+            return self._sequences(deep, shallow)
+        if isinstance(deep, partial):
+            return self.alike((deep.func, deep.args, deep.keywords), (shallow.func, shallow.args, shallow.keywords))
+        if (hasattr(deep, "__dict__") and not callable(deep)) or isinstance(deep, nn.Module):
+            return self.alike(vars(deep), vars(shallow))
+        return getattr(deep, "__qualname__", deep) == getattr(shallow, "__qualname__", shallow)
+
+    def _sequences(self, deep: Sequence[Any], shallow: Sequence[Any]) -> bool:
+        if len(deep) == len(shallow):
+            return all(map(self.alike, deep, shallow))
+        return (len(deep), len(shallow)) in self._differ and all(self.alike(each, shallow[0]) for each in (*deep, *shallow))

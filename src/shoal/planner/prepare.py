@@ -1,0 +1,129 @@
+"""A model as the engine would have it on a rank, of fake tensors, on which nothing is computed and nothing
+allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shoal.chunks.assign import Described
+from shoal.chunks.make import described, groups_of
+from shoal.comm.silent import SilentWorld
+from shoal.errors import ShoalError, UserError
+from shoal.mesh import Mesh
+from shoal.module.build import Built
+from shoal.module.compiling import blocks, nothing_to_recompute, recomputable
+from shoal.module.random import Randomness, attention, keyed_functional
+from shoal.module.recompute import Recompute
+from shoal.optim.optimizer import GroupRule, group_options
+from shoal.parallel.parallelized import Parted
+from shoal.parallel.tensor import Rules, check_rules
+from shoal.plan import Plan, option_name
+from shoal.precision import Precision, cast_at_the_border
+from shoal.training.loss import Loss
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with all that decides what a microbatch of it needs on `rank` of `plan`. `sample`: one row of the data,
+    `microbatch` of them a
+    forward."""
+
+    factory: Callable[[], nn.Module]
+    loss: Loss
+    sample: Mapping[str, Tensor]
+    microbatch: int
+    precision: Precision
+    plan: Plan = field(default_factory=Plan)
+    param_groups: GroupRule | None = None
+    tensor_rules: Rules | None = None
+    rank: int = 0
+
+
+@contextmanager
+def in_one_line() -> Iterator[None]:
+    """Turns errors of somebody else's code, which is run on fake tensors, into UserErrors."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:  # somebody else's code; torch's traces of fake tensors have many lines
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"the model cannot be run without computing it ({type(error).__name__}): {reason}") from error
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A module as the engine would have it on a rank, of fake tensors.
+
+    - `parameters`: those of the rank, in the order in which chunks are cut; `options`: of each optimizer group
+    - `whole`: elements of the parameters before the module was cut among ranks
+    - `buffers`: bytes
+    """
+
+    module: nn.Module
+    randomness: Randomness
+    world: SilentWorld
+    parted: Parted
+    recompute: Recompute | None
+    parameters: list[Described]
+    options: list[dict[str, Any]]
+    whole: int
+    buffers: int
+
+
+@contextmanager
+def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
+    """Makes of `built` what the assembly of an engine would; inside, all tensors are fake."""
+    module = built.module
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    member_options, member = group_options(module.named_parameters(), subject.param_groups)
+    modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode()
+    mode.allow_non_fake_inputs = True
+    randomness, world = Randomness(0, torch.device("cpu")), SilentWorld(subject.rank, subject.plan.size)
+    check_rules(built.module, subject.tensor_rules or {})
+    parted = Parted(built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention)
+    if parted.context is not None:
+        randomness.attend = parted.context.attend
+    if parted.parts is not None:
+        randomness.part = parted.parts
+    parameters = described(module, member, subject.precision, groups_of(parted.layouts))
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(mode)
+        _put_fakes(module, parameters, subject.precision)
+        buffers = sum(buffer.nbytes for buffer in module.buffers())
+        randomness.take_over(module, [block for block in blocks(module) if block is not module])
+        stack.enter_context(keyed_functional(randomness))
+        recompute = None
+        if option_name(subject.plan.recompute, "recompute") != "none":
+            parts = recomputable(module)
+            if not parts and subject.plan.pp == 1:
+                raise nothing_to_recompute()
+            recompute = Recompute(parts, subject.plan.recompute, [randomness.again])
+        cast_at_the_border(module, subject.precision)
+        module.train()
+        yield Prepared(module, randomness, world, parted, recompute, parameters, member_options, whole, buffers)
+
+
+def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:
+    """Replaces parameters and buffers by fakes of the dtypes that the module sees, tied ones in all their places."""
+    dtypes = {name: key.dtype for name, _, key in parameters}
+    fakes: dict[int, nn.Parameter] = {}
+    for name, before in list(module.named_parameters(remove_duplicate=False)):
+        if id(before) not in fakes:
+            fakes[id(before)] = nn.Parameter(torch.empty(before.shape, dtype=dtypes[name]), requires_grad=before.requires_grad)
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, fakes[id(before)])
+    for owner_module in module.modules():
+        for name, buffer in owner_module._buffers.items():
+            if buffer is not None:
+                dtype = precision.buffer_dtype(buffer, owner_module, name not in owner_module._non_persistent_buffers_set)
+                owner_module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)

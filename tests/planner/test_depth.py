@@ -1,0 +1,92 @@
+"""A deep model's recording made from a shallow one's equals its own, event by event; where it would not, none is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import Plan
+from shoal.models import build
+from shoal.optim.optimizer import decay_matrices_only
+from shoal.planner import SHALLOW, Recording, Subject, alike_blocks, deepened, dry_run, equal
+from shoal.precision import precision
+
+GPT = {"name": "gpt", "preset": "1m", "vocab_size": 61, "sequence": 16}
+HF = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
+MOE = {"experts": 4, "per_token": 2, "d_ff": 32}
+SAMPLE = {"input_ids": torch.zeros(16, dtype=torch.long), "labels": torch.zeros(16, dtype=torch.long)}
+DEEP = 7
+
+
+def hf(kind: str, **settings: Any) -> dict[str, Any]:
+    pytest.importorskip("transformers")
+    return {"name": "hf", "config": {**HF, "model_type": kind, **settings}}
+
+
+def both(table: dict[str, Any], plan: Plan, kind: str = "fp32", key: str = "layers") -> tuple[Recording | None, Recording]:
+    """The deep model's recording from the shallow one's, and its own."""
+    small, large = (build({**table, key: number}) for number in (SHALLOW, DEEP))
+    rows, numbers = large.prepare_data([SAMPLE]), precision(kind)
+    groups = decay_matrices_only(0.1)
+
+    def run(spec: Any) -> Recording:
+        return dry_run(Subject(spec.factory, spec.loss, rows[0], 4, numbers, plan, groups))
+
+    blocks = alike_blocks(small.factory, large.factory, numbers)
+    return None if blocks is None else deepened(run(small), blocks), run(large)
+
+
+PLANS = [
+    (Plan(), "fp32"),
+    (Plan(recompute="full"), "bf16"),
+    (Plan(recompute="selective"), "bf16"),
+    (Plan(tp=2), "bf16"),
+    (Plan(cp=2, zero=2, memory={}), "fp32"),
+]
+
+
+@pytest.mark.parametrize(("plan", "kind"), PLANS, ids=str)
+def test_a_deep_model_from_a_shallow_one(plan, kind):
+    for table in (GPT, {**GPT, "dropout": 0.1, "positions": "learned"}):
+        deep, own = both(table, plan, kind)
+        assert deep is not None and equal(deep, own)
+
+
+def test_bert_and_models_of_transformers():
+    deep, own = both({"name": "bert", "vocab_size": 61, "sequence": 16, "d_model": 32, "heads": 4}, Plan())
+    assert deep is not None and equal(deep, own)
+    for kind in ("llama", "qwen3"):
+        deep, own = both(hf(kind, head_dim=8), Plan(), "bf16", "num_hidden_layers")
+        assert deep is not None and equal(deep, own)
+
+
+@pytest.mark.parametrize("recompute", [{"name": "blocks", "every": 2}, {"name": "budget", "keep": 0.6}], ids=str)
+def test_recompute_that_treats_blocks_differently(recompute):
+    deep, own = both(GPT, Plan(recompute=recompute))
+    assert deep is None or equal(deep, own)
+
+
+@pytest.mark.parametrize("every", [2, 4])
+def test_blocks_of_several_kinds_are_not_alike(every):
+    deep, _ = both({**GPT, "moe": {**MOE, "every": every}}, Plan())
+    assert deep is None
+
+
+def test_windows_of_later_layers_are_seen():
+    windows = hf("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=5)
+    deep, _ = both(windows, Plan(), "bf16", "num_hidden_layers")
+    assert deep is None
+
+
+def test_what_is_done_with_all_blocks_shows_in_the_comparison():
+    """The auxiliary losses of all blocks are stacked: a tensor grows with their number."""
+    deep, own = both({**GPT, "moe": MOE}, Plan())
+    assert deep is not None and not equal(deep, own)
+
+
+def test_models_without_blocks_are_not_alike():
+    lstm = {"name": "lstm", "vocab_size": 61}
+    numbers = precision("fp32")
+    assert alike_blocks(build({**lstm, "layers": SHALLOW}).factory, build({**lstm, "layers": DEEP}).factory, numbers) is None
