@@ -38,7 +38,10 @@ def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
     """Why `plan` cannot show a hook the gradient of the parameter `name`, if it cannot. `layout`: None for one that
     other ranks have."""
     if plan.pp > 1:
-        return f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage knows the count"
+        return (
+            f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage "
+            "knows the count"
+        )
     if plan.cp > 1:
         return f"plan.cp = {plan.cp}: each rank has the gradient of its part of the rows alone"
     if layout is None or layout.of_experts:
@@ -55,7 +58,8 @@ def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], plan: Plan)
     for name in names:
         if (why := why_not(name, layouts.get(name), plan)) is not None:
             raise UserError(
-                f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, or leave that to plan.dp and plan.zero"
+                f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, "
+                f"or leave that to plan.dp and plan.zero"
             )
 
 
@@ -102,8 +106,8 @@ class _Held:
 
 
 class UserHooks:
-    """Those on `parameters`, also the ones that come later. `reshaped`: the parameter of which one changed a sum in
-    this step, other than by zeros."""
+    """Shows hooks on `parameters`, also those that come later, what torch would. `reshaped`: the parameter of which one
+    changed a sum in this step, other than by zeros."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], plan: Plan) -> None:
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
@@ -121,13 +125,15 @@ class UserHooks:
         for name, each in self._hooked.items():
             if rounds > 1 and borrows(name) and _after(each):
                 raise UserError(
-                    f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of {rounds} microbatches: take register_hook, "
-                    "which sees each microbatch's gradient, one microbatch a rank (a larger microbatch=), or a plan with zero <= 1 and without memory"
+                    f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of "
+                    f"{rounds} microbatches: take register_hook, "
+                    "which sees each microbatch's gradient, one microbatch a rank (a larger microbatch=), or a plan "
+                    "with zero <= 1 and without memory"
                 )
 
     @contextmanager
     def seeing(self, expected: float, count: Tensor, counts: bool) -> Iterator[None]:
-        """Around the backward of a microbatch that `counts`, whose sum of `count` was divided by `expected`."""
+        """Wraps the backward of a microbatch that `counts`, whose sum of `count` was divided by `expected`."""
         self._wrap()
         if not self._hooked:
             yield
@@ -145,20 +151,23 @@ class UserHooks:
         return any(len(each._post_accumulate_grad_hooks or ()) > 1 and _held(each) for each in self._hooked.values())
 
     def refusal(self) -> UserError:
-        """Of a hook that changes sums whose other parts lie on other ranks."""
+        """Refuses a hook that changes sums whose other parts lie on other ranks."""
         return UserError(
-            f"a hook of register_post_accumulate_grad_hook on {self.reshaped or 'a parameter of another rank'} changed the gradient, other than by zeros: it has the sum of this "
-            "rank's microbatches alone, so what comes of it depends on the number of ranks. Take register_hook, which sees each microbatch's gradient, or clip, clip_value"
+            f"a hook of register_post_accumulate_grad_hook on {self.reshaped or 'a parameter of another rank'} changed "
+            f"the gradient, other than by zeros: it has the sum of this "
+            "rank's microbatches alone, so what comes of it depends on the number of ranks. Take register_hook, which "
+            "sees each microbatch's gradient, or clip, clip_value"
         )
 
     def of_sum(self, parameter: Tensor) -> list[Hook]:
-        """Those that are to see the sum of its gradients now."""
+        """Gives the hooks that are to see the sum of its gradients now."""
         if len(parameter._post_accumulate_grad_hooks) == 1 or not self._unit.counts:  # the reducer's own
             return []
         return _held(parameter)
 
     def _wrap(self) -> None:
-        """Wraps hooks that have come since it was last called; where none has been registered anywhere it is one comparison."""
+        """Wraps hooks that have come since it was last called; where none has been registered anywhere it is one
+        comparison."""
         if self._seen == RemovableHandle.next_id:
             return
         self._seen = RemovableHandle.next_id
@@ -167,7 +176,9 @@ class UserHooks:
             hooks, after = each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}
             new = [key for key, hook in hooks.items() if not isinstance(hook, _InUnit)]
             held = (
-                [key for key, hook in after.items() if not (isinstance(hook, _Held) or is_weak(hook))] if len(after) > 1 else []
+                [key for key, hook in after.items() if not (isinstance(hook, _Held) or is_weak(hook))]
+                if len(after) > 1
+                else []
             )
             if new or held:
                 check_hooks([name], self._layouts, self._plan)
@@ -215,5 +226,5 @@ def _wide(gradient: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Of a sparse tensor also that of its values, which may be written alone."""
+    """Counts writes to a tensor; of a sparse one also those to its values, which may be written alone."""
     return tensor._version, tensor._values()._version if tensor.is_sparse else 0

@@ -1,7 +1,8 @@
 """The order of a stage's actions where there is no flush: a list without an end, which goes on from step to step.
 
-Each forward is followed by the oldest backward as soon as all stages behind have a microbatch. When a step's last backward is
-over here its gradients are reduced (R), if those of the step before have been applied, and some calls later its update is made (U).
+Each forward is followed by the oldest backward as soon as all stages behind have a microbatch. When a step's last
+backward is over here its gradients are reduced (R), if those of the step before have been applied, and some calls later
+its update is made (U).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Endless:
         self._next = 0
 
     def step(self, microbatches: int) -> Iterator[Action]:
-        """Gives the forwards of one more step, with the backwards that become due. The step itself is reduced later: see `due`."""
+        """Gives the forwards of one more step, with the backwards that become due. The step itself is reduced later:
+        see `due`."""
         step = _Step()
         pending = [*self._steps, step]
         for number in range(self._next, self._next + microbatches):
@@ -47,7 +49,8 @@ class Endless:
         self._steps.append(step)
 
     def due(self) -> Iterator[Action]:
-        """Gives the updates that are due after a step, and what they wait for; then the next step's gradients go out."""
+        """Gives the updates that are due after a step, and what they wait for; then the next step's gradients go
+        out."""
         while len(self._steps) > self._late:
             yield from self._update()
         if self._steps and not self._steps[0].left:

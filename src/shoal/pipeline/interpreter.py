@@ -32,8 +32,8 @@ class Work:
     def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> AbstractContextManager[None]:
         """Wraps the part of a backward that gives the gradients of weights.
 
-        `complete`: the weights to which no later backward of the step adds; None where this part gives no gradients of weights.
-        `last`: it is this rank's last in the step.
+        `complete`: the weights to which no later backward of the step adds; None where this part gives no gradients of
+        weights. `last`: it is this rank's last in the step.
         """
         raise AssertionError("forwards alone")
 
@@ -47,7 +47,8 @@ class Work:
 
 
 class Interpreter:
-    """Runs actions on one rank of `group`, the ranks of one pipeline of `stages` stages, which lie as `rank_of` says."""
+    """Runs actions on one rank of `group`, the ranks of one pipeline of `stages` stages, which lie as `rank_of`
+    says."""
 
     def __init__(self, split: Split, group: Group, world: World, rank_of: Callable[[int], int], stages: int) -> None:
         self._split, self._group, self._rank_of, self._number = split, group, rank_of, stages
@@ -141,7 +142,11 @@ class Interpreter:
             self._send_back(action, {})
             return
         current.recall()
-        with self._span(action), work.backward(action.microbatch, None, False), self._split.running(action.stage, Again(current)):
+        with (
+            self._span(action),
+            work.backward(action.microbatch, None, False),
+            self._split.running(action.stage, Again(current)),
+        ):
             found, current.starts = input_half(roots, grads, list(current.boxes.values()))
         self._send_back(action, dict(zip(current.boxes, found, strict=True)))
 
@@ -159,7 +164,9 @@ class Interpreter:
         """Where backward starts: the loss, or what other stages have taken, with the sums of their gradients."""
         stage, at, routes = action.stage, action.microbatch, self._routes[action.microbatch]
         if stage == self._number - 1:
-            return ([current.objective] if current.objective is not None and current.objective.requires_grad else []), [None]
+            return ([current.objective] if current.objective is not None and current.objective.requires_grad else []), [
+                None
+            ]
         sums: dict[Value, Tensor] = {}
         for target in range(stage + 1, self._number):
             if routes.between(stage, target):
@@ -180,7 +187,7 @@ class Interpreter:
                 self._send(Message("backward", stage, source, at), back)
 
     def _span(self, action: Action, lane: str = "stage") -> AbstractContextManager[None]:
-        """Around what is computed of it: waiting for messages is not."""
+        """Wraps what is computed of it, but not waiting for messages."""
         return self._ledger.span(lane, str(action))
 
     # messages
@@ -188,7 +195,9 @@ class Interpreter:
     def _shapes(self, message: Message) -> list[Shape]:
         routes = self._routes[message.microbatch]
         forward = message.way == "forward"
-        values = routes.between(message.source, message.target) if forward else routes.back(message.target, message.source)
+        values = (
+            routes.between(message.source, message.target) if forward else routes.back(message.target, message.source)
+        )
         return [routes.shape(value) for value in values]
 
     def _send(self, message: Message, tensors: Sequence[Tensor]) -> None:

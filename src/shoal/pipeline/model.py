@@ -17,8 +17,8 @@ from shoal.pipeline.runner import Runner
 
 
 class Whole(StandIn):
-    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole. `alike`: pipelines whose ranks meet in their forwards, which call it together.
-    `flush` ends the steps under way."""
+    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole.
+    `alike`: pipelines whose ranks meet in their forwards, which call it together. `flush` ends the steps under way."""
 
     def __init__(self, runner: Runner, alike: Group | None, flush: Callable[[], None]) -> None:
         super().__init__(runner.split.module, self._run)
@@ -33,7 +33,11 @@ class Whole(StandIn):
         self.__dict__["_flush"]()
         runner, module = self.__dict__["_runner"], self.__dict__["_part"]
         kind = repr(
-            ("whole", module.training, tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), (args, kwargs)))
+            (
+                "whole",
+                module.training,
+                tree_map_only(Tensor, lambda each: (tuple(each.shape), each.dtype), (args, kwargs)),
+            )
         )
         call = _Call(module, args, kwargs)
         runner.learn([kind], call.try_out, self.__dict__["_alike"])
@@ -53,7 +57,9 @@ class _Call(Work):
         output = getattr(output, "logits", output)
         output = output.whole() if hasattr(output, "whole") else output
         if not isinstance(output, Tensor):
-            raise UserError(f"a model in stages gives its caller one tensor, or logits; this one gives a {type(output).__name__}")
+            raise UserError(
+                f"a model in stages gives its caller one tensor, or logits; this one gives a {type(output).__name__}"
+            )
         return output
 
     def forward(self, microbatch: int) -> None:

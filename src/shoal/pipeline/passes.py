@@ -19,7 +19,9 @@ from shoal.pipeline.split_backward import Start
 class Pass(Calls):
     """One forward of a stage on a microbatch (split.Forward), and what its backward needs of it."""
 
-    def __init__(self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device
+    ) -> None:
         super().__init__()
         self._split, self._routes, self._own = split, routes, routes.stages[stage]
         later = range(stage + 1, len(routes.stages))
@@ -43,7 +45,8 @@ class Pass(Calls):
                 known = self._routes.shape(value).size
                 if tuple(leaf.shape) != known:
                     raise UserError(
-                        f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the first microbatch of these shapes it gave {known}: shapes that depend on the data "
+                        f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the "
+                        f"first microbatch of these shapes it gave {known}: shapes that depend on the data "
                         "must stay within one stage (plan.stages)"
                     )
                 self.given[value] = leaf.clone() if value in self._own.changed else leaf
@@ -56,7 +59,8 @@ class Pass(Calls):
         """What another stage's part has given, for a forward that backward runs again."""
         if self.called(unit) > 1:
             raise UserError(
-                f"{self._split.units[unit].name} is called {self.called(unit)} times in a forward, and once more inside torch.utils.checkpoint.checkpoint, which does not say which call that "
+                f"{self._split.units[unit].name} is called {self.called(unit)} times in a forward, and once more "
+                f"inside torch.utils.checkpoint.checkpoint, which does not say which call that "
                 'is: take plan.recompute = "full" in its place'
             )
         return self._of_others(unit, 0)
@@ -65,7 +69,8 @@ class Pass(Calls):
         given: Given | None = self._routes.given(unit, call)
         if given is None:
             raise UserError(
-                f"this microbatch calls {self._split.units[unit].name}, of stage {self._split.stages[unit]}, once more than the first one of its shapes did: what is called must not "
+                f"this microbatch calls {self._split.units[unit].name}, of stage {self._split.stages[unit]}, once more "
+                f"than the first one of its shapes did: what is called must not "
                 "depend on the data, but within one stage"
             )
 
@@ -86,7 +91,8 @@ class Pass(Calls):
         if value not in self.given:
             unit = self._split.units[value.unit].name
             raise UserError(
-                f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not depend on the data, but within one stage"
+                f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not "
+                f"depend on the data, but within one stage"
             )
         return self.given[value]
 

@@ -1,4 +1,5 @@
-"""One rank of a pipeline: learns what travels between its stages and others, and runs steps and evaluations by their schedule."""
+"""One rank of a pipeline: learns what travels between its stages and others, and runs steps and evaluations by their
+schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from shoal.pipeline.split import Split
 
 
 class Runner:
-    """Runs the stages of one rank of `group`, the ranks of one pipeline. `schedule(microbatches)` gives the schedule of a step."""
+    """Runs the stages of one rank of `group`, the ranks of one pipeline. `schedule(microbatches)` gives the schedule of
+    a step."""
 
     def __init__(self, split: Split, schedule: Callable[[int], Schedule], group: Group, world: World) -> None:
         self.split, self.group, self._device = split, group, world.device
@@ -67,8 +69,14 @@ class Runner:
         alike: Group | None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Finds out what travels where of microbatches of `kinds` that have not been seen yet; all ranks of the pipeline call it alike. `run(place)` gives the loss of one. `alike`: pipelines
-        whose ranks meet in their forwards, and so find out together. `around`: the forwards, if there are any."""
+        """Finds out what travels where of microbatches of `kinds` that have not been seen yet.
+
+        All ranks of the pipeline call it alike.
+
+        - `run(place)`: gives the loss of one
+        - `alike`: pipelines whose ranks meet in their forwards, and so find out together
+        - `around`: wraps the forwards, if there are any
+        """
         new = torch.tensor([kind not in self._known and kind not in kinds[:place] for place, kind in enumerate(kinds)])
         if alike is not None:
             new = alike.all_reduce(new.to(torch.int32), "max", purpose="kinds").bool()
@@ -76,7 +84,9 @@ class Runner:
             return
         for place in new.nonzero().flatten().tolist():
             with around():
-                found = find_routes(self.split, self._number, self._rank_of, self.group, partial(run, place), self._device)
+                found = find_routes(
+                    self.split, self._number, self._rank_of, self.group, partial(run, place), self._device
+                )
             self._known[kinds[place]] = found
             self._messages.cache_clear()
             pairs = [(self._rank_of(source), self._rank_of(target)) for source, target in found.pairs()]
@@ -87,7 +97,9 @@ class Runner:
         order = self._begin(kinds, self._schedule).orders[self.group.rank]
         weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
         final = {order[place].stage: place for place in weights}
-        with functorch_config.patch(donated_buffer=False):  # compiled blocks keep theirs until a second half has come by
+        with functorch_config.patch(
+            donated_buffer=False
+        ):  # compiled blocks keep theirs until a second half has come by
             for place, action in enumerate(order):
                 complete = set[str]()
                 if place == final[action.stage]:
@@ -106,7 +118,9 @@ class Runner:
     def of_last_stage(self, value: Tensor | None) -> Tensor:
         """The `value` that the last stage has, on all ranks of the pipeline, which call it alike."""
         source = self._rank_of(self._number - 1)
-        shape = self.group.broadcast_object(None if value is None else Shape(tuple(value.shape), value.dtype), src=source)
+        shape = self.group.broadcast_object(
+            None if value is None else Shape(tuple(value.shape), value.dtype), src=source
+        )
         found = value if value is not None and self.group.rank == source else shape.empty(self._device)
         return self.group.broadcast(found, src=source, purpose="result")
 
@@ -128,4 +142,6 @@ class Runner:
 def _messages(
     place: int, known: Mapping[Any, Routes], kinds: tuple[Any, ...], schedule: Callable[[int], Schedule]
 ) -> dict[tuple[Way, int], list[Message]]:
-    return messages_to(place, schedule(len(kinds)), lambda source, target, at: bool(known[kinds[at]].between(source, target)))
+    return messages_to(
+        place, schedule(len(kinds)), lambda source, target, at: bool(known[kinds[at]].between(source, target))
+    )

@@ -1,7 +1,9 @@
-"""Which weights a microbatch sees in a schedule without a flush, and how many versions of them a rank keeps (PipeDream, SOSP'19, section 3.3).
+"""Which weights a microbatch sees in a schedule without a flush, and how many versions of them a rank keeps (PipeDream,
+SOSP'19, section 3.3).
 
-Version n of a stage's weights is that after its n-th update. A forward takes the newest one there is, or with `vertical_sync` the one that the microbatch has seen on the first stage;
-its backward takes the same again. A version is kept while a forward that took it waits for its backward.
+Version n of a stage's weights is that after its n-th update. A forward takes the newest one there is, or with
+`vertical_sync` the one that the microbatch has seen on the first stage; its backward takes the same again. A version is
+kept while a forward that took it waits for its backward.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ def versions(schedule: Schedule, vertical_sync: bool = False) -> dict[Action, in
 
 
 def kept_versions(schedule: Schedule, vertical_sync: bool = False) -> list[int]:
-    """Of each rank with one stage the most versions at a time, the newest one among them; with `vertical_sync` also those that a microbatch on its way may still ask for."""
+    """Counts the most versions that each rank keeps at a time, the newest one among them, where it has one stage; with
+    `vertical_sync` also those that a microbatch on its way may still ask for."""
     of, most = versions(schedule, vertical_sync), []
     for order in schedule.orders:
         updates, found, needed = 0, 1, {action: of[action] for action in order if action.kind == "F"}

@@ -1,6 +1,7 @@
 """Ballot: ranks add up what each of them brings of a step, in one collective where that can be.
 
-That every rank came to the ballot is the vote that all of them got through the step. Replicas that train alone have none.
+That every rank came to the ballot is the vote that all of them got through the step. Replicas that train alone have
+none.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ class Ballot:
     def __init__(
         self, forward: Forward, groups: StepGroups, hooks: UserHooks, tied: Sequence[str] = (), told: bool = False
     ) -> None:
-        assert forward.effects is not None
         self._groups, self._hooks, self._tied, self._told = groups, hooks, sorted(tied), told
         self._effects, self._device = forward.effects, forward.randomness.device
         self._streams = forward.streams
 
     def cast(self, totals: Tensor, reduced: Reduced, ran: int, after: int, alone: bool) -> Answer:
-        """One ballot carries the sums, the squared norms of the ranks' parts, which parameters were touched, whether buffers
-        changed, and running statistics.
+        """One ballot carries the sums, the squared norms of the ranks' parts, which parameters were touched, whether
+        buffers changed, and running statistics.
 
         - `totals`: this rank's, as Totals.values
         - `ran`, `after`: microbatches here, and on the partners behind this rank
@@ -114,8 +114,9 @@ class Ballot:
 
 
 def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, alone: bool) -> None:
-    """Tells, at the first step, ranks without a microbatch, or without the loss, the names of the auxiliary losses, and all what
-    forwards do to buffers. `streams`: ranks that share each row; `alone`: replicas train alone in this step."""
+    """Tells, at the first step, ranks without a microbatch, or without the loss, the names of the auxiliary losses, and
+    all what forwards do to buffers. `streams`: ranks that share each row; `alone`: replicas train alone in this
+    step."""
     if totals.agreed:
         return
     totals.agreed = True

@@ -91,13 +91,13 @@ class Clip:
         return mean if holds is Holds.OWN_MEAN else torch.where(torch.isfinite(mean), norm, mean)
 
     def _squares_here(self) -> Tensor:
-        """Sums the squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds its part."""
+        """Sums the squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds
+        its part."""
         chunks = self._algorithm.replica.chunks
         apart = [chunk for chunk in chunks if chunk.is_cut or chunk.apart]
         sharers = [self._algorithm.partners_of(chunk) for chunk in apart]
-        parts = [
-            piece for chunk, group in zip(apart, sharers, strict=True) for piece in chunk.norm_pieces(group.rank, group.size)
-        ]
+        owned = zip(apart, sharers, strict=True)
+        parts = [piece for chunk, group in owned for piece in chunk.norm_pieces(group.rank, group.size)]
         everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.apart) for piece in chunk.norm_pieces()]
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
         if apart:

@@ -21,10 +21,10 @@ from shoal.training.setup import StepGroups, Trained
 
 
 class Commit:
-    """Applies updates. `groups`: the ranks that an error speaks for; None where stages update by themselves, and each tells its own."""
+    """Applies updates. `groups`: the ranks that an error speaks for; None where stages update by themselves, and each
+    tells its own."""
 
     def __init__(self, forward: Forward, trained: Trained, reduce: Reduce, groups: StepGroups | None) -> None:
-        assert forward.effects is not None
         self._effects, self._device = forward.effects, forward.randomness.device
         self._trained, self._reduce, self._groups = trained, reduce, groups
         self._unread: StepResult | None = None
@@ -67,7 +67,8 @@ class Commit:
             trained.scheduler.step()
 
     def settle(self) -> StepResult | None:
-        """Raises what the last step left unread on the device, and returns that step's result; None where nothing was."""
+        """Raises what the last step left unread on the device, and returns that step's result; None where nothing
+        was."""
         unread, self._unread = self._unread, None
         if unread is not None:
             self._require_finite(unread)
@@ -80,7 +81,8 @@ class Commit:
         algorithm.counted(count if skip is None else count * (1 - skip))
 
     def _require_finite(self, result: StepResult) -> None:
-        """Raises TrainingError, on all ranks alike, where loss or norm are not finite and no smaller loss scale would help."""
+        """Raises TrainingError, on all ranks alike, where loss or norm are not finite and no smaller loss scale would
+        help."""
         if result.tokens == 0 or (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return
         scale, optimizer = self._trained.scale, self._trained.optimizer
@@ -94,7 +96,9 @@ class Commit:
         )
         # In the order in which gradients come: the first is nearest to the cause.
         broken = self._of_all_owners([name for name in optimizer.known if not optimizer.grad(name).isfinite().all()])
-        weights = self._of_all_owners([name for name, value in optimizer.masters().items() if not value.isfinite().all()])
+        weights = self._of_all_owners(
+            [name for name, value in optimizer.masters().items() if not value.isfinite().all()]
+        )
         broken.reverse()
         where = (
             f"first parameter with a gradient that is not finite: {broken[0]} "
@@ -107,12 +111,14 @@ class Commit:
         if result.loss_scale is not None:
             where += f"; it overflows at every loss scale down to {result.loss_scale:g}"
         raise TrainingError(
-            f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer warm-up, clipping, "
+            f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer "
+            f"warm-up, clipping, "
             "or the data of this step are the usual places to look"
         )
 
     def _of_all_owners(self, names: list[str]) -> list[str]:
-        """Adds the names that other owners of a cut model, or of cut chunks, have found: in the module's order, stage by stage."""
+        """Adds the names that other owners of a cut model, or of cut chunks, have found: in the module's order, stage
+        by stage."""
         groups = self._groups
         if groups is None:
             return names

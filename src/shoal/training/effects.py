@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,7 +18,8 @@ class Effects:
     """BatchNorm's running statistics, all other buffers of `module`, and how many tokens each expert was given.
 
     - `routes_all_tokens`: routers see all tokens of a microbatch, and so do their losses, wherever the tokens are
-    - `merges_statistics`: replicas merge running statistics at the end of a step; with SyncBN they have the same already
+    - `merges_statistics`: replicas merge running statistics at the end of a step; with SyncBN they have the same
+      already
     """
 
     module: nn.Module
@@ -35,13 +36,17 @@ class Effects:
         if self.experts is not None:
             self.experts.begin()
 
-    @contextmanager
-    def of(self, counts: bool) -> Iterator[None]:
+    def of(self, counts: bool) -> AbstractContextManager[None]:
         """Wraps a microbatch: one that does not count leaves nothing behind."""
-        with ExitStack() as stack:
-            if not counts:
-                stack.enter_context(buffers_untouched(self.module))
-                stack.enter_context(self.buffers.mute())
-                if self.experts is not None:
-                    stack.enter_context(self.experts.mute())
+        return nullcontext() if counts else self._none()
+
+    @contextmanager
+    def _none(self) -> Iterator[None]:
+        experts = nullcontext() if self.experts is None else self.experts.mute()
+        with buffers_untouched(self.module), self.buffers.mute(), experts:
             yield
+
+
+def no_effects(module: nn.Module) -> Effects:
+    """Gives the effects of a module on one rank, which nobody has to agree on."""
+    return Effects(module, RunningStatistics(module), OtherBuffers(module, 1, False, ""))

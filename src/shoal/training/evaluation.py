@@ -65,13 +65,13 @@ def evaluate(
     """Gives the mean loss of the module in evaluation mode; all ranks of `group`, the replicas, call it.
 
     What forwards draw is by the samples' places in the dataset, keyed or not as in a step, and the same each time.
-    `pipeline`: runs the stages that this rank has. `measures`: taken in the same pass, each returns (sum, count) as the loss.
+    `pipeline`: runs the stages that this rank has. `measures`: taken in the same pass, each returns (sum, count) as the
+    loss.
 
     Raises UserError if nothing there counts.
     """
     started = time.perf_counter()
-    device, losses = forward.randomness.device, (forward.loss, *measures)
-    totals = torch.zeros(2 * len(losses), dtype=torch.float64, device=device)
+    device, measured = forward.randomness.device, _Measured(forward, (forward.loss, *measures))
     whole = replace(dealing, all_run=False, partners=range(dealing.ranks))
     share, first = whole.cut(range(data.samples)), replace(whole, rank=0).cut(range(data.samples)).microbatches
     runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, first[0] if first else ())
@@ -83,20 +83,6 @@ def evaluate(
             told = time.perf_counter()
             log.info("evaluating: %d of %d microbatches", done, len(runs))
 
-    def measure(loaded: Mapping[str, Tensor], ids: Sequence[int]) -> list[Sums]:
-        microbatch = forward.place(loaded)
-        once: Any = forward.module if len(losses) == 1 else _Once(forward.module)
-        found = []
-        for loss in losses:
-            forward.randomness.begin("evaluation", ids)
-            with forward.keyed():
-                found.append(replace(forward, module=once, loss=loss).sums(microbatch))
-        return found
-
-    def add(found: Sequence[Sums], counts: bool) -> None:
-        row = [value.double() for sums in found for value in (sums.total, sums.count)]
-        totals.add_(torch.stack(row) * counts)
-
     devices = [device.index] if device.type == "cuda" else []
     forward.module.eval()
     try:
@@ -104,16 +90,17 @@ def evaluate(
             if pipeline is None:
                 for done, (ids, counts) in enumerate(runs):
                     tell(done)
-                    add(measure(data.load(ids), ids), counts)
+                    measured.add(measured.measure(data.load(ids), ids), counts)
             else:
                 at_once = 8 * pipeline.group.size  # loaded
                 for start in range(0, len(runs), at_once):
                     tell(start)
-                    work = Evaluating(forward, data.load, runs[start : start + at_once], measure, add)
+                    some = runs[start : start + at_once]
+                    work = Evaluating(forward, data.load, some, measured.measure, measured.add)
                     work.run(pipeline, group if dealing.lockstep else None)
     finally:
         forward.module.train()
-    totals = group.all_reduce(totals, purpose="evaluation")
+    totals = group.all_reduce(measured.totals, purpose="evaluation")
     if pipeline is not None:
         totals = pipeline.group.all_reduce(totals, purpose="evaluation")
     sums, counted = totals.tolist()[::2], totals.tolist()[1::2]
@@ -123,8 +110,34 @@ def evaluate(
     return Evaluation(mean, round(counted[0]), time.perf_counter() - started, tuple(also))
 
 
+class _Measured:
+    """Sums of one loss after the other over microbatches. `totals`: (sum, count) of each, fp64 [2 * losses]."""
+
+    def __init__(self, forward: Forward, losses: Sequence[Loss]) -> None:
+        self._forward, self._losses = forward, losses
+        self.totals = torch.zeros(2 * len(losses), dtype=torch.float64, device=forward.randomness.device)
+
+    def measure(self, loaded: Mapping[str, Tensor], ids: Sequence[int]) -> list[Sums]:
+        """Takes all of one microbatch, whose samples are `ids`."""
+        forward = self._forward
+        microbatch = forward.place(loaded)
+        module: Any = forward.module if len(self._losses) == 1 else _Once(forward.module)
+        found = []
+        for loss in self._losses:
+            forward.randomness.begin("evaluation", ids)
+            with forward.keyed():
+                found.append(replace(forward, module=module, loss=loss).sums(microbatch))
+        return found
+
+    def add(self, found: Sequence[Sums], counts: bool) -> None:
+        """Adds what was measured of a microbatch, if that counts."""
+        row = [value.double() for sums in found for value in (sums.total, sums.count)]
+        self.totals += torch.stack(row) * counts
+
+
 class _Once:
-    """A module that several measures call on one microbatch: called again with the same tensors it gives the same output.
+    """A module that several measures call on one microbatch: called again with the same tensors it gives the same
+    output.
 
     It runs again where a measure has written to that output.
     """

@@ -1,4 +1,5 @@
-"""The forward of one microbatch, wherever one is run: in a step, an evaluation, an objective, a loop of the caller's, a dry run."""
+"""The forward of one microbatch, wherever one is run: in a step, an evaluation, an objective, a loop of the caller's, a
+dry run."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Forward:
     """A module, its loss, and what surrounds them.
 
     - `randomness`: what is drawn, and with it the device
-    - `effects`: what forwards in training mode change; None where they are not trained
+    - `effects`: what forwards in training mode change
     - `context`: the ranks that share each microbatch's tokens (plan.cp)
     - `embeddings`: those whose gradients are added up by rows
     - `gather`: brings weights that are whole only while they are used
@@ -39,7 +40,7 @@ class Forward:
     loss: Loss
     randomness: Randomness
     ledger: Ledger
-    effects: Effects | None = None
+    effects: Effects
     context: Context | None = None
     embeddings: Sequence[ByRows] = ()
     gather: Passing | Resident = field(default_factory=Resident)
@@ -100,13 +101,17 @@ class Forward:
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss for a backward to come, and sees what becomes of the module's buffers."""
-        assert self.effects is not None
         with self.ledger.span("compute", "forward"), as_rows(self.embeddings), self.effects.buffers.watching() as gave:
             sums = self.sums(microbatch)
             gave((sums.total, sums.count, sums.aux))
-        if self.context is not None and sums.aux and not (self.effects.routes_all_tokens and sums.aux.keys() <= OF_ALL_TOKENS):
+        if (
+            self.context is not None
+            and sums.aux
+            and not (self.effects.routes_all_tokens and sums.aux.keys() <= OF_ALL_TOKENS)
+        ):
             raise UserError(
-                f"plan.cp = {self.context.size} with the auxiliary losses {tuple(sums.aux)}: they are means over all tokens "
+                f"plan.cp = {self.context.size} with the auxiliary losses {tuple(sums.aux)}: they are means over all "
+                f"tokens "
                 "of a microbatch, of which each rank has a part"
             )
         return sums

@@ -26,9 +26,7 @@ class Local:
             with forward.ledger.span("compute", "load"):
                 microbatch = forward.load(batch, ids)
             forward.randomness.begin(batch.step, ids)
-            effects = forward.effects
-            assert effects is not None
-            with effects.of(counts), forward.running(batch, index, len(runs), microbatch):
+            with forward.effects.of(counts), forward.running(batch, index, len(runs), microbatch):
                 self.backward(forward.train(microbatch), index == len(runs) - 1, counts)
 
     def backward(self, sums: Sums, last: bool, counts: bool = True) -> None:

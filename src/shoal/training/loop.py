@@ -1,10 +1,12 @@
-"""A training loop that the caller owns, over the phases of a step: forwards and backwards come one by one, the update when it is asked for.
+"""A training loop that the caller owns, over the phases of a step: forwards and backwards come one by one, the update
+when it is asked for.
 
     loop(...)           opens a step where none is open, and runs the module in it
     loop.backward(loss) one microbatch; gradients go out during the step's last one
     loop.step()         after the last one: reduce, ballot, clip, vote, apply
 
-The loss of a microbatch is a mean, and a step's objective the mean of them over ranks and microbatches: (sum, count) = (loss, 1).
+The loss of a microbatch is a mean, and a step's objective the mean of them over ranks and microbatches: (sum, count) =
+(loss, 1).
 
     with loop.join():   around all of it, where some ranks have fewer microbatches than others
 """
@@ -40,9 +42,9 @@ class Loop:
     - `partners`: the places in `group` of the ranks that update together
     - `joined()`: makes a group for `join`; None where ranks meet in their forwards
 
-    A forward without gradients belongs to no step; where weights are gathered (plan.zero = 3 without shared memory), or tokens
-    travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and forward; torch's
-    generators are the caller's again afterwards.
+    A forward without gradients belongs to no step; where weights are gathered (plan.zero = 3 without shared memory), or
+    tokens travel to experts (plan.ep), all ranks make those alike too. What the module draws is keyed by step, rank and
+    forward; torch's generators are the caller's again afterwards.
     """
 
     def __init__(
@@ -56,7 +58,6 @@ class Loop:
         joined: Callable[[], Group] | None,
     ) -> None:
         forward = self._forward = runner.forward
-        assert forward.effects is not None
         self._runner, self._weights, self._buffers = runner, forward.gather, forward.effects.buffers
         self._group, self.microbatches, self._step_index, self._stepped = group, microbatches, step_index, stepped
         device = self._device = forward.randomness.device
@@ -92,17 +93,21 @@ class Loop:
             raise
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of `loss`, the mean of one microbatch. Raises UserError if it is not one number, or one too many in this step."""
+        """Backward of `loss`, the mean of one microbatch. Raises UserError if it is not one number, or one too many in
+        this step."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise UserError(f"backward wants the loss of a microbatch, one number that depends on the weights; it got {what}")
+            raise UserError(
+                f"backward wants the loss of a microbatch, one number that depends on the weights; it got {what}"
+            )
         if not self._is_open:
             raise UserError(
                 "backward without a forward of this step: call model(...) with gradients enabled before each backward"
             )
         if self._done == self.microbatches:
             raise UserError(
-                f"step {self._step_index()} has had its {self.microbatches} backward(s) on this rank: call step() first, or set "
+                f"step {self._step_index()} has had its {self.microbatches} backward(s) on this rank: call step() "
+                f"first, or set "
                 "gradient_accumulation_steps"
             )
         self._done, self._awaits_step = self._done + 1, True
@@ -126,14 +131,16 @@ class Loop:
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around the loop of all ranks, which may have unequal numbers of microbatches: a rank that has run out answers the others' steps with zeros until all are done. A step's
-        objective is the mean over the microbatches that there are, also where a rank runs out in the middle of an accumulation; every rank makes every update.
+        """Wraps the loop of all ranks, which may have unequal numbers of microbatches: a rank that has run out answers
+        the others' steps with zeros until all are done. A step's objective is the mean over the microbatches that there
+        are, also where a rank runs out in the middle of an accumulation; every rank makes every update.
 
         UserError where ranks meet in their forwards, which a rank without a microbatch cannot make.
         """
         if self._joined is None:
             raise UserError(
-                "join(): ranks meet in their forwards here (plan.zero = 3 without shared memory, plan.ep or sync_bn), and one without data has none: give all ranks as many "
+                "join(): ranks meet in their forwards here (plan.zero = 3 without shared memory, plan.ep or sync_bn), "
+                "and one without data has none: give all ranks as many "
                 "microbatches, or train with engine.step, which shares out the batches"
             )
         self._asks = self._joined()
@@ -173,10 +180,12 @@ class Loop:
         return self._done - self._awaits_step == self.microbatches - 1
 
     def close_step(self) -> None:
-        """Before what belongs between steps: forgets forwards that no backward followed. UserError in the middle of an accumulation."""
+        """Before what belongs between steps: forgets forwards that no backward followed. UserError in the middle of an
+        accumulation."""
         if self._done:
             raise UserError(
-                f"{self._done} of {self.microbatches} microbatches of step {self._step_index()} are accumulated: do this after step()"
+                f"{self._done} of {self.microbatches} microbatches of step {self._step_index()} are accumulated: do "
+                f"this after step()"
             )
         if self._is_open:
             self.abandon()
@@ -196,6 +205,7 @@ class Loop:
         self._is_open = True
 
     def _begin(self) -> None:
-        # The power of two that the losses are divided with comes from one rank's count: under fp16 they then are scaled as DeepSpeed does
+        # The power of two that the losses are divided with comes from one rank's count: under fp16 they then are scaled
+        # as DeepSpeed does
         at_work = sum(self._has_work[place] for place in self._partners) if self._runner.keeps_back else 1
         self._runner.begin(self._step_index(), self.microbatches, self.microbatches * at_work)

@@ -24,7 +24,7 @@ class Sums:
     aux: dict[str, Tensor]
 
     def counting_nothing(self) -> Sums:
-        """The same with weight 0: its backward gives zeros."""
+        """Gives these sums weight 0: their backward gives zeros."""
         return Sums(self.total * 0, self.count * 0, self.aux)
 
 
@@ -33,11 +33,14 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
     with branching():
         result = loss(module, microbatch)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise UserError(f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)")
+        raise UserError(
+            f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)"
+        )
     total, count = result[0], torch.as_tensor(result[1])
     if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
         raise UserError(
-            f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use reduction='sum')"
+            f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use "
+            f"reduction='sum')"
         )
     aux = {}
     for name, value in sorted(result[2].items() if len(result) == 3 else ()):

@@ -1,7 +1,8 @@
 """How the samples of a global batch, or of an evaluation, become the microbatches of each rank.
 
-There is one cut of the batch into microbatches of a fixed size, which never depends on the number of ranks, and each rank runs
-a contiguous run of them. Where no size is given the ranks have shares as even as can be, and each share is cut by itself.
+There is one cut of the batch into microbatches of a fixed size, which never depends on the number of ranks, and each
+rank runs a contiguous run of them. Where no size is given the ranks have shares as even as can be, and each share is
+cut by itself.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def microbatches(ids: Sequence[int], size: int) -> list[Sequence[int]]:
 class Share(NamedTuple):
     """A rank's part of a global batch.
 
-    `microbatches`: the samples of each. `after`: number of microbatches on the partners behind this rank. `most`: the largest
-    number of microbatches that a partner has. `samples`: of all partners together.
+    `microbatches`: the samples of each. `after`: number of microbatches on the partners behind this rank. `most`: the
+    largest number of microbatches that a partner has. `samples`: of all partners together.
     """
 
     microbatches: list[Sequence[int]]
@@ -90,13 +91,15 @@ def partners_in(group: Group, partners: Group, streams: int = 1) -> range:
 
 
 def _start(number: int, rank: int, ranks: int) -> int:
-    """Where the run of `rank` begins of `number` things: the first ranks have one more where they do not come out even."""
+    """Where the run of `rank` begins of `number` things: the first ranks have one more where they do not come out
+    even."""
     each, more = divmod(number, ranks)
     return rank * each + min(rank, more)
 
 
 def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int]) -> list[Run]:
-    """Fills a rank's microbatches up to `number` with `stand_in`, which does not count: ranks meet in their forwards."""
+    """Fills a rank's microbatches up to `number` with `stand_in`, which does not count: ranks meet in their
+    forwards."""
     return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
 
 
@@ -115,13 +118,15 @@ def choose_microbatch(
     if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
         raise ArgumentError(
             "microbatch",
-            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and no sync_bn",
+            f": the model's experts have {what}, which is of one microbatch: give one, the same under every plan, and "
+            f"no sync_bn",
         )
     if sync_bn:
         if given not in (None, whole):
             raise ArgumentError(
                 "microbatch",
-                f" = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one microbatch",
+                f" = {given} with sync_bn: statistics over the global batch need each rank's {whole} samples in one "
+                f"microbatch",
             )
         return whole
     if given is None and has_batch_statistics(module):
@@ -134,7 +139,8 @@ def choose_microbatch(
 
 
 def no_fixed_cut(given: int | None, sync_bn: bool) -> str:
-    """Says why the microbatches of a step depend on the number of ranks, if they do; `given`: the engine's microbatch."""
+    """Says why the microbatches of a step depend on the number of ranks, if they do; `given`: the engine's
+    microbatch."""
     if sync_bn:
         return "sync_bn makes each rank's share one microbatch"
     return "microbatch=None cuts each rank's share: give microbatch=" if given is None else ""

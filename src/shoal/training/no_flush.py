@@ -1,15 +1,18 @@
-"""Steps without a flush: microbatches of the next step are on their way while the last ones of this step come back (PipeDream, 2BW).
+"""Steps without a flush: microbatches of the next step are on their way while the last ones of this step come back
+(PipeDream, 2BW).
 
-With n updates made, the weights are version n. The forward of step t takes version t - delay, its backward the same again, and
-its update is made from version t: so
+With n updates made, the weights are version n. The forward of step t takes version t - delay, its backward the same
+again, and its update is made from version t: so
 
-    2bw         delay 1 on every stage       W(t+1) = W(t) - lr * grad f_t(W(t-1))       Narayanan et al. 2021, arXiv 2006.09503
-    pipedream   delay p - 1 - s on stage s   a step is one microbatch, and each stage updates as soon as its gradient is there
+    2bw         delay 1 on every stage       W(t+1) = W(t) - lr * grad f_t(W(t-1))       Narayanan et al. 2021, arXiv
+    2006.09503 pipedream   delay p - 1 - s on stage s   a step is one microbatch, and each stage updates as soon as its
+    gradient is there
                 vertical_sync: p - 1 on all                                              Narayanan et al. 2019 (SOSP)
 
-A step's update is made at the end of the call `delay` steps later, by when all its backwards are over here. 2bw waits for nobody
-then: while the next step went on, its gradients have been reduced beside it, and so were the sums and the norm of all stages, by
-which it is clipped and voted on as in one process. Stages of pipedream update at different times: each clips and votes by its own.
+A step's update is made at the end of the call `delay` steps later, by when all its backwards are over here. 2bw waits
+for nobody then: while the next step went on, its gradients have been reduced beside it, and so were the sums and the
+norm of all stages, by which it is clipped and voted on as in one process. Stages of pipedream update at different
+times: each clips and votes by its own.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +83,9 @@ def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: 
     }
     why = next((reason for reason, so in reasons.items() if so), None)
     if why is not None:
-        raise UserError(f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out')
+        raise UserError(
+            f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
+        )
 
 
 class NoFlushRunner:
@@ -96,7 +101,6 @@ class NoFlushRunner:
         pipeline: Pipeline,
         delays: Delays,
     ) -> None:
-        assert forward.effects is not None
         self.forward, self.dealing = forward, dealing
         self._effects, self._groups, self._trained, self._delays = forward.effects, groups, trained, delays
         device = self._device = forward.randomness.device
@@ -119,8 +123,8 @@ class NoFlushRunner:
     def run(self, batch: Batch) -> StepResult:
         """The forwards of `batch`, and the backwards and the update that are due.
 
-        The result's loss is that of `batch`; its norm and scale are those of the update that was made, of an earlier step (NaN
-        where there was none yet). Raises TrainingError, with the weights before that update, on NaN.
+        The result's loss is that of `batch`; its norm and scale are those of the update that was made, of an earlier
+        step (NaN where there was none yet). Raises TrainingError, with the weights before that update, on NaN.
         """
         started = time.perf_counter()
         self.forward.module.train()
@@ -168,7 +172,8 @@ class NoFlushRunner:
         share, delays, totals = self.dealing.cut(batch.ids), self._delays, self._totals
         if not delays.together and share.most > 1:
             raise UserError(
-                f'plan.schedule = "pipedream" updates after each microbatch, and this step has {share.most} of them on a rank: '
+                f'plan.schedule = "pipedream" updates after each microbatch, and this step has {share.most} of them on '
+                f"a rank: "
                 'make global_batch = microbatch x dp, or take "2bw"'
             )
         self.forward.ledger.step = batch.step
@@ -182,7 +187,8 @@ class NoFlushRunner:
         self._do(self._order.step(len(kinds)), ((kind, (step, work, index)) for index, kind in enumerate(kinds)))
         if self._groups.partners.size > 1 and self._effects.buffers.changed():
             raise UserError(
-                "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a schedule with a "
+                "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a "
+                "schedule with a "
                 "flush, such as 1f1b, or plan.dp = 1"
             )
         alone = self._trained.algorithm.holds(batch.step) is Holds.ALONE
@@ -190,14 +196,14 @@ class NoFlushRunner:
         self._tell(step)
         return step
 
-    def _do(self, actions: Iterator[Action], new: Iterator[tuple[Any, Microbatch]] = iter(())) -> None:
+    def _do(self, actions: Iterator[Action], new: Iterable[tuple[Any, Microbatch]] = ()) -> None:
         """Does `actions`, whose forwards are of the microbatches `new`, with their kinds."""
         interpreter, microbatches = self._pipeline.interpreter, self._microbatches
-        work = UnderWay(microbatches, self._hand_over, self._update)
+        entering, work = iter(new), UnderWay(microbatches, self._hand_over, self._update)
         for action in actions:
             number = action.microbatch
             if action.kind == "F":
-                kind, microbatches[number] = next(new)
+                kind, microbatches[number] = next(entering)
                 self._pipeline.add(number, kind)
             if action.kind in ("F", "B"):
                 self._delays.versions.bind(microbatches[number][0].version)

@@ -15,24 +15,28 @@ from shoal.plan import Plan, option_name
 from shoal.training.setup import StepGroups
 
 ClipRule = Callable[[Mapping[str, float]], float | Mapping[str, float]]
-"""Of the norms of all gradients by name, in the unit of the mean and the same on every rank: a factor for all of
-them, or factors by name (1 where there is none)."""
+"""Takes the norms of all gradients by name, in the unit of the mean and the same on every rank, and gives a factor for
+all of them, or factors by name (1 where there is none)."""
 
 
 def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
     """UserError where gradients by name, which `what` wants, are not the same on all ranks. `sums`: the exchange
     leaves the group's sum or mean."""
+    exchange, schedule = option_name(plan.exchange, "exchange"), option_name(plan.schedule, "schedule")
     reasons = {
-        f'plan.exchange = "{option_name(plan.exchange, "exchange")}" leaves each replica a gradient of its own': not sums,
+        f'plan.exchange = "{exchange}" leaves each replica a gradient of its own': not sums,
         f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
-        f'plan.schedule = "{option_name(plan.schedule, "schedule")}" has no flush, and its stages update by themselves': unflushed,
+        f'plan.schedule = "{schedule}" has no flush, and its stages update by themselves': unflushed,
     }
     if (why := next((why for why, so in reasons.items() if so), None)) is not None:
         raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
 
 
-def norms_by_name(chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, groups: StepGroups) -> dict[str, float]:
-    """Gives the norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every rank."""
+def norms_by_name(
+    chunks: Sequence[Chunk], layouts: Mapping[str, Layout], unit: float, groups: StepGroups
+) -> dict[str, float]:
+    """Gives the norms of all gradients, times `unit`, in the order of `layouts`, stage by stage, the same bits on every
+    rank."""
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.slots}
     squares: dict[str, float] = {}
     for chunk in chunks:
@@ -61,8 +65,8 @@ def _together(told: Sequence[Mapping[str, float]], summed: set[str]) -> dict[str
 
 
 def by_layer(norms: Mapping[str, float]) -> dict[str, float]:
-    """`norms` of parameters as norms of layers: a block that repeats is called as up to its number ("blocks.3"), other parameters go by their module
-    ("embed")."""
+    """`norms` of parameters as norms of layers: a block that repeats is called as up to its number ("blocks.3"), other
+    parameters go by their module ("embed")."""
     found: dict[str, float] = {}
     for name, norm in norms.items():
         parts = name.split(".")
@@ -77,10 +81,14 @@ def clip_by(rule: ClipRule, norms: Mapping[str, float], chunks: Sequence[Chunk])
     answer = rule(dict(norms))
     factors = answer if isinstance(answer, Mapping) else {"": answer}
     if unknown := [name for name in factors if name and name not in norms]:
-        raise UserError(f"clip gave a factor for {unknown[0]}, which is no parameter that is trained; names are such as {next(iter(norms))}")
+        raise UserError(
+            f"clip gave a factor for {unknown[0]}, which is no parameter that is trained; names are such as "
+            f"{next(iter(norms))}"
+        )
     for name, factor in factors.items():
         if not (isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0):
-            raise UserError(f"clip gave {factor!r}{f' for {name}' if name else ''}: give finite numbers from 0 on, or a dict of them by name")
+            of = f" for {name}" if name else ""
+            raise UserError(f"clip gave {factor!r}{of}: give finite numbers from 0 on, or a dict of them by name")
     if not isinstance(answer, Mapping):
         return float(answer)
     for chunk in chunks:

@@ -22,7 +22,9 @@ class Objective:
     `groups[name]`: the ranks among whom the gradient of a parameter is summed.
     """
 
-    def __init__(self, forward: Forward, dealing: Dealing, batch: Batch, group: Group, groups: Mapping[str, Group]) -> None:
+    def __init__(
+        self, forward: Forward, dealing: Dealing, batch: Batch, group: Group, groups: Mapping[str, Group]
+    ) -> None:
         self._forward, self._dealing, self._batch, self._group, self._groups = forward, dealing, batch, group, groups
 
     def __call__(self, parameters: Mapping[str, Tensor]) -> Tensor:
@@ -31,7 +33,9 @@ class Objective:
         total = count = torch.zeros((), device=next(iter(parameters.values())).device)
         share = self._dealing.cut(batch.ids)
         number = share.most if self._dealing.lockstep else 1
-        with forward.rows():  # a rank without a microbatch runs one that does not count: its collectives are the others'
+        with (
+            forward.rows()
+        ):  # a rank without a microbatch runs one that does not count: its collectives are the others'
             for ids, counts in with_idle(share.microbatches, number, batch.ids[:1]):
                 if forward.is_keyed:  # else it draws from torch's generators, which are the caller's
                     forward.randomness.begin(batch.step, ids)

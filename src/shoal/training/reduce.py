@@ -21,7 +21,8 @@ from shoal.training.totals import Totals
 class Reduced:
     """What the exchange has left on this rank.
 
-    `squares`: exact sums of squares of this rank's part of the gradients. `touched`: whether a backward here has reached each parameter.
+    `squares`: exact sums of squares of this rank's part of the gradients. `touched`: whether a backward here has
+    reached each parameter.
     """
 
     squares: Tensor
@@ -29,7 +30,8 @@ class Reduced:
 
 
 class Reduce:
-    """Exchanges the gradients of each step. `rounds`: backwards of each microbatch on this rank, one for each of its stages."""
+    """Exchanges the gradients of each step. `rounds`: backwards of each microbatch on this rank, one for each of its
+    stages."""
 
     def __init__(self, forward: Forward, trained: Trained, totals: Totals, rounds: int = 1) -> None:
         self._forward, self._trained, self._totals, self._rounds = forward, trained, totals, rounds
@@ -72,7 +74,8 @@ class Reduce:
 
 
 class ReduceAside(Reduce):
-    """Sums the gradients of a step aside, while those of the step before are exchanged and applied; then hands them over at once."""
+    """Sums the gradients of a step aside, while those of the step before are exchanged and applied; then hands them
+    over at once."""
 
     def __init__(self, forward: Forward, trained: Trained, totals: Totals) -> None:
         super().__init__(forward, trained, totals)

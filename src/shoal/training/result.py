@@ -16,13 +16,18 @@ from shoal.comm.lane import Ticket
 class StepResult:
     """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
 
-    Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1 otherwise; where only
-    clipping is local, `grad_norm` is.
+    Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1
+    otherwise; where only clipping is local, `grad_norm` is.
 
-    `loss`: mean over the global batch, without auxiliary losses (those are in `aux`). `grad_norm`: before clipping. `tokens`: the global
-    count. `lr`: of each optimizer group. `seconds`: of this rank's call. `tokens_per_expert`: of each layer with experts, how often each was chosen;
-    `dropped`: the part of those choices that capacity has not let through. Without experts [] and None. `norms`: of the gradient of each parameter, by name and before clipping, so that
-    the root of the sum of their squares is `grad_norm`; {} in steps for which they were not asked.
+    - `loss`: mean over the global batch, without auxiliary losses (those are in `aux`)
+    - `grad_norm`: before clipping
+    - `tokens`: the global count
+    - `lr`: of each optimizer group
+    - `seconds`: of this rank's call
+    - `tokens_per_expert`: of each layer with experts, how often each was chosen; [] without experts
+    - `dropped`: the part of those choices that capacity has not let through; None without experts
+    - `norms`: of the gradient of each parameter, by name and before clipping, so that the root of the sum of their
+      squares is `grad_norm`; {} in steps for which they were not asked
     """
 
     step: int
@@ -40,8 +45,13 @@ class StepResult:
 
     def __repr__(self) -> str:
         """The numbers that a person asks for, which waits for them."""
-        more = "".join(f", {name}={value:.4g}" for name, value in self.aux.items()) + (", skipped" if self.skipped else "")
-        return f"StepResult(step={self.step}, loss={self.loss:.4f}, grad_norm={self.grad_norm:.4g}, tokens={self.tokens:,}, seconds={self.seconds:.3g}{more})"
+        more = "".join(f", {name}={value:.4g}" for name, value in self.aux.items()) + (
+            ", skipped" if self.skipped else ""
+        )
+        numbers = (
+            f"loss={self.loss:.4f}, grad_norm={self.grad_norm:.4g}, tokens={self.tokens:,}, seconds={self.seconds:.3g}"
+        )
+        return f"StepResult(step={self.step}, {numbers}{more})"
 
     @property
     def _sums(self) -> Tensor:
@@ -61,7 +71,8 @@ class StepResult:
 
     @property
     def imbalance(self) -> float | None:
-        """How many times the mean of its layer the busiest expert was chosen, a mean over the layers; None without experts."""
+        """How many times the mean of its layer the busiest expert was chosen, a mean over the layers; None without
+        experts."""
         layers = [layer for layer in self.tokens_per_expert if sum(layer)]
         return sum(max(layer) * len(layer) / sum(layer) for layer in layers) / len(layers) if layers else None
 
@@ -70,7 +81,8 @@ class StepResult:
         if not self._experts:
             return None
         chosen, dropped = (
-            float(sum(part.sum() for part in parts)) for parts in zip(*((e[:-1], e[-1:]) for e in self._counts), strict=True)
+            float(sum(part.sum() for part in parts))
+            for parts in zip(*((e[:-1], e[-1:]) for e in self._counts), strict=True)
         )
         return dropped / max(1.0, chosen)
 

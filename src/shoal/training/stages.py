@@ -1,8 +1,8 @@
 """A step, and an evaluation, through a pipeline: what a stage does with each microbatch (pipeline.Work).
 
-Every stage loads every microbatch and runs the loss up to where its parts of the model end, so that masks, positions and labels
-are where they are needed. The microbatches of a step are loaded at its beginning: the ranks of a pipeline find out together what
-travels when shapes come that they have not seen.
+Every stage loads every microbatch and runs the loss up to where its parts of the model end, so that masks, positions
+and labels are where they are needed. The microbatches of a step are loaded at its beginning: the ranks of a pipeline
+find out together what travels when shapes come that they have not seen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def kind_of(loaded: Mapping[str, Tensor], *more: Any) -> Any:
 
 @dataclass(frozen=True)
 class Staged:
-    """Accumulate, where this rank has some stages of the model. `lockstep`: replicas whose ranks meet in their forwards."""
+    """Accumulate, where this rank has some stages of the model. `lockstep`: replicas whose ranks meet in their
+    forwards."""
 
     forward: Forward
     totals: Totals
@@ -49,7 +50,8 @@ class Staged:
             self.pipeline.train(kinds, work)
 
     def prepare(self, batch: Batch, runs: Sequence[Run]) -> tuple[Training, list[Any]]:
-        """Loads the microbatches, and finds out what travels of those kinds that are new; returns the work and the kinds."""
+        """Loads the microbatches, and finds out what travels of those kinds that are new; returns the work and the
+        kinds."""
         work = Training(self, batch, runs)
         kinds = [kind_of(each, "train") for each in work.loaded]
         self.pipeline.learn(kinds, work.try_out, self.lockstep, work.trying)
@@ -60,7 +62,6 @@ class Training(Work):
     """The microbatches `runs` of one step (pipeline.Work)."""
 
     def __init__(self, staged: Staged, batch: Batch, runs: Sequence[Run]) -> None:
-        assert staged.forward.effects is not None
         self._forward, self._effects = staged.forward, staged.forward.effects
         self._totals, self._reduce = staged.totals, staged.reduce
         self._batch, self._runs = batch, runs
@@ -109,8 +110,8 @@ class Training(Work):
 class Evaluating(Work):
     """The microbatches `runs` of an evaluation (pipeline.Work).
 
-    `load(ids)` gives the samples of one, `measure(loaded, ids)` what is measured of it, and `add(found, counts)` takes that on
-    the last stage.
+    `load(ids)` gives the samples of one, `measure(loaded, ids)` what is measured of it, and `add(found, counts)` takes
+    that on the last stage.
     """
 
     def __init__(

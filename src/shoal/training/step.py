@@ -44,7 +44,6 @@ class StepRunner:
         clipping: ClipSettings,
         pipeline: Pipeline | None = None,
     ) -> None:
-        assert forward.effects is not None
         self.forward, self.dealing = forward, dealing
         self._effects, self._groups, self._trained = forward.effects, groups, trained
         device = forward.randomness.device
@@ -58,7 +57,7 @@ class StepRunner:
         self._clip = Clip(clipping, groups, trained.algorithm, device)
         self._commit = Commit(forward, trained, self._reduce, groups)
         self.gradients: list[Tensor] = []
-        """Of each chunk what is owned here, of the last step and before clipping, where they are kept."""
+        """What is owned here of each chunk's gradient in the last step, before clipping, where they are kept."""
         self.per_sample = 1.0
         """Counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits."""
         self._step = self._samples = 0

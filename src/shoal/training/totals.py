@@ -1,9 +1,9 @@
 """The sums of a step on this rank, and the number that backward starts from.
 
-The loss gives (sum, count), so a step's numbers do not depend on how its samples were split: the objective is the sum of all
-sums over the sum of all counts. Before backward each sum is divided by a power of two near the expected count, so that low
-precision does not overflow; the exact factor comes with the clip coefficient in one multiplication. The power of two cancels
-exactly.
+The loss gives (sum, count), so a step's numbers do not depend on how its samples were split: the objective is the sum
+of all sums over the sum of all counts. Before backward each sum is divided by a power of two near the expected count,
+so that low precision does not overflow; the exact factor comes with the clip coefficient in one multiplication. The
+power of two cancels exactly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Totals:
         return objective if self._scale is None else objective * self._scale.scale.to(objective.dtype)
 
     def own_mean(self) -> Tensor:
-        """What turns this rank's gradients so far into those of their mean (0-dim); 1 where it does not see the loss."""
+        """What turns this rank's gradients so far into those of their mean (0-dim); 1 where it does not see the
+        loss."""
         count = self.values[1]
         known = self.ran and self._sees_loss
         return torch.where(count > 0, self.expected / count, 0.0) if known else torch.ones_like(count)

@@ -1,0 +1,63 @@
+"""Several measures of one evaluation come from the same forwards."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal import Engine, Plan
+from tests.pool import run_ranks
+
+SAMPLES = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i))} for i in range(13)]
+calls: list[int] = []
+
+
+class Counting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        calls.append(len(x))
+        return super().forward(x)
+
+
+def square(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(batch["x"]).square().sum(), torch.tensor(float(len(batch["x"])))
+
+
+def negative(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    output = model(batch["x"])
+    return (output < 0).sum().float(), torch.tensor(float(output.numel()))
+
+
+def spoiling(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(batch["x"]).abs_().sum(), torch.tensor(float(len(batch["x"])))
+
+
+def evaluated(world, plan: dict[str, Any]) -> list[tuple[float, ...]]:
+    """(loss, further measures ..., forwards here) of an evaluation without, with one and with two of them; before these the measures alone."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(Counting(3, 3), Counting(3, 3)) if "pp" in plan else Counting(3, 3)
+
+    engine = Engine(model, square, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=4, world=world)
+    alone = tuple(engine.evaluate(SAMPLES, measure=each).loss for each in (square, negative, spoiling))
+    found = [alone]
+    for measures in ((), (negative,), (negative, negative) if "pp" in plan else (spoiling, negative)):
+        calls.clear()
+        together = engine.evaluate(SAMPLES, also=measures)
+        found.append((together.loss, *together.also, float(len(calls))))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"dp": 2, "zero": 3}, {"pp": 2}], ids=str)
+def test_measures_taken_in_one_pass_are_those_taken_alone(plan):
+    for (loss, share, size), one, two, three in run_ranks(evaluated, 2, plan):
+        assert one[:1] == (loss,) and two[:2] == (loss, share)
+        assert one[-1] == two[-1]
+        if "pp" in plan:
+            assert three[:3] == (loss, share, share) and three[-1] == one[-1]
+        else:  # a forward more where a measure has written to what the model gave
+            assert three[:3] == (loss, size, share) and three[-1] == 2 * one[-1]
