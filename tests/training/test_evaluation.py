@@ -36,7 +36,8 @@ def spoiling(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def evaluated(world, plan: dict[str, Any]) -> list[tuple[float, ...]]:
-    """(loss, further measures ..., forwards here) of an evaluation without, with one and with two of them; before these the measures alone."""
+    """(loss, further measures ..., forwards here) of an evaluation without, with one and with two of them; before these
+    the measures alone."""
 
     def model() -> nn.Module:
         return nn.Sequential(Counting(3, 3), Counting(3, 3)) if "pp" in plan else Counting(3, 3)
