@@ -110,12 +110,15 @@ def machine_here(ranks: int) -> Machine:
 
 
 def plan_memory(
-    path: Path, assignments: Sequence[str] = (), device: int | None = None, host: int | None = None, process: int | None = None
+    path: Path,
+    assignments: Sequence[str] = (),
+    device: int | None = None,
+    host: int | None = None,
+    process: int | None = None,
 ) -> Answer:
     """For the job file at `path`, on this machine, or on one with so many bytes of `device` (of each GPU) and `host`
-    memory. Nothing is trained, and the
-    model takes no memory. `process`: bytes of an interpreter with torch, by default of this one. Raises UserError for
-    a wrong job."""
+    memory. Nothing is trained, and the model takes no memory. `process`: bytes of an interpreter with torch, by default
+    of this one. Raises UserError for a wrong job."""
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
     settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
@@ -161,13 +164,26 @@ class _Asked:
 
     def recording(self, table: Mapping[str, Any], plan: Plan, place: int = 0) -> Recording:
         key = repr(
-            (dict(table), plan.recompute, plan.tp, plan.cp, plan.ep, plan.context, plan.pp, plan.schedule, plan.stages, place)
+            (
+                dict(table),
+                plan.recompute,
+                plan.tp,
+                plan.cp,
+                plan.ep,
+                plan.context,
+                plan.pp,
+                plan.schedule,
+                plan.stages,
+                place,
+            )
         )
         if key not in self._recordings:
             model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
             rank = place * (plan.size // plan.pp)
-            subject = Subject(model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups, rank=rank)
+            subject = Subject(
+                model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups, rank=rank
+            )
             self._recordings[key] = dry_run(subject)
         return self._recordings[key]
 
@@ -178,7 +194,8 @@ class _Asked:
             return most
         here, each = self._machine.ranks, plan.size // plan.pp
         hosts = {
-            tuple(rank // each for rank in range(first, min(first + here, plan.size))) for first in range(0, plan.size, here)
+            tuple(rank // each for rank in range(first, min(first + here, plan.size)))
+            for first in range(0, plan.size, here)
         }
         fits = [self._fits(plan, Counter(places)) for places in hosts]
         return replace(most, fits=tuple(min(column, key=lambda fit: fit.free) for column in zip(*fits, strict=True)))
@@ -190,7 +207,9 @@ class _Asked:
         for column in zip(*(fits for fits, _ in found), strict=True):
             memory, available = column[0].memory, column[0].available
             if memory == DISK:  # each rank has its share of what is free for all of the host
-                available = min(fit.available * ranks // places.total() for fit, (_, ranks) in zip(column, found, strict=True))
+                available = min(
+                    fit.available * ranks // places.total() for fit, (_, ranks) in zip(column, found, strict=True)
+                )
             fits.append(Fit(memory, (sum if memory == HOST else max)(fit.needed for fit in column), available))
         return fits
 

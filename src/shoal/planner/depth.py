@@ -2,14 +2,11 @@
 run for all.
 
 The shallow model differs from the deep one by its number of blocks alone. `alike_blocks` proves that on modules on the
-meta device: outside the blocks
-nothing differs, and every block that the deep model has more equals the shallow one's third. `deepened` then repeats
-the events of that block, after it
-has compared them with those of the block before. Where either finds a difference the answer is None, and the deep
-model itself has to be run. What the
-model does with the number of its blocks outside of them (a sum of all their losses) shows in neither: whoever asks for
-models of many depths compares one
-of them with its own recording first (`equal`).
+meta device: outside the blocks nothing differs, and every block that the deep model has more equals the shallow one's
+third. `deepened` then repeats the events of that block, after it has compared them with those of the block before.
+Where either finds a difference the answer is None, and the deep model itself has to be run. What the model does with
+the number of its blocks outside of them (a sum of all their losses) shows in neither: whoever asks for models of many
+depths compares one of them with its own recording first (`equal`).
 """
 
 from __future__ import annotations
@@ -45,7 +42,9 @@ class Blocks:
     buffers: int
 
 
-def alike_blocks(shallow: Callable[[], nn.Module], deep: Callable[[], nn.Module], precision: Precision) -> Blocks | None:
+def alike_blocks(
+    shallow: Callable[[], nn.Module], deep: Callable[[], nn.Module], precision: Precision
+) -> Blocks | None:
     """The blocks of the model of the factory `deep` if they are those of `shallow` with more of the same in the
     middle, else None."""
     with torch.device("meta"):
@@ -67,9 +66,8 @@ def alike_blocks(shallow: Callable[[], nn.Module], deep: Callable[[], nn.Module]
 
 
 def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
-    """The recording of a model of `blocks` from that of the shallow one, None if the shallow one's middle blocks
-    differ in what they do. `sent` and
-    `layers` stay those of the shallow model."""
+    """The recording of a model of `blocks` from that of the shallow one, None if the shallow one's middle blocks differ
+    in what they do. `sent` and `layers` stay those of the shallow model."""
     more, shifted = blocks.number - SHALLOW, _Shift(blocks.name)
     events = _more_events(shallow.events, more, shifted)
     parameters = _more_parameters(shallow.parameters, more, shifted)
@@ -86,7 +84,10 @@ def deepened(shallow: Recording, blocks: Blocks) -> Recording | None:
 
 def equal(one: Recording, other: Recording) -> bool:
     """Whether they say the same of memory."""
-    return all(getattr(one, each) == getattr(other, each) for each in ("num_parameters", "parameters", "options", "buffers", "events"))
+    return all(
+        getattr(one, each) == getattr(other, each)
+        for each in ("num_parameters", "parameters", "options", "buffers", "events")
+    )
 
 
 class _Shift:
@@ -134,7 +135,9 @@ def _more_events(events: Sequence[Event], more: int, shifted: _Shift) -> tuple[E
         return None
     (_, one, two, three, again_two, again_one, again_none) = (place for place, _ in starts)
     forward, backward = events[two:three], events[again_two:again_one]
-    if [*shifted.events(events[one:two], 1)] != [*forward] or [*shifted.events(events[again_one:again_none], 1)] != [*backward]:
+    if [*shifted.events(events[one:two], 1)] != [*forward] or [*shifted.events(events[again_one:again_none], 1)] != [
+        *backward
+    ]:
         return None
     deeper: list[Event] = list(events[:two])
     for by in range(more + 1):
@@ -166,7 +169,11 @@ def _more_parameters(parameters: Sequence[Described], more: int, shifted: _Shift
 
     def moved(each: Described, by: int) -> Described:
         name, shape, key = each
-        return shifted.name(name, by), shape, key if key.sparse is None else replace(key, sparse=shifted.name(key.sparse, by))
+        return (
+            shifted.name(name, by),
+            shape,
+            key if key.sparse is None else replace(key, sparse=shifted.name(key.sparse, by)),
+        )
 
     places = [place for place, each in enumerate(parameters) if shifted.block(each[0]) == REPEATED]
     if not places or places != list(range(places[0], places[-1] + 1)):
@@ -216,8 +223,7 @@ def _same_block(many: nn.ModuleList, few: nn.ModuleList, place: int, counts: tup
 
 class _Comparison:
     """Compares what a deep and a shallow model are made of. `counts`: their numbers of blocks, `places`: of the two
-    blocks that are compared; numbers may
-    differ as these do. `passed`: ids of what is compared elsewhere."""
+    blocks that are compared; numbers may differ as these do. `passed`: ids of what is compared elsewhere."""
 
     def __init__(self, counts: tuple[int, int], places: tuple[int, ...], passed: set[int]) -> None:
         self._differ = [counts, *([places] if places else [])]
@@ -250,4 +256,6 @@ class _Comparison:
     def _sequences(self, deep: Sequence[Any], shallow: Sequence[Any]) -> bool:
         if len(deep) == len(shallow):
             return all(map(self.alike, deep, shallow))
-        return (len(deep), len(shallow)) in self._differ and all(self.alike(each, shallow[0]) for each in (*deep, *shallow))
+        return (len(deep), len(shallow)) in self._differ and all(
+            self.alike(each, shallow[0]) for each in (*deep, *shallow)
+        )

@@ -1,10 +1,9 @@
 """One microbatch forward and backward on fake tensors, and what happened to memory on the way.
 
 The module goes through what the engine does to it (keyed dropout, recompute, casts at the border), its parameters are
-watched by the engine's own
-hooks, and saved tensors are counted by the engine's own counter. The recording is by parameter, so that any cut into
-chunks can be replayed from it
-(see `replay`). Compiled blocks are run as they are written.
+watched by the engine's own hooks, and saved tensors are counted by the engine's own counter. The recording is by
+parameter, so that any cut into chunks can be replayed from it (see `replay`). Compiled blocks are run as they are
+written.
 """
 
 from __future__ import annotations
@@ -53,13 +52,15 @@ def _record(built: Built, subject: Subject) -> Recording:
     sent: dict[str, int] = {}
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
-    return Recording(ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.parted.layers)
+    return Recording(
+        ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.parted.layers
+    )
 
 
 def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tuple[Event, ...]:
     """Gives the events of a microbatch as it is once `recompute` has decided what it computes again. `through(log,
-    forward, passing)`: forward and
-    backward, where that is not the loss's; `forward()` gives the loss and what is added to it."""
+    forward, passing)`: forward and backward, where that is not the loss's; `forward()` gives the loss and what is added
+    to it."""
     log: list[Event] = []
     module, recompute = ready.module, ready.recompute
     named = dict(module.named_parameters())

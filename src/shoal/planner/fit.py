@@ -32,15 +32,18 @@ class Family:
 
 
 def family(table: Mapping[str, Any], values: Mapping[str, Any]) -> Family | None:
-    """Finds the family of the model of a `[model]` table whose settings, with defaults filled in, are `values`; None
-    of a model whose sizes are not
-    known."""
+    """Finds the family of the model of a `[model]` table whose settings, with defaults filled in, are `values`; None of
+    a model whose sizes are not known."""
     name = table.get("name")
     if name in ("gpt", "bert"):
         rule = "width and depth in the ratio of this model, heads as wide as its heads"
         return Family(rule, _by_heads(table, values), values.get("kv_heads") or values["heads"], "layers")
     if name == "lstm":
-        return Family("width and depth in the ratio of this model", _by_width(table, values), max(1, round(values["hidden"] / STEP)))
+        return Family(
+            "width and depth in the ratio of this model",
+            _by_width(table, values),
+            max(1, round(values["hidden"] / STEP)),
+        )
     key = "num_hidden_layers"
     if name == "hf" and isinstance(values.get(key), int):
         return Family("more layers of the same width", lambda size: {**table, key: size}, values[key], key)
@@ -75,10 +78,9 @@ def _by_width(table: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[
 
 
 def largest(free: Callable[[int], int], most: int = 2**12, known: Mapping[int, int] | None = None) -> int:
-    """Finds the largest size from 1 to `most` of which `free(size)`, bytes that are left, is not below 0; 0 if there
-    is none. What is left falls with
-    the size. Few sizes are asked for, as each takes time: the next is where a parabola through known ones meets 0,
-    every third the middle.
+    """Finds the largest size from 1 to `most` of which `free(size)`, bytes that are left, is not below 0; 0 if there is
+    none. What is left falls with the size. Few sizes are asked for, as each takes time: the next is where a parabola
+    through known ones meets 0, every third the middle.
 
     `known`: what is left of some sizes; of size 0 that is what there is for a model.
     """
@@ -98,7 +100,9 @@ def _guess(left: Mapping[int, int], low: int, high: int) -> int:
         return (low + high) // 2
     points = [(size, left[size]) for size in sorted(left, key=lambda size: abs(size - low))[:3]]
     if len(points) == 2 and 0 in left:
-        points.append((-points[1][0] or -points[0][0], min(each for _, each in points)))  # as if it grew with the square
+        points.append(
+            (-points[1][0] or -points[0][0], min(each for _, each in points))
+        )  # as if it grew with the square
     if len(points) < 2:
         return AHEAD * low
     limit = high if high in left else min(high, AHEAD * low + 1) if low else high

@@ -15,10 +15,9 @@ from shoal.precision import Precision
 @dataclass(frozen=True)
 class Place:
     """Where a rank stands. `together`: ranks that share one copy of the state, `with_experts`: those of them that have
-    the same experts; `on_host`: ranks of its host. `one_memory`: ranks put common weights and
-    gradients on loan in memory that all see. `on_gpu`: the device is one, and its memory another than the host's.
-    `budget`: bytes of the device that
-    weights and all else may take, None for no limit."""
+    the same experts; `on_host`: ranks of its host. `one_memory`: ranks put common weights and gradients on loan in
+    memory that all see. `on_gpu`: the device is one, and its memory another than the host's. `budget`: bytes of the
+    device that weights and all else may take, None for no limit."""
 
     rank: int = 0
     together: int = 1
@@ -36,8 +35,8 @@ class Place:
 @dataclass(frozen=True)
 class Laid:
     """A chunk of `size` elements. `is_cut`: a rank owns an even stretch of it, `owned` elements with the parameters
-    `own`. `passes`: its weights are
-    whole only while they are used. `borrows`: so are its gradients while backward fills them."""
+    `own`. `passes`: its weights are whole only while they are used. `borrows`: so are its gradients while backward
+    fills them."""
 
     key: ChunkKey
     slots: tuple[Slot, ...]
@@ -60,7 +59,13 @@ def passes(plan: Plan, place: Place) -> bool:
 
 
 def chosen_chunk(
-    parameters: Sequence[Described], plan: Plan, place: Place, precision: Precision, whole: bool, given: int | None, usual: int
+    parameters: Sequence[Described],
+    plan: Plan,
+    place: Place,
+    precision: Precision,
+    whole: bool,
+    given: int | None,
+    usual: int,
 ) -> int:
     """Bytes of gradient of a chunk as the engine chooses them; `given` by the user, `usual` where the exchange
     decides."""
@@ -85,7 +90,11 @@ def lay_out_all(
             slots, size = lay_out(slots, ranks, min(key.dtype.itemsize, precision.grad.itemsize), whole)
         owned = size // ranks if is_cut else size
         start = owned * (place.rank % ranks) if is_cut else 0
-        own = tuple(part for slot in slots if (part := slot.between(start, start + owned)) is not None) if is_cut else slots
+        own = (
+            tuple(part for slot in slots if (part := slot.between(start, start + owned)) is not None)
+            if is_cut
+            else slots
+        )
         goes = is_cut and passes(plan, place)
         laid.append(Laid(key, slots, size, is_cut, owned, own, goes, is_cut and key.trainable and stage >= 2))
     return laid

@@ -43,9 +43,8 @@ class Row:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and
-    what backward keeps, None where the
-    plan sets no such tier."""
+    """The rows of a rank. `least`: with how few bytes the tier of `plan.memory.device` would do for what moves and what
+    backward keeps, None where the plan sets no such tier."""
 
     rows: tuple[Row, ...]
     least: int | None
@@ -56,8 +55,7 @@ class MemoryNeed:
 
     def total(self, tier: str, ranks: int = 1) -> int:
         """The most that `ranks` of one host need of a tier at a time: what is always there, and the dearer phase. Of a
-        budget's device the smallest
-        that would do."""
+        budget's device the smallest that would do."""
 
         def nbytes(phase: Phase) -> int:
             mine = [row for row in self.rows if row.tier == tier and row.phase == phase]
@@ -130,7 +128,9 @@ def _unflushed(recording: Recording, chunks: Sequence[Laid], plan: Plan, precisi
     trained = [chunk for chunk in chunks if chunk.key.trainable]
     older = delay(plan, recording.stages[0][0]) * sum(chunk.nbytes for chunk in trained)
     gradients = sum(chunk.size for chunk in trained) * precision.grad.itemsize
-    same = [chunk for chunk in trained if chunk.key.dtype == precision.master]  # masters are apart from the weights all the same
+    same = [
+        chunk for chunk in trained if chunk.key.dtype == precision.master
+    ]  # masters are apart from the weights all the same
     masters = sum(chunk.owned for chunk in same) * precision.master.itemsize
     found = [("older weights", older), ("gradients under way", gradients), ("masters", masters)]
     return [Row(role, "device", nbytes) for role, nbytes in found]
@@ -148,7 +148,9 @@ def _page(chunk: Laid, precision: Precision, state: State) -> dict[str, int]:
 def _whole_page(chunk: Laid, precision: Precision, state: State) -> int:
     """Bytes of its file: with what the host has too, if masters do not say that."""
     page = _page(chunk, precision, state)
-    beside = [] if page.get("masters") else [chunk.owned * chunk.key.dtype.itemsize, chunk.owned * _rest(chunk, precision)]
+    beside = (
+        [] if page.get("masters") else [chunk.owned * chunk.key.dtype.itemsize, chunk.owned * _rest(chunk, precision)]
+    )
     return sum(sectors(nbytes) for nbytes in (sum(page.values()), *beside))
 
 
@@ -166,7 +168,8 @@ def _away(chunks: Sequence[Laid], precision: Precision, state: State, allowed: B
     trained = _trained(chunks)
     pages = [sum(_page(chunk, precision, state).values()) for chunk in trained]
     kept = sum(
-        chunk.owned * (chunk.key.dtype.itemsize + (precision.grad.itemsize + _rest(chunk, precision)) * chunk.key.trainable)
+        chunk.owned
+        * (chunk.key.dtype.itemsize + (precision.grad.itemsize + _rest(chunk, precision)) * chunk.key.trainable)
         for chunk in chunks
     )
     return trained[: number_away(pages, _largest_page(trained, precision, state), kept, allowed.host)]
@@ -183,7 +186,9 @@ def _in_turn(chunks: Sequence[Laid], precision: Precision, state: State, away: S
     return [Row(IN_TURN, "host", min(PAGES, len(trained)) * _largest_page(trained, precision, state))] if away else []
 
 
-def _kept(chunks: Sequence[Laid], precision: Precision, state: State, home: str, place: Place, away: Sequence[Laid]) -> list[Row]:
+def _kept(
+    chunks: Sequence[Laid], precision: Precision, state: State, home: str, place: Place, away: Sequence[Laid]
+) -> list[Row]:
     """What is there all the time, and the masters that an update opens. On the disk are two generations of pages,
     where all are there."""
     rows = []

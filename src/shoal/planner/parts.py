@@ -2,9 +2,8 @@
 they take here, within the memory of a rank.
 
 A dry run of the whole model says what each part is called with, what its products cost and what it keeps for backward.
-Where times are wanted, each part is then run alone, with weights and
-inputs of the same shapes and dtypes: the model as a whole is never held, and parts that are alike (the blocks of most
-models) are timed once.
+Where times are wanted, each part is then run alone, with weights and inputs of the same shapes and dtypes: the model as
+a whole is never held, and parts that are alike (the blocks of most models) are timed once.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ WAYS = ("counted", "measured")
 @dataclass(frozen=True)
 class Part:
     """What one microbatch takes of a part: forward and backward, in seconds where they are `measured`, else in
-    operations (backward twice
-    those of forward, three times of blocks under recompute = "full"); bytes that backward keeps; and bytes that a rank
-    which has the part
-    keeps all the time (weights, gradients, masters, optimizer state)."""
+    operations (backward twice those of forward, three times of blocks under recompute = "full"); bytes that backward
+    keeps; and bytes that a rank which has the part keeps all the time (weights, gradients, masters, optimizer
+    state)."""
 
     name: str
     forward: float
@@ -77,19 +75,24 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
             run(ready, subject, seen.through)
             resting = [_resting(ready, unit, subject, optimizer) for unit in units]
         again = option_name(subject.plan.recompute, "recompute") == "full"
-        times = [(flops, (2.0 + (again and unit.is_block)) * flops) for flops, unit in zip(seen.flops, units, strict=True)]
+        times = [
+            (flops, (2.0 + (again and unit.is_block)) * flops) for flops, unit in zip(seen.flops, units, strict=True)
+        ]
         if measured:
             times = _times(units, seen.calls, device)
     return [
-        Part(unit.name, *each, saved, rest) for unit, each, saved, rest in zip(units, times, seen.saved, resting, strict=True)
+        Part(unit.name, *each, saved, rest)
+        for unit, each, saved, rest in zip(units, times, seen.saved, resting, strict=True)
     ]
 
 
-def with_stages(plan: Plan, subject: Subject, optimizer: OptimizerFactory, microbatches: int, device: torch.device) -> Plan:
+def with_stages(
+    plan: Plan, subject: Subject, optimizer: OptimizerFactory, microbatches: int, device: torch.device
+) -> Plan:
     """`plan` with numbers of blocks for `plan.stages` = "counted" or "measured", or a table with that name and the
-    `memory` of a rank ("8GiB"); other plans as they are. `microbatches`: of a
-    rank in a step. Times are those of this machine: where ranks cut alike, one asks and tells the others. UserError
-    where no cut leaves stages within that memory."""
+    `memory` of a rank ("8GiB"); other plans as they are. `microbatches`: of a rank in a step. Times are those of this
+    machine: where ranks cut alike, one asks and tells the others. UserError where no cut leaves stages within that
+    memory."""
     if not isinstance(plan.stages, str | Mapping):
         return plan
     name, parameters = option_name(plan.stages, "stages"), option_parameters(plan.stages)
@@ -101,13 +104,14 @@ def with_stages(plan: Plan, subject: Subject, optimizer: OptimizerFactory, micro
         raise UserError(f'plan.stages = "{name}" has no parameter {", ".join(sorted(unknown))}; it has memory')
     limit = nbytes(parameters["memory"], "plan.stages.memory") if "memory" in parameters else math.inf
     parts = parts_of(subject, optimizer, name == "measured", device)
-    return replace(plan, stages=cut(parts, units_of(build(subject.factory, 0).module), steady(plan, microbatches), limit))
+    return replace(
+        plan, stages=cut(parts, units_of(build(subject.factory, 0).module), steady(plan, microbatches), limit)
+    )
 
 
 def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit: float = math.inf) -> list[int]:
-    """How many blocks each stage of `schedule` has: the slowest as fast as can be, and none with more than its share
-    of `limit` bytes of a rank, what is kept for the microbatches that the
-    schedule has under way there among them."""
+    """How many blocks each stage of `schedule` has: the slowest as fast as can be, and none with more than its share of
+    `limit` bytes of a rank, what is kept for the microbatches that the schedule has under way there among them."""
     known = {part.name: part for part in parts}
     pieces = [[known[unit.name] for unit in piece.units] for piece in pieces_of(units)]
     cuts = balance(
@@ -257,7 +261,9 @@ def _time(unit: Unit, call: _Call, device: torch.device) -> tuple[float, float]:
             torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
         samples.append((between - started, _now(device) - between))
         unit.module.zero_grad()
-    return statistics.median(forward for forward, _ in samples[1:]), statistics.median(backward for _, backward in samples[1:])
+    return statistics.median(forward for forward, _ in samples[1:]), statistics.median(
+        backward for _, backward in samples[1:]
+    )
 
 
 def _now(device: torch.device) -> float:

@@ -87,7 +87,13 @@ def predict(
     together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
     with_experts = max(1, together // plan.ep)
     place = Place(
-        0, together, machine.ranks, machine.ranks * plan.pp == plan.size, machine.device is not None, limit, with_experts
+        0,
+        together,
+        machine.ranks,
+        machine.ranks * plan.pp == plan.size,
+        machine.device is not None,
+        limit,
+        with_experts,
     )
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
     alone = plan.size == 1 and microbatches == 1 and plan.memory is not None
@@ -103,7 +109,9 @@ def predict(
     smallest = need.least
     if smallest is not None and place.on_gpu:  # its allocator knows of all that is there
         smallest = need.total("device")
-    return Prediction(plan, need, smallest, tuple(chunks), size, sizes, tuple(_fits(need, plan, machine, smallest, limit)))
+    return Prediction(
+        plan, need, smallest, tuple(chunks), size, sizes, tuple(_fits(need, plan, machine, smallest, limit))
+    )
 
 
 def _limits(plan: Plan, machine: Machine) -> tuple[int | None, int | None]:
@@ -124,7 +132,9 @@ def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, 
         yield Fit("plan.memory.device", smallest, limit)
     allowed = budget(plan.memory, torch.device("cpu"))
     if allowed is not None and allowed.host is not None:
-        home = sum(row.nbytes for row in need.rows if row.tier == "host" and row.phase == "always" and row.role != "process")
+        home = sum(
+            row.nbytes for row in need.rows if row.tier == "host" and row.phase == "always" and row.role != "process"
+        )
         yield Fit("plan.memory.host", home, allowed.host)
     if allowed is not None and allowed.disk is not None:
         free = shutil.disk_usage(existing(allowed.disk.path)).free // machine.ranks
@@ -142,13 +152,18 @@ def others(plan: Plan) -> list[Plan]:
     recompute = [plan.recompute, *(["full"] if option_name(plan.recompute, "recompute") != "full" else [])]
     stages = range(plan.zero, 4 if plan.dp > 1 else plan.zero + 1)
     memory = [plan.memory, *([{}] if plan.memory != {} else [])]
-    found = [replace(plan, recompute=again, zero=stage, memory=kept) for kept, stage, again in product(memory, stages, recompute)]
+    found = [
+        replace(plan, recompute=again, zero=stage, memory=kept)
+        for kept, stage, again in product(memory, stages, recompute)
+    ]
     return sorted(found, key=lambda other: len(changes(plan, other)))[1:]
 
 
 def changes(plan: Plan, other: Plan) -> dict[str, Any]:
     """The fields of `other` that differ from `plan`."""
-    return {each.name: value for each in fields(plan) if (value := getattr(other, each.name)) != getattr(plan, each.name)}
+    return {
+        each.name: value for each in fields(plan) if (value := getattr(other, each.name)) != getattr(plan, each.name)
+    }
 
 
 def that_fit(plans: list[Plan], predicted: Callable[[Plan], Prediction], most: int = 3) -> list[Prediction]:

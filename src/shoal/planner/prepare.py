@@ -32,8 +32,7 @@ from shoal.training.loss import Loss
 @dataclass(frozen=True)
 class Subject:
     """A model with all that decides what a microbatch of it needs on `rank` of `plan`. `sample`: one row of the data,
-    `microbatch` of them a
-    forward."""
+    `microbatch` of them a forward."""
 
     factory: Callable[[], nn.Module]
     loss: Loss
@@ -89,7 +88,9 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     mode.allow_non_fake_inputs = True
     randomness, world = Randomness(0, torch.device("cpu")), SilentWorld(subject.rank, subject.plan.size)
     check_rules(built.module, subject.tensor_rules or {})
-    parted = Parted(built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention)
+    parted = Parted(
+        built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention
+    )
     if parted.context is not None:
         randomness.attend = parted.context.attend
     if parted.parts is not None:
@@ -119,11 +120,15 @@ def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Pr
     fakes: dict[int, nn.Parameter] = {}
     for name, before in list(module.named_parameters(remove_duplicate=False)):
         if id(before) not in fakes:
-            fakes[id(before)] = nn.Parameter(torch.empty(before.shape, dtype=dtypes[name]), requires_grad=before.requires_grad)
+            fakes[id(before)] = nn.Parameter(
+                torch.empty(before.shape, dtype=dtypes[name]), requires_grad=before.requires_grad
+            )
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, fakes[id(before)])
     for owner_module in module.modules():
         for name, buffer in owner_module._buffers.items():
             if buffer is not None:
-                dtype = precision.buffer_dtype(buffer, owner_module, name not in owner_module._non_persistent_buffers_set)
+                dtype = precision.buffer_dtype(
+                    buffer, owner_module, name not in owner_module._non_persistent_buffers_set
+                )
                 owner_module._buffers[name] = torch.empty(buffer.shape, dtype=dtype)

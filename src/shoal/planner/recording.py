@@ -11,8 +11,7 @@ from shoal.parallel.tensor import CutLayers
 
 Event = tuple[Literal["saved", "live"], int] | tuple[Literal["use"], frozenset[str]] | tuple[Literal["came"], str]
 """Bytes more or less (saved for backward; of all tensors but parameters), parameters that are used together from now
-on, or one whose gradient has
-come."""
+on, or one whose gradient has come."""
 
 
 @dataclass(frozen=True)

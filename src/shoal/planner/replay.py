@@ -72,10 +72,11 @@ class _Loans:
             self._front += 1
 
 
-def replay(recording: Recording, chunks: Sequence[Laid], microbatches: int, grad_itemsize: int, all_memory: bool) -> Replayed:
+def replay(
+    recording: Recording, chunks: Sequence[Laid], microbatches: int, grad_itemsize: int, all_memory: bool
+) -> Replayed:
     """`microbatches` of a step, for `chunks`. `all_memory`: all tensors take their part of the device (a GPU's
-    allocator), not only what backward
-    keeps."""
+    allocator), not only what backward keeps."""
     place_of = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
     trainable = [chunk for chunk in chunks if chunk.key.trainable]
     turn_of = {slot.name: turn for turn, chunk in enumerate(trainable) for slot in chunk.slots}

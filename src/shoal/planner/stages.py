@@ -60,7 +60,11 @@ class OwnStages:
         """Forward and backward of each stage alone, whose events come to `log`."""
         for stage in self._own:
             began, routes = len(log), self._routes
-            values = {value: routes.shape(value).empty(CPU) for source in range(stage) for value in routes.between(source, stage)}
+            values = {
+                value: routes.shape(value).empty(CPU)
+                for source in range(stage)
+                for value in routes.between(source, stage)
+            }
             current = Pass(self._split, stage, routes, values, CPU)
             if stage:
                 self._split.hear(routes.stages[stage - 1].said)

@@ -22,15 +22,16 @@ PRIMES = (3, 5, 7, 11, 13, 17)
 @dataclass(frozen=True)
 class State:
     """`nbytes(group, shape)`: bytes of the state of a parameter of an optimizer group. `whole_parameters`: no cut may
-    go through one. `in_one_pass`: the
-    update on the host needs no masters opened that are kept in halves."""
+    go through one. `in_one_pass`: the update on the host needs no masters opened that are kept in halves."""
 
     nbytes: Callable[[int, torch.Size], int]
     whole_parameters: bool
     in_one_pass: bool
 
 
-def optimizer_state(factory: OptimizerFactory, options: Sequence[dict[str, Any]], precision: Precision, shards: bool) -> State:
+def optimizer_state(
+    factory: OptimizerFactory, options: Sequence[dict[str, Any]], precision: Precision, shards: bool
+) -> State:
     """Of the optimizer of `factory` with the groups of `options`. `shards`: chunks are cut; UserError if the optimizer
     cannot be, as the engine's."""
 
@@ -53,7 +54,8 @@ def optimizer_state(factory: OptimizerFactory, options: Sequence[dict[str, Any]]
 
     def nbytes(group: int, shape: torch.Size) -> int:
         return sum(
-            each * prod(shape[place] for place in places if place is not None) for places, each in by_dims(group, len(shape))
+            each * prod(shape[place] for place in places if place is not None)
+            for places, each in by_dims(group, len(shape))
         )
 
     whole = shards and needs_whole_parameters(factory, options, precision.master)

@@ -19,7 +19,9 @@ def with_workspace(func: Any, args: Any, out: Any) -> Any:
     """`out`, what `func` gave for fake `args`, with a workspace as large as the real one's."""
     if func is not RECURRENT:
         return out
-    described = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else _hashable(each) for each in args[1:])
+    described = tuple(
+        (tuple(each.shape), each.dtype) if isinstance(each, Tensor) else _hashable(each) for each in args[1:]
+    )
     steps = args[0].shape[0]
     size = _measured(tuple(args[0].shape[1:]), args[0].dtype, described, min(steps, LONG))
     if steps > LONG:  # so much more for each step
