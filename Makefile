@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test matrix fast fingerprints lint clean
+.PHONY: demo test matrix fast fingerprints lint shape clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a minute or two, once."
@@ -40,6 +40,10 @@ fingerprints: $(BIN)/.installed-dev
 lint: $(BIN)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# How large files and functions are, and who names devices and axes: printed, and held.
+shape: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.shape
 
 clean:
 	rm -rf $(VENV) runs build

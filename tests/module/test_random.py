@@ -207,7 +207,7 @@ def test_dropout_of_whole_channels_is_refused_by_name():
 
 def test_without_a_compiler_the_fallback_gives_the_same():
     code = (
-        "import torch; from shoal.module.random import _keyed_drop, mix; from shoal.native import library; assert library() is None;"
+        "import torch; from shoal.module.random.philox import _keyed_drop, mix; from shoal.native import library; assert library() is None;"
         "print(_keyed_drop(torch.ones(2, 40), 0.5, mix(torch.arange(2)), 0).long().flatten().tolist())"
     )
     done = subprocess.run(

@@ -26,8 +26,8 @@ from shoal.models import GPT, GPTConfig, ResNet, ResNetConfig, from_config
 from shoal.module.build import Built
 from shoal.pipeline import Split, read_schedule, runner, stages_of, units_of, write_schedule
 from shoal.pipeline.arrived import Box
+from shoal.pipeline.find_routes import find_routes
 from shoal.pipeline.p2p import AHEAD, Mail
-from shoal.pipeline.routes import find_routes
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.split_backward import input_half, weight_half
 from tests.pool import RankError, disposable_ranks, run_ranks

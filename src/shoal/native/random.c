@@ -1,4 +1,4 @@
-/* Keyed random numbers; module/random.py holds the torch form of each function. */
+/* Keyed random numbers; module/random/philox.py holds the torch form of each function. */
 #include <stdint.h>
 
 /* Philox4x32-10 (Salmon et al., SC'11): ten rounds of two 32x32->64 multiplications over a 128-bit counter. */
@@ -42,7 +42,7 @@ void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t 
     }
 }
 
-/* SplitMix64's finaliser, as `mix` in module/random.py. */
+/* SplitMix64's finaliser, as `mix` in module/random/philox.py. */
 static inline uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;

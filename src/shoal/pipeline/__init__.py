@@ -6,10 +6,11 @@ from shoal.pipeline.check import check, kept, live_activations
 from shoal.pipeline.cut import cut_into_stages, delay, given_stages, samples_to_fill, schedule_of, steady
 from shoal.pipeline.endless import Endless
 from shoal.pipeline.files import read_schedule, write_schedule
+from shoal.pipeline.find_routes import look
 from shoal.pipeline.interpreter import Work
 from shoal.pipeline.model import Whole
 from shoal.pipeline.passes import Pass
-from shoal.pipeline.routes import Routes, look
+from shoal.pipeline.routes import Routes
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Costs, Simulated, simulate

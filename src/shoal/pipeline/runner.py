@@ -14,9 +14,10 @@ from torch._functorch import config as functorch_config
 
 from shoal.comm import Group, World
 from shoal.pipeline.actions import Schedule
+from shoal.pipeline.find_routes import find_routes
 from shoal.pipeline.interpreter import Interpreter, Work
 from shoal.pipeline.p2p import Message, Way, messages_to
-from shoal.pipeline.routes import Routes, Shape, find_routes
+from shoal.pipeline.routes import Routes, Shape
 from shoal.pipeline.split import Split
 
 

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parallel.tensor.logits import ShardedLogits, here_or_elsewhere
+from shoal.parallel.tensor.likelihood import here_or_elsewhere
+from shoal.parallel.tensor.logits import ShardedLogits
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.spans import Span
 

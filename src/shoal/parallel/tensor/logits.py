@@ -1,8 +1,9 @@
 """Logits whose vocabulary is cut among ranks: a loss is taken of them without ever putting them together.
 
-A thin stand-in for a tensor [.., V], of which a rank has [.., v]: it knows the operations between a model's head and its loss
-(`flatten`, `view`, `float`, `cross_entropy`, `log_softmax` with `nll_loss`, products with numbers); for any other it gathers first, so every
-program is right and the usual ones are fast. A plain tensor of this rank's columns would give a wrong loss without a word.
+A thin stand-in for a tensor [.., V], of which a rank has [.., v]: it knows the operations between a model's head and
+its loss (`flatten`, `view`, `float`, `cross_entropy`, `log_softmax` with `nll_loss`, products with numbers); for any
+other it gathers first, so every program is right and the usual ones are fast. A plain tensor of this rank's columns
+would give a wrong loss without a word.
 """
 
 from __future__ import annotations
@@ -13,22 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from shoal.comm import Group
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.parallel.tensor.likelihood import PURPOSE, Likelihood, at_columns, here_or_elsewhere
 
 if TYPE_CHECKING:
     from shoal.parallel.tensor.region import Region
 
-PURPOSE = "logits"
-CACHED = 1 << 18
-"""Elements whose exponentials are there at a time on a CPU: what a core's cache holds."""
-
 
 class ShardedLogits:
-    """`local` [.., lengths[rank]] of logits [.., V]; rank r of `region` has the `lengths[r]` columns behind those of the ranks before it."""
+    """`local` [.., lengths[rank]] of logits [.., V]; rank r of `region` has the `lengths[r]` columns behind those of
+    the ranks before it."""
 
     def __init__(self, local: Tensor, lengths: Sequence[int], region: Region) -> None:
         self.local, self._lengths, self._region = local, tuple(lengths), region
@@ -43,13 +40,16 @@ class ShardedLogits:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(Tensor, name):  # nothing is gathered to find that a tensor has no such thing
+        # nothing is gathered to find that a tensor has no such thing
+        if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"logits that are cut among ranks have no {name}, as tensors have none")
         return getattr(self.whole(), name)
 
     def __getitem__(self, index: Any) -> Any:
         rows = index if isinstance(index, tuple) else (index,)
-        taken = sum(row.dim() if isinstance(row, Tensor) and row.dtype == torch.bool else row is not None for row in rows)
+        taken = sum(
+            row.dim() if isinstance(row, Tensor) and row.dtype == torch.bool else row is not None for row in rows
+        )
         if any(row is Ellipsis for row in rows) or taken >= self.local.dim():
             return self.whole()[index]
         return self._with(self.local[index])
@@ -143,15 +143,16 @@ class ShardedLogits:
         largest = self._region.group.all_reduce(local.detach().amax(-1, keepdim=True), "max", PURPOSE)
         shifted = local - largest
         total = reduce_from(shifted.exp().sum(-1, keepdim=True), self._region.group, PURPOSE)
-        return self._with(shifted - copy_to(total.log(), self._region.group, PURPOSE))  # each rank takes it from its own columns
+        # each rank takes it from its own columns
+        return self._with(shifted - copy_to(total.log(), self._region.group, PURPOSE))
 
     def picked(self, target: Tensor) -> Tensor:
         """The value at `target` [N] of each row of [N, V]: [N], the same on all ranks."""
-        return reduce_from(_at(self.local, *self._here(target)), self._region.group, PURPOSE)
+        return reduce_from(at_columns(self.local, *self._here(target)), self._region.group, PURPOSE)
 
     def likelihood(self, target: Tensor) -> Tensor:
         """-log softmax at `target` [N], for logits [N, V]: [N], the same on all ranks."""
-        return _Likelihood.apply(self.local, *self._here(target), self._region.group)[0]
+        return Likelihood.apply(self.local, *self._here(target), self._region.group)[0]
 
     def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `target` in `local`, 0 where it is another rank's, and where that is so."""
@@ -190,75 +191,6 @@ _BINARY = [
 for _name in (*_BINARY, "neg", "abs", "len", "iter", "bool", "float", "int"):
     setattr(ShardedLogits, f"__{_name}__", _of_the_whole(f"__{_name}__"))
 ShardedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-def check_range(ids: Tensor, stop: int, what: str) -> None:
-    """IndexError for an id outside of [0, stop), as one device raises it: no rank would have it. On a GPU an assertion of the device, without a wait."""
-    if isinstance(ids, FakeTensor) or not ids.numel() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return
-    inside = ((ids >= 0) & (ids < stop)).all()
-    if ids.is_cuda:
-        torch._assert_async(inside)
-    elif not inside:
-        raise IndexError(f"{what} is out of range: ids from {int(ids.min())} to {int(ids.max())}, where there are {stop}")
-
-
-def here_or_elsewhere(ids: Tensor, start: int, number: int, whole: int, what: str) -> tuple[Tensor, Tensor]:
-    """Of ids in [0, whole) those of the `number` from `start` on as numbers from 0, 0 for all others, and which those are."""
-    check_range(ids, whole, what)
-    here = ids - start
-    elsewhere = (here < 0) | (here >= number)
-    return here.masked_fill(elsewhere, 0), elsewhere
-
-
-def _at(x: Tensor, here: Tensor, elsewhere: Tensor) -> Tensor:
-    """The column `here` [N] of each row of `x` [N, v], 0 where it is another rank's."""
-    return x.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
-
-
-class _Likelihood(torch.autograd.Function):
-    """(logsumexp(x) - x[target], logsumexp(x)) over columns that are cut among ranks; the gradient is softmax(x) - 1[target] of this rank's."""
-
-    @staticmethod
-    def forward(local: Tensor, here: Tensor, elsewhere: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(local.dtype, torch.float32)
-        rows = max(1, CACHED // local.shape[1]) if local.is_cpu else max(1, len(local))
-        mine = torch.cat([block.to(wide).logsumexp(1) for block in local.split(rows)])
-        largest = group.all_reduce(mine.clone(), "max", PURPOSE)
-        at_target = _at(local, here, elsewhere)
-        total, at_target = group.all_reduce(torch.stack([(mine - largest).exp(), at_target.to(wide)]), purpose=PURPOSE)
-        logsumexp = total.log() + largest
-        return (logsumexp - at_target).to(local.dtype), logsumexp
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-        local, here, elsewhere, ctx.group = inputs
-        ctx.save_for_backward(local, here, elsewhere, output[1])
-        ctx.save_for_forward(local, here, elsewhere, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        local, here, elsewhere, logsumexp = ctx.saved_tensors
-        of_target, of_sum = grads[0].to(logsumexp.dtype), grads[1]
-        again = torch.is_grad_enabled()  # a gradient of this one may be asked for
-        if again:
-            alike = copy_to(torch.stack([logsumexp, of_target, of_sum]), ctx.group, PURPOSE)  # used for this rank's columns
-            logsumexp, of_target, of_sum = alike.unbind()
-        minus = -of_target.masked_fill(elsewhere, 0).unsqueeze(1)
-        softmax, factor, here = local - logsumexp.unsqueeze(1), (of_target + of_sum).unsqueeze(1), here.unsqueeze(1)
-        if again:
-            grad = (softmax.exp() * factor).scatter_add(1, here, minus)
-        else:
-            grad = softmax.exp_().mul_(factor).scatter_add_(1, here, minus)
-        return grad.to(local.dtype), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        local, here, elsewhere, logsumexp = ctx.saved_tensors
-        change = tangents[0].to(logsumexp.dtype)
-        of_sum = ((local - logsumexp.unsqueeze(1)).exp() * change).sum(1)
-        of_sum, of_target = reduce_from(torch.stack([of_sum, _at(change, here, elsewhere)]), ctx.group, PURPOSE)
-        return (of_sum - of_target).to(local.dtype), of_sum
 
 
 def _cross_entropy(

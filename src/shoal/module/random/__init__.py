@@ -1,0 +1,17 @@
+"""Keyed randomness: draws depend on the seed, the step, the sample and the module, never on rank or microbatch."""
+
+from shoal.module.random.functional import attention, keyed_functional
+from shoal.module.random.keyed import Drawn, KeyedDropout, Randomness
+from shoal.module.random.philox import keep_fallback, keyed_dropout_mask, mix, name_key
+
+__all__ = [
+    "Drawn",
+    "KeyedDropout",
+    "Randomness",
+    "attention",
+    "keep_fallback",
+    "keyed_dropout_mask",
+    "keyed_functional",
+    "mix",
+    "name_key",
+]

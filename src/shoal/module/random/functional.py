@@ -1,0 +1,143 @@
+"""Stand-ins for `F.dropout` and `F.scaled_dot_product_attention` while a step's draws are keyed, also in torch's
+modules."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Draws(Protocol):
+    """What a forward draws from: see `keyed.Randomness`."""
+
+    active: bool
+    keyed: bool
+    attend: Callable[..., Tensor] | None
+
+    def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor: ...
+    def next_key(self) -> Tensor: ...
+
+
+torch_dropout = F.dropout
+torch_attention = F.scaled_dot_product_attention
+
+
+class _Open:
+    """Keeps, by thread, from which draws `F.dropout` takes its masks.
+
+    A thread that opened none, like those that run backward on a GPU, uses the only ones that are open.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_thread: dict[int, list[Draws]] = {}
+
+    def enter(self, randomness: Draws) -> None:
+        with self._lock:
+            if not self._by_thread:
+                F.dropout, F.scaled_dot_product_attention = _stand_ins
+            self._by_thread.setdefault(threading.get_ident(), []).append(randomness)
+
+    def leave(self) -> None:
+        with self._lock:
+            mine = self._by_thread[threading.get_ident()]
+            mine.pop()
+            if not mine:
+                del self._by_thread[threading.get_ident()]
+            if not self._by_thread:
+                F.dropout, F.scaled_dot_product_attention = torch_dropout, torch_attention
+
+    def here(self) -> Draws | None:
+        """Returns the draws that this thread uses, or None for torch's own."""
+        with self._lock:
+            mine = self._by_thread.get(threading.get_ident())
+            if mine:
+                return mine[-1]
+            return next(iter(self._by_thread.values()))[-1] if len(self._by_thread) == 1 else None
+
+
+_open = _Open()
+
+
+@contextmanager
+def keyed_functional(randomness: Draws) -> Iterator[None]:
+    """Makes `F.dropout` and the dropout of `F.scaled_dot_product_attention` keyed in this thread while it is open.
+
+    That holds inside torch's own modules too. Attention is computed by `randomness.attend` where there is one.
+    """
+    before = randomness.active
+    _open.enter(randomness)
+    randomness.active = True
+    try:
+        yield
+    finally:
+        randomness.active = before
+        _open.leave()
+
+
+@torch.compiler.disable
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Stands in for `F.dropout`."""
+    randomness = _open.here()
+    if randomness is None or not randomness.keyed:
+        return torch_dropout(input, p, training, inplace)
+    if not training or p == 0.0:
+        return input
+    dropped = randomness.drop(input, p, randomness.next_key())
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for `F.scaled_dot_product_attention`."""
+    randomness = _open.here()
+    attend = attention if randomness is None or randomness.attend is None else randomness.attend
+    return attend(*args, **kwargs)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **rest: Any,
+) -> Tensor:
+    """Computes `F.scaled_dot_product_attention`; step by step where its dropout is keyed, since its kernels draw
+    inside."""
+    randomness = _open.here()
+    if dropout_p == 0.0 or randomness is None or not randomness.keyed:
+        return torch_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
+    weights = attention_weights(query, key, attn_mask, is_causal, **rest)
+    groups = query.shape[-3] // value.shape[-3] if rest.get("enable_gqa") else 1
+    return _dropout(weights, dropout_p) @ value.repeat_interleave(groups, -3)
+
+
+_stand_ins: tuple[Any, Any] = (_dropout, _attention)
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns softmax(q k^T scale + mask), [..., heads, T, S], as torch's documentation of the function defines it."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (scale if scale is not None else 1.0 / math.sqrt(query.shape[-1]))
+    if is_causal:
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1)

@@ -1,0 +1,232 @@
+"""Randomness keyed by (seed, step, sample id, module name and call index, element): never by rank or microbatch.
+
+Element i of a sample is dropped or not by Philox4x32-10 under the sample's key, so any split of the batch, and any
+second run of a step, drops the same elements. The mask is made again in backward, not saved. The first dimension of a
+tensor counts samples; where it does not (time-major), the whole microbatch is one sample, named by its first id.
+
+Other draws (`torch.rand` in a forward) come from torch's generator, seeded for each microbatch by (seed, step, first
+sample id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from shoal.errors import UserError
+from shoal.models.moe import Router
+from shoal.module.random.functional import keyed_functional, torch_dropout
+from shoal.module.random.philox import SIGN, DropByKey, mix, name_key
+
+
+def _whole(x: Tensor, elements: int) -> list[tuple[int, int]]:
+    return [(0, elements)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The state of the draws when a forward ended.
+
+    samples: keys of its samples, int64 [samples]
+    first: seed of its other draws
+    calls: draws made by functional calls, by module
+    layers: draws made by each dropout layer
+    """
+
+    samples: Tensor
+    first: int
+    calls: dict[str, int]
+    layers: list[int]
+
+
+class Randomness:
+    """The draws of one microbatch. `begin` names it; the model's dropout layers read `samples`.
+
+    part: part(x, elements) gives the stretches (first, number) of a sample that the `elements` of each in `x` are,
+        where a
+        rank has a part of them
+    keyed: whether functional calls draw by key
+    attend: computes F.scaled_dot_product_attention where a rank has a part of each row
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        part: Callable[[Tensor, int], list[tuple[int, int]]] | None = None,
+        attend: Callable[..., Tensor] | None = None,
+        keyed: bool = True,
+    ) -> None:
+        self.seed, self.device = seed, device
+        self.samples = torch.zeros(1, dtype=torch.int64, device=device)
+        self.active = False
+        self.part = part or _whole
+        self.attend, self.keyed = attend, keyed
+        self.module = ""
+        self._first = 0  # the seed of other draws in this microbatch
+        self._layers: list[KeyedDropout] = []
+        self._calls: dict[str, int] = {}
+        self._forward_calls: dict[str, int] = {}
+
+    def begin(self, step: int | str, ids: Sequence[int]) -> None:
+        """Names what is drawn until the next call: the samples `ids` of `step` (a number, or a name of something
+        else)."""
+        base = name_key(f"{self.seed}/{step}")
+        samples = torch.from_numpy(
+            mix(mix(np.array(ids, dtype=np.int64)) ^ base)
+        )  # a fifth of the time that torch takes for a few
+        self.samples = (
+            samples.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else samples
+        )
+        self._calls, self._forward_calls = {}, {}
+        for layer in self._layers:
+            layer.calls, layer.forward_calls = 0, 0
+        seed = self._first = (base ^ int(ids[0] if len(ids) else 0)) & (SIGN - 1)
+        torch.default_generator.manual_seed(
+            seed
+        )  # not torch.manual_seed: without CUDA that keeps a stack trace for each call
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+
+    def drawn(self) -> Drawn:
+        """Returns the state of the draws of the forward that ends now, for a backward that does not come next."""
+        return Drawn(self.samples, self._first, self._calls, [layer.calls for layer in self._layers])
+
+    def replay(self, forward: Drawn | None = None) -> None:
+        """Begins the backward of `forward`, or of the last one: modules that recompute count their calls from the
+        start."""
+        forward = forward or self.drawn()
+        self.samples, self._first, self._forward_calls, self._calls = forward.samples, forward.first, forward.calls, {}
+        for layer, calls in zip(self._layers, forward.layers, strict=True):
+            layer.forward_calls, layer.calls = calls, 0
+
+    def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts in which `module` draws once more what it draws in the forward that begins now."""
+        inside = set(module.modules())
+        layers = {layer: layer.calls for layer in self._layers if layer in inside}
+        return partial(self._again, layers, dict(self._calls), (self.samples, self._first), self.module, self.active)
+
+    @contextmanager
+    def _again(
+        self,
+        layers: Mapping[KeyedDropout, int],
+        calls: dict[str, int],
+        samples: tuple[Tensor, int],
+        module: str,
+        active: bool,
+    ) -> Iterator[None]:
+        before = {layer: (layer.calls, layer.forward_calls) for layer in layers}
+        others = self._calls, self._forward_calls, self.samples, self._first, self.module, self.active
+        self._calls, self._forward_calls, (self.samples, self._first), self.module = dict(calls), {}, samples, module
+        for layer, count in layers.items():
+            layer.calls, layer.forward_calls = count, 0
+        try:
+            with keyed_functional(self) if active else nullcontext():
+                yield
+        finally:
+            self._calls, self._forward_calls, self.samples, self._first, self.module, self.active = others
+            for layer, (now, forward) in before.items():
+                layer.calls, layer.forward_calls = now, forward
+
+    def stream(self, name: str) -> torch.Generator | None:
+        """Returns the generator of the module `name` in this microbatch, or None outside of a step, for torch's own."""
+        if not self.active:
+            return None
+        return torch.Generator(self.device).manual_seed((self._first ^ name_key(name)) & (SIGN - 1))
+
+    def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
+        """Drops elements of `x` at rate `p` under the call's `key` (int64, 0-dim), and scales the others by 1 / (1 -
+        p)."""
+        samples = (
+            self.samples if len(self.samples) and x.dim() and x.shape[0] % len(self.samples) == 0 else self.samples[:1]
+        )
+        if p == 1.0:
+            return x * 0.0
+        stretches = self.part(x, x.numel() // max(1, len(samples)))
+        keys = mix(samples ^ key)
+        if len(stretches) == 1:
+            return DropByKey.apply(x, p, keys, stretches[0][0])
+        parts = x.reshape(len(samples), -1).split([number for _, number in stretches], 1)
+        dropped = [DropByKey.apply(part, p, keys, first) for part, (first, _) in zip(parts, stretches, strict=True)]
+        return torch.cat(dropped, 1).view(x.shape)
+
+    def next_key(self) -> Tensor:
+        """Returns the key of the next functional call inside the module that runs now."""
+        call = self._calls.get(self.module, 0)
+        self._calls[self.module] = call + 1
+        if self.module in self._forward_calls:
+            call %= self._forward_calls[self.module]
+        return torch.full(
+            (), name_key(f"{self.module}#{call}"), device=self.device
+        )  # torch.tensor would wait for the device
+
+    def take_over(self, root: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
+        """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly.
+
+        Inside `blocks` direct calls are numbered under the block's name: hooks there would be compiled for each block.
+        """
+        inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+        for name, module in list(root.named_modules()):
+            if isinstance(module, Router):
+                module.stream = partial(self.stream, name)
+            where = name or "the model"
+            if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
+                raise UserError(
+                    f"{type(module).__name__}(dropout={module.dropout}) in {where} draws inside its kernel, which cannot be keyed "
+                    'by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the plan)'
+                )
+            if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
+                raise UserError(
+                    f"{type(module).__name__} in {where} drops whole channels, which is not keyed by sample yet: use "
+                    'nn.Dropout, or set dropout = "fused" (depends on the plan)'
+                )
+            if isinstance(module, nn.Dropout) and not isinstance(module, KeyedDropout):
+                layer = KeyedDropout(module.p, name, self)
+                layer.train(module.training)
+                self._layers.append(layer)
+                owner, _, attribute = name.rpartition(".")
+                setattr(root.get_submodule(owner), attribute, layer)
+            elif id(module) not in inside and (
+                not type(module).__module__.startswith("torch.nn.modules.") or list(module.children())
+            ):
+                self._follow(module, name)
+
+    def _follow(self, module: nn.Module, name: str) -> None:
+        def enter(*_: Any) -> None:
+            self.module = name
+
+        def leave(*_: Any) -> None:
+            self.module = name.rpartition(".")[0]
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+
+
+class KeyedDropout(nn.Dropout):
+    """nn.Dropout by `Randomness.drop`, under the layer's name and the index of its call in the microbatch."""
+
+    def __init__(self, p: float, name: str, randomness: Randomness) -> None:
+        super().__init__(p)
+        self.calls = self.forward_calls = 0
+        self._name, self._randomness = name, randomness
+        self._keys = [torch.tensor(name_key(f"{name}#0"), device=randomness.device)]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return input
+        if not self._randomness.active:  # the module is used outside a step: plain dropout
+            return torch_dropout(input, self.p)
+        call = self.calls % self.forward_calls if self.forward_calls else self.calls
+        self.calls += 1
+        while len(self._keys) <= call:
+            self._keys.append(torch.tensor(name_key(f"{self._name}#{len(self._keys)}"), device=self._randomness.device))
+        key = self._keys[call]
+        return self._randomness.drop(input, self.p, key)

@@ -1,0 +1,41 @@
+"""Experts cut inside: every rank has a part of each expert's matrices."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shoal.errors import UserError
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.sizes import set_sizes
+from shoal.parallel.tensor.spans import even
+
+
+def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]], region: Region) -> dict[str, Layout]:
+    """Cuts each expert's matrices among the ranks of `region`; returns their layouts by name.
+
+    The first matrix is cut by rows (gate and up together by the rows of each), the second by columns. `shapes`: of the module's
+    parameters, by name. UserError for experts that are not such matrices.
+    """
+    first = "gate_up_proj" if "gate_up_proj" in shapes else "up_proj"
+    packed = 2 if first == "gate_up_proj" else 1
+    wide = shapes.get(first, ())
+    if shapes.keys() != {first, "down_proj"} or len(wide) != 3 or wide[1] % packed:
+        raise UserError(
+            f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] or up_proj [experts, width, "
+            "in], and down_proj [experts, out, "
+            f"width], not {list(shapes)}"
+        )
+    width = wide[1] // packed
+    part = even(width, region.size, region.rank, f"the width of {name}")
+    set_sizes(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
+    config = getattr(module, "config", None)
+    if (
+        part.length % 8 and config is not None and hasattr(config, "_experts_implementation")
+    ):  # grouped products take rows of whole 16 bytes
+        config._experts_implementation = "eager"
+    stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
+    return {
+        first: Layout.cut(wide, 1, stretches),
+        "down_proj": Layout.cut(shapes["down_proj"], 2, [(part.start, part.stop)]),
+    }

@@ -1,0 +1,192 @@
+"""Finding routes by running: once for each kind of microbatch, one stage after the other.
+
+The stage that looks runs its forward on what earlier stages have said their parts give: zeros of those shapes, each
+marked by where it comes from. Whatever is computed from marked values is marked too. The marks on the arguments of this
+stage's own parts, and on the loss, are the values that it needs. So a mask made of token ids is no message, and an
+output that skips a stage is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves
+
+from shoal.comm import Group, wire
+from shoal.errors import UserError
+from shoal.pipeline.marks import Marks
+from shoal.pipeline.routes import Calls, Given, Routes, Shape, Stage, Value
+from shoal.pipeline.split import Split
+
+
+def find_routes(
+    split: Split, number: int, rank_of: Callable[[int], int], group: Group, run: Callable[[], Any], device: torch.device
+) -> Routes:
+    """Finds the routes of one kind of microbatch. All ranks of a pipeline call it, with the same kind.
+
+    split: the model's parts by stage
+    number: of stages
+    rank_of: rank_of(stage) is the rank in `group` that has it
+    run: run() gives the model's loss of the microbatch
+
+    UserError, on every rank alike, where a stage cannot be run without the others.
+    """
+    routes = Routes()
+    for stage in range(number):
+        mine = rank_of(stage) == group.rank
+        failed: Exception | None = None
+        found: bytes | str | None = None
+        if mine:
+            try:
+                seen = look(split, stage, routes, run, device)
+                found = seen if isinstance(seen, str) else wire.pack(seen)  # here, where it may still fail for all
+            except Exception as error:  # the others are to hear of it
+                failed = error
+                found = str(error) if isinstance(error, UserError) else _what_fails(stage, error)
+        told = group.broadcast_object(found, src=rank_of(stage))
+        if isinstance(told, str):
+            raise failed or UserError(told)
+        routes.stages.append(wire.unpack(told))
+    return routes
+
+
+def _what_fails(stage: int, error: Exception) -> str:
+    return (
+        f"stage {stage} cannot be run on zeros in place of what earlier stages give, by which is found out what "
+        f"travels: {type(error).__name__}: {error}. A forward may not depend on the values of what another stage "
+        "computes, but inside "
+        "its parts: name the stages by hand (plan.stages) so that this lies in one, or take plan.pp = 1"
+    )
+
+
+def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], device: torch.device) -> Stage | str:
+    """Returns what `stage` gives and needs, `routes` having the earlier ones; or, as text, why it cannot be a stage."""
+    seen = _Look(split, stage, routes, device)
+    if stage:
+        split.hear(routes.stages[-1].said)
+    try:
+        with torch.no_grad(), seen.marks, seen.set_apart():
+            result = split.run(stage, seen, run)
+            seen.use(result)
+    except _Unfit as error:
+        return str(error)
+    is_last = stage == max(split.stages)  # what the last one gives is nobody else's
+    given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
+    return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said())
+
+
+class _Unfit(Exception):
+    """Raised where the model cannot be cut; told to all ranks."""
+
+
+class _Look(Calls):
+    """A forward of `stage` that notes what it gives and needs (a split.Forward)."""
+
+    def __init__(self, split: Split, stage: int, routes: Routes, device: torch.device) -> None:
+        super().__init__()
+        self._split, self._stage, self._routes, self._device = split, stage, routes, device
+        self.marks = Marks(
+            lambda what: _Unfit(f"{what}; that cannot be cut out of its stage: name the stages by hand (plan.stages)"),
+            stage == max(split.stages),
+        )
+        self.given: dict[tuple[int, int], Given] = {}
+        self.needs: set[Value] = set()
+        self._own: list[tuple[Value, Tensor, int]] = []
+        self._is_apart = 0
+
+    @contextmanager
+    def set_apart(self) -> Iterator[None]:
+        """Notices, around the forward, what runs inside torch's reentrant checkpoint: there the graph is another one,
+        and no gradient would reach what another stage gave."""
+        before = torch_checkpoint.CheckpointFunction
+        torch_checkpoint.CheckpointFunction = self  # type: ignore[assignment,misc]
+        try:
+            yield
+        finally:
+            torch_checkpoint.CheckpointFunction = before  # type: ignore[misc]
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Stands in for that checkpoint."""
+        self._is_apart += 1
+        try:
+            return function(*args)
+        finally:
+            self._is_apart -= 1
+
+    def _check_not_apart(self, unit: int) -> None:
+        if self._is_apart:
+            raise _Unfit(
+                f"{self._split.units[unit].name} is called inside torch.utils.checkpoint.checkpoint(.., "
+                "use_reentrant=True), through which gradients do not travel between stages: give "
+                'use_reentrant=False, or leave it out and take plan.recompute = "full"'
+            )
+
+    def use(self, values: Any) -> None:
+        """Notes that `values` are used here."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                needed = self.marks.of(leaf)
+                self.needs |= needed
+                for value in needed:
+                    if self._routes.shape(value).dtype.is_complex:
+                        raise _Unfit(
+                            f"{self._split.units[value.unit].name} gives complex numbers to stage {self._stage}, and "
+                            "only real ones travel: view them as real, or give both to one stage (plan.stages)"
+                        )
+
+    def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._check_not_apart(unit)
+        self.use((args, kwargs))
+        with self.marks.paused():
+            result, beside = self._split.taps.run(unit, part, args, kwargs)
+        call = self.count(unit)
+        self.given[unit, call] = Given.of((result, beside))
+        for place, leaf in enumerate(tree_leaves((result, beside))):
+            if isinstance(leaf, Tensor):
+                self.marks.clear(leaf)
+                self._own.append((Value(unit, call, place), leaf, leaf._version))
+            elif _hides_tensors(leaf) and self._stage < max(self._split.stages):
+                raise _Unfit(
+                    f"{self._split.units[unit].name} gives a {type(leaf).__name__}, in which tensors are not found: "
+                    "let it give tensors, tuples, dicts, or a class that "
+                    "torch.utils._pytree.register_dataclass or register_pytree_node has made known"
+                )
+        return result
+
+    def elsewhere(self, unit: int) -> Any:
+        self._check_not_apart(unit)
+        call = self.count(unit)
+        given = self._routes.given(unit, call)
+        if given is None:
+            name, its = self._split.units[unit].name, self._split.stages[unit]
+            if call:
+                raise _Unfit(
+                    f"the model calls {name} more than once, with parts of other stages in between, and a stage runs "
+                    "once for a microbatch: give all of them to one stage (plan.stages), or take "
+                    "plan.pp = 1"
+                )
+            raise _Unfit(
+                f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: give "
+                "both to one stage, or name them in the order of "
+                "the calls (plan.stages), or take plan.pp = 1"
+            )
+
+        def placeholder(leaf: int, shape: Shape) -> Tensor:
+            return self.marks.mark(shape.zeros(self._device).clone(), Value(unit, call, leaf))
+
+        result, beside = given.made(placeholder)
+        self._split.taps.replay(unit, beside)
+        return result
+
+    def changed(self) -> frozenset[Value]:
+        return frozenset(value for value, tensor, version in self._own if tensor._version != version)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object that torch takes for a constant has tensors."""
+    return any(isinstance(each, Tensor) for each in tree_leaves(dict(getattr(leaf, "__dict__", {}))))

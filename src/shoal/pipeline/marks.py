@@ -1,0 +1,94 @@
+"""Marks on tensors: from which values of other stages they are computed, however the model computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.pipeline.routes import Value
+
+READS = "the model reads, outside its parts, the value of something that another stage computes"
+
+
+class Marks(TorchDispatchMode):
+    """Follows, by memory, which values of other stages tensors are computed from.
+
+    refusal: makes the error that says why a stage cannot end here
+    is_last: whether the stage is the model's last, after which shapes may depend on values
+    written: values whose own tensors were written to
+    """
+
+    def __init__(self, refusal: Callable[[str], Exception], is_last: bool) -> None:
+        super().__init__()
+        self._refusal, self._is_last = refusal, is_last
+        self._marks: dict[int, frozenset[Value]] = {}
+        self._first: dict[int, Value] = {}
+        self._alive: list[Tensor] = []  # memory is known by its address, which must not be used twice
+        self._is_paused = False
+        self.written: set[Value] = set()
+
+    def mark(self, tensor: Tensor, value: Value) -> Tensor:
+        self._alive.append(tensor)
+        self._marks[_memory(tensor)] = frozenset([value])
+        self._first[_memory(tensor)] = value
+        return tensor
+
+    def clear(self, tensor: Tensor) -> None:
+        """Removes the marks of what a part of this stage has made: what it was made from is noted already."""
+        self._alive.append(tensor)
+        self._marks.pop(_memory(tensor), None)
+
+    def of(self, tensor: Tensor) -> frozenset[Value]:
+        return self._marks.get(_memory(tensor), frozenset())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Follows nothing while it is open."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors((args, kwargs))
+        marks = frozenset[Value]().union(*(self.of(each) for each in inputs))
+        if func is torch.ops.aten._local_scalar_dense.default and marks:
+            raise self._refusal(READS)
+        if marks and not self._is_last and torch.Tag.dynamic_output_shape in func.tags and _by_values(func, inputs):
+            raise self._refusal(
+                "the shape of something between the model's parts depends on the values of what another stage computes"
+            )
+        if func._schema.is_mutable:
+            self.written |= {self._first[_memory(each)] for each in inputs if _memory(each) in self._first}
+        out = func(*args, **kwargs)
+        if marks and isinstance(out, bool | int | float):
+            raise self._refusal(READS)
+        for each in _tensors(out):
+            self._alive.append(each)
+            if marks:
+                self._marks[_memory(each)] = self.of(each) | marks
+        return out
+
+
+def _by_values(func: Any, inputs: Sequence[Tensor]) -> bool:
+    """Says whether the shape of what `func` gives depends on values; rows picked by index have the shape of the
+    index."""
+    return func is not torch.ops.aten.index.Tensor or any(
+        each.dtype in (torch.bool, torch.uint8) for each in inputs[1:]
+    )
+
+
+def _tensors(tree: Any) -> Sequence[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

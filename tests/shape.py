@@ -1,0 +1,124 @@
+"""The shape of the house: how large its files and functions are, and who names what. `make shape` prints it and holds it.
+
+What exceeds a limit today stands in `shape.json` with its measure: it may shrink, never grow, and an entry that is not needed any more is an
+error too, so the list only gets shorter. `python -m tests.shape record` writes it anew after something has shrunk.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "src" / "shoal"
+RECORD = Path(__file__).with_name("shape.json")
+
+FILE, FUNCTION, PARAMETERS, ENGINE, LINE, NAMERS = 300, 60, 8, 150, 120, 4
+AXES = {"dp": "", "cp": "parallel/context/", "tp": "parallel/tensor/", "ep": "parallel/expert/", "pp": "pipeline/"}
+"""Each axis with its folder."""
+NAMES_AXES = ("plan.py", "mesh.py", "assembly/compatibility.py")
+"""Where axes are declared: they are counted nowhere here."""
+NAMES_DEVICES = ("device/", "comm/nccl.py")
+
+Excess = dict[str, int]
+"""What is larger than its limit, and how large it is."""
+
+
+def excess() -> Excess:
+    """All that exceeds its limit in the sources as they stand."""
+    found: Excess = {}
+    axes: dict[str, list[str]] = {axis: [] for axis in AXES}
+    for path in sorted(SOURCES.rglob("*")):
+        if path.suffix not in (".py", ".c", ".h", ".js"):
+            continue
+        name, text = path.relative_to(SOURCES).as_posix(), path.read_text()
+        lines = text.splitlines()
+        if len(lines) > (ENGINE if name == "engine.py" else FILE):
+            found[f"{name}: lines"] = len(lines)
+        if wide := sum(len(line) > LINE for line in lines):
+            found[f"{name}: lines over {LINE} characters"] = wide
+        if path.suffix != ".py":
+            continue
+        tree = ast.parse(text)
+        found |= {f"{name}: {what}": size for what, size in _large(tree)}
+        if not name.startswith(NAMES_DEVICES) and (devices := _devices(tree)):
+            found[f"{name}: names of devices"] = devices
+        for axis, folder in AXES.items():
+            if name not in NAMES_AXES and not (folder and name.startswith(folder)) and _names(tree, axis):
+                axes[axis].append(name)
+    return found | {f"files that name {axis}": len(files) for axis, files in axes.items() if len(files) > NAMERS}
+
+
+def _large(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Functions over FUNCTION lines, and constructors with over PARAMETERS parameters (but the engine's)."""
+    for owner in ast.walk(tree):
+        for node in getattr(owner, "body", []) if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef) else []:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            called = f"{getattr(owner, 'name', '')}.{node.name}".lstrip(".")
+            size = (node.end_lineno or node.lineno) - node.lineno + 1
+            if size > FUNCTION:
+                yield f"lines of {called}", size
+            given = len(node.args.args) - 1 + len(node.args.kwonlyargs)
+            if node.name == "__init__" and given > PARAMETERS and called != "Engine.__init__":
+                yield f"parameters of {called}", given
+
+
+def _devices(tree: ast.Module) -> int:
+    """Places that name CUDA, as a string or as a module, or ask a tensor for it."""
+    return sum(
+        (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\bcuda\b", node.value) is not None)
+        or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
+        for node in _without_docstrings(tree)
+    )
+
+
+def _without_docstrings(tree: ast.Module) -> Iterator[ast.AST]:
+    skipped = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return (node for node in ast.walk(tree) if id(node) not in skipped)
+
+
+def _names(tree: ast.Module, axis: str) -> bool:
+    """Whether code names an axis: `plan.cp`, a keyword `cp=`, a string "cp"."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == axis)
+        or (isinstance(node, ast.keyword) and node.arg == axis)
+        or (isinstance(node, ast.Name) and node.id == axis)
+        or (isinstance(node, ast.Constant) and node.value == axis)
+        for node in _without_docstrings(tree)
+    )
+
+
+def check(found: Excess, allowed: Excess) -> list[str]:
+    """What is wrong, a line each: larger than allowed, or smaller, so that the record has to follow."""
+    grown = [f"{what}: {size}, at most {allowed.get(what, 'the limit')}" for what, size in found.items() if size > allowed.get(what, 0)]
+    shrunk = [
+        f"{what}: {found.get(what, 'within the limit')} now, {size} in {RECORD.name}: run `python -m tests.shape record`"
+        for what, size in allowed.items()
+        if found.get(what, 0) < size
+    ]
+    return grown + shrunk
+
+
+def main() -> None:
+    found = excess()
+    if sys.argv[1:] == ["record"]:
+        RECORD.write_text(json.dumps(found, indent=1) + "\n")
+        return
+    for what, size in found.items():
+        print(f"{size:6} {what}")
+    files = list(SOURCES.rglob("*.py"))
+    print(f"{sum(len(path.read_text().splitlines()) for path in files)} lines in {len(files)} files of src/shoal")
+    wrong = check(found, json.loads(RECORD.read_text()))
+    print("\n".join(wrong) if wrong else f"the shape holds: {len(found)} exceptions, as recorded")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
