@@ -27,7 +27,7 @@ from benchmarks.gpu.rows import rows, stacked
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
 from shoal.models import GPT, PRESETS, GPTConfig, MoEConfig, causal_lm, flops_per_token
-from shoal.models.moe import by_expert
+from shoal.models.experts import by_expert
 from shoal.module.compiling import compile_blocks
 from shoal.module.random import keyed_dropout_mask
 

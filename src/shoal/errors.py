@@ -1,4 +1,4 @@
-"""Errors a person sees. The message is the whole story: the value, the rank and step where known, the cause, the remedy."""
+"""Errors for users. A message says all that is known: the value, rank and step, the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import TracebackType
 class ShoalError(Exception):
     """Base of every error that Shoal raises on purpose; the CLI prints its message without a traceback.
 
-    `exit_code` is what the process exits with.
+    `exit_code`: the exit status of the process.
     """
 
     exit_code = 1
@@ -24,7 +24,8 @@ class UserError(ShoalError, ValueError):
 
 
 class ArgumentError(UserError):
-    """An argument that is wrong in itself: `argument` is its name, `problem` what follows it in the message. A job says it by its key (see `in_section`)."""
+    """An invalid argument. The message is the name `argument` followed by `problem`; `in_section` prefixes it with the
+    job file's section."""
 
     def __init__(self, argument: str, problem: str) -> None:
         super().__init__(argument, problem)
@@ -35,13 +36,16 @@ class ArgumentError(UserError):
 
 
 def told(error: ShoalError) -> str:
-    """What a person reads of it: the message, and the notes that were added on its way."""
+    """Returns the text shown to the user: the message, and the notes added to the exception."""
     return "\n".join([f"error: {error}", *getattr(error, "__notes__", [])])
 
 
 def tell_plainly() -> None:
-    """Has Python end a script that one of Shoal's own errors stops with its message alone and its exit code, as `shoal run` does. Other errors keep their
-    traceback. A hook that somebody else has set is left in place and gets them all; a prompt (`python -i`) stays open."""
+    """Installs an `excepthook` that prints only the message of an uncaught ShoalError and exits with its code.
+
+    Other exceptions keep their traceback. A hook that somebody else has set stays in place and gets all exceptions.
+    An interactive prompt (`python -i`) stays open.
+    """
     if sys.excepthook is not sys.__excepthook__:
         return
 
@@ -51,14 +55,14 @@ def tell_plainly() -> None:
             return
         print(told(error), file=sys.stderr, flush=True)
         if not (sys.flags.interactive or hasattr(sys, "ps1")):
-            raise SystemExit(error.exit_code)  # which Python takes from a hook as it does from a script
+            raise SystemExit(error.exit_code)  # Python exits with it, raised in a hook as in a script
 
     sys.excepthook = hook
 
 
 @contextmanager
 def in_section(section: str) -> Iterator[None]:
-    """Inside, an argument is called what the job file calls it: `microbatch` is `train.microbatch` where the section is "train"."""
+    """Turns an ArgumentError into a UserError with the job file's key: `microbatch` becomes `train.microbatch`."""
     try:
         yield
     except ArgumentError as error:
@@ -90,7 +94,7 @@ class StorageError(ShoalError):
 
 
 class BudgetExceeded(UserError):
-    """A budget of memory is too small. `needed`: the smallest that would do, in bytes; `capacity`: what there is."""
+    """A memory budget is too small. `needed`, `capacity`: bytes of the smallest sufficient budget, of the given one."""
 
     def __init__(self, needed: int, capacity: int, what: str) -> None:
         super().__init__(f"{what}: {needed:,} bytes are needed, the budget is {capacity:,}")

@@ -1,4 +1,4 @@
-"""Rank arithmetic on one screen: which rank stands where on the axes pp, dp, cp, tp, and for experts on pp, edp, ep, tp.
+"""Rank arithmetic on one screen: the coordinates of each rank on pp, dp, cp, tp, and for experts on pp, edp, ep, tp.
 
 Plan(dp=2, tp=2, ep=2)      grid[pp, dp, cp, tp]         experts[pp, edp, ep, tp]: the same ranks, dp x cp = edp x ep
                             0 1    dp 0                  0 1    ep 0
@@ -17,13 +17,17 @@ from shoal.errors import UserError
 from shoal.plan import Plan
 
 AXES = ("pp", "dp", "cp", "tp")
-"""Outermost first: neighbours in rank number share the innermost axes, which talk most."""
+"""Outermost first: ranks with neighbouring numbers differ along the innermost axes, which communicate most."""
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
-"""How experts see the same ranks: `ep` ranks hold different ones, `edp` ranks copies of the same."""
+"""The axes of experts over the same ranks: those along `ep` hold different experts, those along `edp` copies of them."""
 
 
 class Mesh:
-    """A grid of ranks; `grid[p, d, c, t]` is the rank at those coordinates, `experts[p, r, e, t]` the same rank as experts are spread.
+    """A grid of ranks, seen from one of them.
+
+    grid: `grid[p, d, c, t]` is the rank at those coordinates, int64 [pp, dp, cp, tp].
+    experts: the same ranks by the axes of experts, int64 [pp, edp, ep, tp].
+    coordinates: this rank's index on each of `AXES`.
 
     Raises UserError when the plan's degrees do not multiply to the number of ranks.
     """
@@ -46,22 +50,29 @@ class Mesh:
         return f"Mesh({places or 'one rank'})"
 
     def size(self, axis: str) -> int:
-        """How many ranks stand along `axis`."""
+        """Returns the number of ranks along `axis`."""
         axes, grid = self._view((axis,))
         return grid.size(axes.index(axis))
 
     def rank(self, axis: str) -> int:
-        """This rank's coordinate on `axis`."""
+        """Returns this rank's coordinate on `axis`."""
         return self._at[axis]
 
     def ranks(self, *axes: str) -> list[int]:
-        """The ranks that differ from this one along `axes` only, in order, this one included. UserError for axes of both views, such as dp and ep."""
+        """Returns the ranks that differ from this one only along `axes`, ascending, this one included.
+
+        Raises UserError for axes of different grids, such as dp and ep.
+        """
         names, grid = self._view(axes)
         return grid[tuple(slice(None) if name in axes else self._at[name] for name in names)].flatten().tolist()
 
     def shards(self, experts: bool = False) -> tuple[list[int], list[int]]:
-        """The ranks along dp and cp that share one copy of the state with this one, neighbours, and those that keep the same part of other copies. Of `experts`, which fewer
-        ranks have, those of them that share the rest of the state; where that holds less than all experts, this rank alone."""
+        """Returns two lists of ranks along dp and cp: those that share one copy of the state with this rank (neighbours
+        in rank number), and those that hold the same part of the other copies.
+
+        experts: asks for the state of experts, among the ranks along edp. Where one copy of the state covers fewer
+            ranks than `ep`, an expert's state is not divided, and the first list is this rank alone.
+        """
         ranks, each = self.ranks("dp", "cp"), self._shard * self.size("cp")
         if experts:
             ranks, each = self.ranks("edp"), max(1, each // self.size("ep"))
@@ -70,7 +81,7 @@ class Mesh:
         return ranks[start : start + each], ranks[at % each :: each]
 
     def on(self, places: Sequence[int], ranks: Sequence[int]) -> list[int]:
-        """The ranks at `places` along pp that stand there as `ranks` stand on theirs."""
+        """Returns the ranks of the stages `places` (indices along pp) whose other coordinates are those of `ranks`."""
         inner = self.grid[0].numel()
         return sorted(place * inner + each for place in places for each in {rank % inner for rank in ranks})
 
@@ -84,7 +95,7 @@ class Mesh:
 
 
 def _remedy(plan: Plan, size: int) -> str:
-    """Which one degree, changed, would fit `size` ranks; else how many ranks to start."""
+    """Says which single degree would fit `size` ranks if changed, or else how many ranks to start."""
     fits = []
     for axis in ("dp", "tp", "cp", "pp"):
         degree, rest = divmod(size, plan.size // getattr(plan, axis))
@@ -94,4 +105,6 @@ def _remedy(plan: Plan, size: int) -> str:
     if fits:
         return f"{' or '.join(fits)} works here"
     inner = plan.size // plan.dp
-    return f"start a multiple of {inner} ranks, such as {max(1, size // inner) * inner} with dp = {max(1, size // inner)}"
+    return (
+        f"start a multiple of {inner} ranks, such as {max(1, size // inner) * inner} with dp = {max(1, size // inner)}"
+    )

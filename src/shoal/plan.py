@@ -1,7 +1,7 @@
 """The Plan: how one model is spread over the ranks. Frozen data with one schema, from Python, TOML or JSON.
 
-A plan never changes the mathematics, but for lossy or delayed exchanges and asynchronous schedules, which say so. Precision,
-microbatch, clipping and seeds belong to the job.
+A plan does not change the mathematics, except lossy or delayed exchanges and asynchronous schedules, whose
+documentation says so. Precision, microbatch, clipping and seeds belong to the job.
 """
 
 from __future__ import annotations
@@ -21,14 +21,20 @@ Option = str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees and strategies; world = pp x dp x cp x tp.
+    """Degrees and strategies; the number of ranks is pp x dp x cp x tp.
 
-    `dp` counts all data-parallel ranks, `shard` those that share one copy of the state (default `dp`); `ep` divides dp x cp.
-    `context`: how attention sees whole rows under `cp`, "ulysses" or "ring". `stages`: of `pp`, how many blocks each stage has, or the names of its parts; by default as even as the elements of
-    their matrices make it; in a job "counted" (operations) or "measured" (times), or a table with that name and the `memory` of a rank. `exchange`, `schedule`, `recompute`, `memory` take a name or a table with parameters. `compile` is False, True (the default
-    backend) or a backend's name, and applies to the forward of each block.
+    pp, dp, cp, tp: the degrees of pipeline, data, context and tensor parallelism.
+    shard: the number of data-parallel ranks that share one copy of the state (default: all `dp`).
+    ep: the number of ranks that experts are spread over; divides dp x cp.
+    context: how attention sees whole rows under `cp`, "ulysses" or "ring".
+    zero: the ZeRO stage, 0 to 3.
+    stages: how `pp` cuts the model: the number of blocks of each stage, or the names of its modules; by default the
+        elements of the weight matrices are balanced. In a job also "counted" (operations), "measured" (times), or a
+        table with one of these names and the `memory` of a rank.
+    exchange, schedule, recompute, memory: a name, or a table with a name and parameters.
+    compile: False, True (the default backend) or the name of a backend; applies to the forward of each block.
 
-    Raises UserError for a degree below 1 and, by name, for a field whose strategy does not exist yet.
+    Raises UserError for an invalid degree or for an unknown value of `context` or `zero`.
     """
 
     pp: int = 1
@@ -50,10 +56,12 @@ class Plan:
         for axis in ("pp", "dp", "cp", "tp", "ep"):
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool) or not 1 <= degree <= MOST_RANKS:
-                raise UserError(f"plan.{axis} = {degree!r:.100}: a degree is a whole number of at least 1, at most {MOST_RANKS}")
+                raise UserError(
+                    f"plan.{axis} = {degree!r:.100}: a degree is a whole number of at least 1, at most {MOST_RANKS}"
+                )
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
-        if self.dp * self.cp > 1:  # else nobody may have said yet how many ranks there are
+        if self.dp * self.cp > 1:  # else the number of ranks may not be known yet
             self.check_groups()
         option_name(self.exchange, "exchange")
         option_name(self.recompute, "recompute")
@@ -64,22 +72,24 @@ class Plan:
             value = getattr(self, field)
             if value not in only:
                 raise UserError(
-                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {', '.join(map(repr, only))}"
+                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes "
+                    f"{', '.join(map(repr, only))}"
                 )
 
     def check_groups(self) -> None:
-        """UserError where `ep` or `shard` do not come out even among the ranks along dp and cp."""
+        """Raises UserError where `ep` or `shard` do not divide the ranks along dp and cp evenly."""
         if self.dp * self.cp % self.ep:
             fits = _divisors(self.dp * self.cp)
             raise UserError(
-                f"plan.ep = {self.ep}: experts are spread over dp x cp = {self.dp} x {self.cp} = {self.dp * self.cp} ranks, so it is one of "
-                f"{fits}"
+                f"plan.ep = {self.ep}: experts are spread over dp x cp = {self.dp} x {self.cp} = {self.dp * self.cp} "
+                f"ranks, so it is one of {fits}"
             )
         self._check_shard()
         each = (self.shard or self.dp) * self.cp
         if each % self.ep and self.ep % each:
             raise UserError(
-                f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which ep has to divide or to be a multiple of"
+                f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which "
+                "ep has to divide or to be a multiple of"
             )
 
     def _check_shard(self) -> None:
@@ -88,21 +98,23 @@ class Plan:
         if not isinstance(self.shard, int) or isinstance(self.shard, bool) or self.shard < 1 or self.dp % self.shard:
             fits = _divisors(self.dp)
             raise UserError(
-                f"plan.shard = {self.shard!r}: that many of dp = {self.dp} ranks share one copy of the state, so it is one of {fits}"
+                f"plan.shard = {self.shard!r}: that many of dp = {self.dp} ranks share one copy of the state, so it "
+                f"is one of {fits}"
             )
         if not self.zero:
             raise UserError(
-                f"plan.shard = {self.shard} with plan.zero = 0: nothing is sharded. Give zero = 1, 2 or 3 (what is sharded)"
+                f"plan.shard = {self.shard} with plan.zero = 0: nothing is sharded. Give zero = 1, 2 or 3 (what is "
+                "sharded)"
             )
 
     @property
     def size(self) -> int:
-        """The number of ranks that the plan needs."""
+        """The number of ranks of the plan."""
         return self.pp * self.dp * self.cp * self.tp
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Plan:
-        """A plan from a TOML or JSON table; an unknown key raises UserError with the closest known one."""
+        """Makes a plan from a TOML or JSON table. Raises UserError for an unknown key, naming the closest known one."""
         known = [field.name for field in fields(cls)]
         for key in table:
             if key not in known:
@@ -110,7 +122,7 @@ class Plan:
         return cls(**table)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that differ from the defaults: what `from_dict` reads back."""
+        """Returns the fields that differ from the defaults, for `from_dict` to read back."""
         default = Plan()
         return {key: value for key, value in asdict(self).items() if value != getattr(default, key)}
 
@@ -124,11 +136,11 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("context", ("ulysses", "ring"), "context parallel"),
     ("zero", (0, 1, 2, 3), "ZeRO sharding"),
 )
-"""(field, values that exist, what the field is): later strategies leave this table one by one."""
+"""(field, implemented values, what the field is)"""
 
 
 def option_name(option: Option, field: str) -> str:
-    """The name of an option given as a string or as a table with a `name`."""
+    """Returns the name of an option that is a string or a table with a `name`. Raises UserError for anything else."""
     if isinstance(option, str):
         return option
     if isinstance(option, Mapping) and isinstance(option.get("name"), str):
@@ -137,5 +149,5 @@ def option_name(option: Option, field: str) -> str:
 
 
 def option_parameters(option: Option) -> dict[str, Any]:
-    """The parameters of an option without its name; empty for a plain string."""
+    """Returns the parameters of an option without its name; empty for a plain string."""
     return {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm, count_parameters
-from shoal.models.moe import Experts, MoE, Pairs, Router, by_expert, kept
+from shoal.models.experts import Experts, Pairs, by_expert
+from shoal.models.moe import MoE, Router, kept
 
 D, F_WIDTH = 8, 6
 

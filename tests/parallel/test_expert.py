@@ -15,7 +15,7 @@ from shoal.comm.functional import deal_out, sum_everywhere
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
-from shoal.models.moe import Experts
+from shoal.models.experts import Experts
 from shoal.parallel.expert import Dispatch, Dispatched, mixtures
 from shoal.parallel.tensor.layers import become
 from tests.parity.cases import ADAMW, CASES, derivatives_of, engine

@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 
+from shoal.report.jsonl import JsonLog
 from shoal.report.metrics import (
     CheckpointRecord,
     EndRecord,
@@ -16,7 +17,7 @@ from shoal.report.metrics import (
     StepRecord,
     WarningRecord,
 )
-from shoal.report.timeline import Span, TimelineLog
+from shoal.report.timeline import Span
 
 BEGAN = 1_800_000_000.0
 SECONDS_PER_STEP = 0.11
@@ -101,7 +102,7 @@ def step_spans(step: int, ranks: int = 2, microbatches: int = 2, chunks: int = 3
 def write_run(run_dir: Path, steps: int = 400, ended: bool = True) -> Path:
     """Writes metrics.jsonl and timeline.jsonl of a run of `steps` steps, and returns `run_dir`."""
     log = MetricsLog(run_dir / "metrics.jsonl")
-    timeline = TimelineLog(run_dir / "timeline.jsonl")
+    timeline = JsonLog(run_dir / "timeline.jsonl")
     log.write(run_record())
     log.write(EvalRecord(step=0, loss=5.551, tokens=65_536))
     for step in range(1, steps + 1):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.report.levels import MOMENTS, MemoryLog, MemoryTrace, memory_trace, read_memory_traces
+from shoal.report.jsonl import JsonLog
+from shoal.report.levels import MOMENTS, MemoryTrace, memory_trace, read_memory_traces
 from shoal.report.memory_figure import in_order, memory_chart, peaks
 from shoal.report.metrics import MetricsLog, MovesRecord
 from shoal.report.page import write_report
@@ -81,7 +82,7 @@ def test_a_long_trace_is_thinned_and_keeps_every_peak() -> None:
 def test_what_is_written_is_read_again(trace: MemoryTrace, tmp_path: Path) -> None:
     assert read_memory_traces(tmp_path / "none") == []
     path = tmp_path / "memory.jsonl"
-    log = MemoryLog(path)
+    log = JsonLog(path)
     log.write([trace])
     log.write([trace])
     log.close()
@@ -124,7 +125,7 @@ def page_of(run_dir: Path) -> str:
 
 def test_the_page_and_the_trace_have_it_all(trace: MemoryTrace, tmp_path: Path) -> None:
     write_run(tmp_path, steps=12)
-    log = MemoryLog(tmp_path / "memory.jsonl")
+    log = JsonLog(tmp_path / "memory.jsonl")
     emptier = MemoryTrace(**{**vars(trace), "rank": 0, "levels": {"device": {"activations": [MIB] * len(trace.at)}}})
     log.write([emptier, trace])
     log.close()

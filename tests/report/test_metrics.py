@@ -21,8 +21,8 @@ from shoal.report.metrics import (
     StepRecord,
     WarningRecord,
     read_metrics,
-    summarize,
 )
+from shoal.report.result import summarize
 from tests.report.synthetic import run_record, step_record
 
 pytestmark = pytest.mark.fast

@@ -15,9 +15,10 @@ import pytest
 
 from shoal.errors import UserError
 from shoal.report import figures, timeline_figure
+from shoal.report.jsonl import JsonLog
 from shoal.report.metrics import EndRecord, MetricsLog, SampleRecord, WarningRecord
 from shoal.report.page import write_report
-from shoal.report.timeline import Span, TimelineLog
+from shoal.report.timeline import Span
 from tests.report.synthetic import run_record, step_record, step_spans, write_run
 
 
@@ -223,7 +224,7 @@ def test_compute_and_communication_never_share_a_colour() -> None:
 
 def test_the_timeline_speaks_plainly_and_shows_what_is_short(tmp_path: Path) -> None:
     write_run(tmp_path, steps=3)
-    log = TimelineLog(tmp_path / "timeline.jsonl")
+    log = JsonLog(tmp_path / "timeline.jsonl")
     for rank, seconds in ((0, 0.9), (1, 1e-6)):
         log.write(
             [

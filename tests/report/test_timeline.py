@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.report.timeline import Span, TimelineLog, overlap, read_timeline, to_chrome_trace
+from shoal.report.jsonl import JsonLog
+from shoal.report.timeline import Span, overlap, read_timeline, to_chrome_trace
 from tests.report.synthetic import step_spans
 
 pytestmark = pytest.mark.fast
@@ -17,7 +18,7 @@ def span(lane: str, start: float, stop: float, *, step: int = 1, rank: int = 0, 
 
 def test_spans_come_back_and_torn_or_foreign_lines_do_not(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
-    log = TimelineLog(path)
+    log = JsonLog(path)
     log.write(step_spans(1))
     log.close()
     with path.open("a") as file:
@@ -27,7 +28,7 @@ def test_spans_come_back_and_torn_or_foreign_lines_do_not(tmp_path: Path) -> Non
 
 
 def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
-    log = TimelineLog(tmp_path / "timeline.jsonl")
+    log = JsonLog(tmp_path / "timeline.jsonl")
     log.write([span("comm", 1.0, 3.0, name="chunk 0", bytes=8)])
     log.close()
     expected = {
@@ -44,7 +45,7 @@ def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_records_again(tmp_path: Path) -> None:
-    log = TimelineLog(tmp_path / "timeline.jsonl")
+    log = JsonLog(tmp_path / "timeline.jsonl")
     log.write(span("compute", step, step + 0.5, step=step, rank=rank) for step in (1, 2, 3) for rank in (0, 1))
     log.write(span("compute", 10, 11, step=2, rank=rank) for rank in (0, 1))
     log.close()

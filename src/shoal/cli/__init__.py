@@ -11,7 +11,7 @@ __all__ = ["app", "main"]
 
 
 def main() -> None:
-    """The entry point `shoal`. An error of Shoal's is its message on stderr and its exit code, nothing more."""
+    """Runs the command `shoal`. Prints a ShoalError as its message on stderr and exits with its code."""
     try:
         app()
     except ShoalError as error:

@@ -27,15 +27,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Shows the version and exits.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Shows the version and exits.")
+    ] = False,
 ) -> None:
-    """What stands before a command."""
+    """Options before a command."""
 
 
 app.add_typer(ckpt.app, name="ckpt")
 
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-"""Where launchers say which rank a process is; only the first one speaks."""
+"""Environment variables of launchers with the rank of this process; only rank 0 prints."""
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
@@ -46,12 +48,15 @@ Nproc = Annotated[
 def train(
     job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3."),
     ] = None,
     nproc: Nproc = None,
-    resume: Annotated[str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')] = None,
+    resume: Annotated[
+        str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')
+    ] = None,
 ) -> None:
-    """Trains what a job file says. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
+    """Trains a job file. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
     if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
         print(f"{job}: importing torch", flush=True)
     from shoal.cli.start import start_job, text_assignment
@@ -69,15 +74,16 @@ def plan(
         bool, typer.Option("--memory", help="What a rank needs of memory, and the largest model that fits.")
     ] = False,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set plan.zero=3.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set plan.zero=3."),
     ] = None,
     nproc: Nproc = None,
     device: Annotated[str | None, typer.Option(help="As if each GPU had so much free, e.g. 80GiB.")] = None,
     host: Annotated[str | None, typer.Option(help="As if each host had so much free, e.g. 512GiB.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
-    """Shows which rank stands where and holds what, and with --memory what a job will need; nothing is trained. Exit code 1 if it does not fit this
-    machine."""
+    """Shows the mesh of ranks and what each holds; with --memory what a job will need. Nothing is trained. Exit code 1
+    if it does not fit this machine."""
     given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
     if not memory:
         from shoal.cli.mesh_table import show_mesh
@@ -106,7 +112,9 @@ def run(
 @app.command()
 def demo(
     nproc: Annotated[int, typer.Option("--nproc", "-n", help="Ranks on this host.")] = 2,
-    directory: Annotated[Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")
+    ] = None,
 ) -> None:
     """Trains a small GPT on Python's standard library for less than a minute."""
     from shoal.cli.start import start_demo
@@ -116,7 +124,7 @@ def demo(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False) -> None:
-    """Looks at this machine: what is there, what is missing, and what to do about it. Exit code 1 if something fails."""
+    """Checks this machine: what is there, what is missing, and the remedy. Exit code 1 if something fails."""
     from shoal.cli.doctor import examine, show
 
     checks, links, peaks = examine()
@@ -130,9 +138,13 @@ def generate(
     prompt: Annotated[str, typer.Option(help="The text to go on with.")],
     tokens: Annotated[int, typer.Option(min=1, help="At most so many.")] = 160,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Draws among the likeliest so many. Default: among 40.")] = 40,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, help="Draws among the likeliest so many. Default: among 40.")
+    ] = 40,
     seed: Annotated[int | None, typer.Option(help="Of the draws. Default: the job's.")] = None,
-    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
+    ] = None,
 ) -> None:
     """Writes a text that begins with a prompt, by the model of a run's newest good checkpoint."""
     from shoal.jobs.export import generate_text
@@ -145,13 +157,16 @@ def generate(
 def evaluate(
     path: Annotated[Path, typer.Argument(help="A run, or a checkpoint.", metavar="RUN")],
     data: Annotated[
-        str | None, typer.Option(help="Text, arrays or images as data.source names them. Default: what the run held out.")
+        str | None,
+        typer.Option(help="Text, arrays or images as data.source names them. Default: what the run held out."),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="So many rows, spread evenly; 0 for all.")] = 0,
-    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
-    """Measures the loss of a run's newest good checkpoint on other data, and the accuracy of a model that tells classes."""
+    """Measures the loss of a run's newest good checkpoint on other data, and the accuracy of a classifier."""
     from shoal.cli.evaluation import show
     from shoal.jobs.export import evaluate_run
 
@@ -160,7 +175,7 @@ def evaluate(
 
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")]) -> None:
-    """Draws the report of a run anew, also while it goes on."""
+    """Draws the report of a run again, also while it runs."""
     from shoal.report.page import write_report
 
     print(write_report(directory))

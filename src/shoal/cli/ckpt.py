@@ -34,7 +34,7 @@ def list_checkpoints(
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:  # as wide as it is: a reason that is cut off helps nobody
+    for line in cells:  # not cut to the terminal's width: the reason at the end has to be readable
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
@@ -45,7 +45,9 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
     from shoal.errors import CheckpointError, UserError
 
     paths = (
-        [path] if path.name.startswith("step-") else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
+        [path]
+        if path.name.startswith("step-")
+        else [row.path for row in listing(checkpoints_of(path)) if row.state != "partial"]
     )
     if not paths:
         raise UserError(f"there are no checkpoints in {path}")
@@ -61,7 +63,9 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
 def export(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a run or directory whose newest good one is taken.")],
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
-    job: Annotated[Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
+    ] = None,
 ) -> None:
     """Writes the weights as safetensors, in Hugging Face layout where the model has one."""
     from shoal.jobs.export import export_checkpoint
@@ -70,10 +74,11 @@ def export(
 
 
 def checkpoints_of(directory: Path) -> Path:
-    """The directory of checkpoints that a person means by `directory`, which may be that of a run."""
+    """Returns the directory of checkpoints of a run, or `directory` itself. Raises UserError where it does not
+    exist."""
     from shoal.errors import UserError
-    from shoal.jobs.save import DIRECTORY
+    from shoal.jobs.save import checkpoints_in
 
     if not directory.is_dir():
         raise UserError(f"no such directory: {directory}")
-    return directory / DIRECTORY if (directory / DIRECTORY).is_dir() else directory
+    return checkpoints_in(directory)

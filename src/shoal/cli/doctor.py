@@ -1,4 +1,4 @@
-"""What this machine offers a run: each thing looked at gives OK, WARN or FAIL, and what to do about it."""
+"""`shoal doctor`: checks of this machine, each OK, WARN or FAIL with a remedy."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from shoal.cli.link_table import link_table
 from shoal.comm import Link
 from shoal.errors import ShoalError
 from shoal.launch import launch
+from shoal.launch.local import usable_cores
 from shoal.launch.scratch import scratch
 from shoal.report import units
 
@@ -37,7 +38,7 @@ State = Literal["OK", "WARN", "FAIL"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at: what there is, and what to do where it is not OK."""
+    """The result of one check: what was found, and the remedy where `state` is not OK."""
 
     name: str
     state: State
@@ -46,8 +47,8 @@ class Check:
 
 
 def examine() -> tuple[list[Check], list[Link], dict[str, float]]:
-    """All checks, in the order in which a run would meet what they look at, what links between ranks were measured to do, and the FLOP/s of
-    matrix products by format; about ten seconds."""
+    """Returns all checks in the order in which a run would need them, the measured links between two ranks, and the
+    FLOP/s of matrix products by format. Takes about ten seconds."""
     looks: list[Callable[[], list[Check]]] = [
         _versions, _devices, _cores, _memory, _shared_memory, _disk, _loopback, _compiler,
     ]  # fmt: skip
@@ -60,7 +61,11 @@ def examine() -> tuple[list[Check], list[Link], dict[str, float]]:
 def show(checks: list[Check], links: list[Link], peaks: dict[str, float], as_json: bool) -> None:
     """Prints the checks, the links and the formats as tables, or as one JSON object."""
     if as_json:
-        parts = {"checks": [asdict(check) for check in checks], "links": [asdict(link) for link in links], "matmul_flops": peaks}
+        parts = {
+            "checks": [asdict(check) for check in checks],
+            "links": [asdict(link) for link in links],
+            "matmul_flops": peaks,
+        }
         print(json.dumps(parts, indent=1))
         return
     colours = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
@@ -85,12 +90,8 @@ def _versions() -> list[Check]:
     missing = [name for name in OPTIONAL if _missing(name)]
     extras = ", ".join(sorted({OPTIONAL[name] for name in missing}))
     fix = f"for models of transformers and .parquet: pip install 'shoal[{extras}]'" if missing else ""
-    return [
-        *checks,
-        Check(
-            "optional packages", "WARN" if missing else "OK", f"missing: {', '.join(missing)}" if missing else "all there", fix
-        ),
-    ]
+    found_packages = f"missing: {', '.join(missing)}" if missing else "all there"
+    return [*checks, Check("optional packages", "WARN" if missing else "OK", found_packages, fix)]
 
 
 def _missing(package: str) -> bool:
@@ -115,8 +116,7 @@ def _devices() -> list[Check]:
 
 
 def _cores() -> list[Check]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    busy = os.getloadavg()[0]
+    cores, busy = usable_cores(), os.getloadavg()[0]
     fix = "end other programs for a steady speed" if busy > cores else ""
     return [Check("cores", "WARN" if fix else "OK", f"{cores} for this process, load {busy:.1f}", fix)]
 
@@ -125,7 +125,8 @@ def _memory() -> list[Check]:
     memory = psutil.virtual_memory()
     low = memory.available < 2 * GIB
     fix = "a rank takes about 0.3 GiB and four times the weights: train fewer ranks or a smaller model" if low else ""
-    return [Check("memory", "WARN" if low else "OK", f"{units.size(memory.available)} free of {units.size(memory.total)}", fix)]
+    found = f"{units.size(memory.available)} free of {units.size(memory.total)}"
+    return [Check("memory", "WARN" if low else "OK", found, fix)]
 
 
 def _shared_memory() -> list[Check]:
@@ -150,30 +151,24 @@ def _loopback() -> list[Check]:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=2).close()
     except OSError as error:
-        return [
-            Check("loopback", "FAIL", f"127.0.0.1 cannot be reached: {error}", "bring the interface lo up: ip link set lo up")
-        ]
+        fix = "bring the interface lo up: ip link set lo up"
+        return [Check("loopback", "FAIL", f"127.0.0.1 cannot be reached: {error}", fix)]
     return [Check("loopback", "OK", f"connected on port {port}")]
 
 
 def _compiler() -> list[Check]:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return [Check("C compiler", "WARN", "none: torch's slower operations are used", "install gcc or clang, or set CC")]
+        fix = "install gcc or clang, or set CC"
+        return [Check("C compiler", "WARN", "none: torch's slower operations are used", fix)]
     if native.library() is None:
-        return [
-            Check(
-                "C compiler",
-                "WARN",
-                f"{compiler} does not compile the kernels, torch is used",
-                "see the warning; is SHOAL_NATIVE=0 set?",
-            )
-        ]
+        fix = "see the warning; is SHOAL_NATIVE=0 set?"
+        return [Check("C compiler", "WARN", f"{compiler} does not compile the kernels, torch is used", fix)]
     return [Check("C compiler", "OK", f"{compiler}; native kernels are ready")]
 
 
 def _two_ranks() -> tuple[Check, list[Link]]:
-    """Two ranks start, meet, sum and measure, as a run would; on CPU where they would not have a GPU each."""
+    """Launches two ranks that sum a tensor and measure their links; on CPU where there are fewer than two GPUs."""
     env = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
     with scratch("doctor") as folder:
         result = folder / "result.json"
@@ -184,7 +179,8 @@ def _two_ranks() -> tuple[Check, list[Link]]:
             return Check("two ranks", "FAIL", str(error), "see the message"), []
         seconds = time.perf_counter() - began
         if code or not result.exists():
-            return Check("two ranks", "FAIL", f"ended with exit code {code}, see above", "see the first error above"), []
+            found = f"ended with exit code {code}, see above"
+            return Check("two ranks", "FAIL", found, "see the first error above"), []
         links = [Link(**{**row, "rows": tuple(map(tuple, row["rows"]))}) for row in json.loads(result.read_text())]
     found = "; ".join(str(link) for link in links)
     return Check("two ranks", "OK", f"started, met and measured in {units.duration(seconds)}; {found}"), links

@@ -1,4 +1,4 @@
-"""What `shoal eval` prints."""
+"""The output of `shoal eval`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shoal.training.evaluation import Evaluation
 
 
 def show(evaluation: Evaluation, accuracy: float | None, as_json: bool) -> None:
-    """The loss and how much it is a mean of, as a line or as one JSON object."""
+    """Prints the loss, the accuracy if there is one, and the count that the loss is a mean over: a line, or JSON."""
     if as_json:
         print(json.dumps({"loss": evaluation.loss, "count": evaluation.tokens, "accuracy": accuracy}))
         return

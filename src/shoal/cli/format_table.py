@@ -1,4 +1,4 @@
-"""The number formats as a table: what they hold, and how fast this machine multiplies matrices in them."""
+"""The number formats as a table: their ranges, and the rate of matrix products in them on this machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.report import units
 from shoal.report.flops import measure_peak_flops
 
 BAR = 12
-"""Characters of the highest rate."""
+"""Width of the longest bar in characters."""
 
 
 def measure_formats(device: torch.device) -> dict[str, float]:
-    """The FLOP/s of matrix products on `device` by format, of those that torch.mm has."""
+    """Measures the FLOP/s of matrix products on `device`, for each format that torch.mm supports there."""
     peaks = {}
     for kind in FORMATS:
         if kind.stored.itemsize == 1 or not multiplies(kind, device):
@@ -31,8 +31,10 @@ def measure_formats(device: torch.device) -> dict[str, float]:
 
 
 def format_table(peaks: Mapping[str, float], device: torch.device) -> Table:
-    """A row a format (bits of sign, exponent and mantissa); bars are rates, the highest full."""
-    table = Table(title=f"number formats, and matrix products on {device.type}", title_justify="left", box=None, pad_edge=False)
+    """Makes a table with one row per format (bits of sign, exponent and mantissa); bars are proportional to rates."""
+    table = Table(
+        title=f"number formats, and matrix products on {device.type}", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("format", no_wrap=True)
     for heading in ("bits", "largest", "smallest", "epsilon", "matrix products"):
         table.add_column(heading, justify="right", no_wrap=True)

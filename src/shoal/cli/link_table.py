@@ -1,4 +1,4 @@
-"""The measured links as a table with its picture: time and rate of all-reduces by size, a column for each carrier."""
+"""The measured links as a table: time and rate of all-reduces by size, one column per transport."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shoal.comm import Link
 from shoal.report import units
 
 BAR = 12
-"""Characters of the highest rate."""
+"""Width of the longest bar in characters."""
 
 
 def link_table(links: Sequence[Link]) -> Table:
-    """A row a size; bars are rates on a logarithmic scale, the same for all carriers, so that both ends of it show."""
+    """Makes a table with one row per size; bars show rates on a logarithmic scale, the same for all transports."""
     rates = [nbytes / seconds for link in links for nbytes, seconds in link.rows if seconds > 0]
     least, most = (min(rates), max(rates)) if rates else (1.0, 1.0)
     table = Table(title="all-reduce: time and rate, bars logarithmic", title_justify="left", box=None, pad_edge=False)

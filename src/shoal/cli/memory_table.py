@@ -1,4 +1,4 @@
-"""`shoal plan --memory`: what a rank needs by role and tier, the sizes that chunks could have, and whether it all fits."""
+"""`shoal plan --memory`: the memory of a rank by role and tier, candidate chunk sizes, and whether all of it fits."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units
 
 NEAR = 4
-"""Sizes of chunks that are shown on either side of the chosen one."""
+"""Number of chunk sizes shown on either side of the chosen one."""
 
 
 def ask(job: Path, assignments: Sequence[str], device: str | None, host: str | None) -> Answer:
-    """The planner's answer. UserError for what the command line says wrong."""
+    """Asks the planner for the job file `job`. `device`, `host`: free memory to assume, such as "80GiB".
+
+    Raises UserError for an invalid job or size.
+    """
     return plan_memory(
-        job, assignments, None if device is None else nbytes(device, "--device"), None if host is None else nbytes(host, "--host")
+        job,
+        assignments,
+        None if device is None else nbytes(device, "--device"),
+        None if host is None else nbytes(host, "--host"),
     )
 
 
@@ -51,13 +57,14 @@ def _title(answer: Answer) -> Text:
     job, plan = answer.settled.job, answer.prediction.plan
     precision = job.train.precision if isinstance(job.train.precision, str) else _toml(job.train.precision)
     return Text(
-        f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch {answer.microbatch}, "
+        f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch "
+        f"{answer.microbatch}, "
         f"{plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
     )
 
 
 def role_table(prediction: Prediction) -> Table:
-    """A row a role, a column a tier that something is in."""
+    """Makes a table with one row per role and one column per tier in use."""
     rows = prediction.need.rows
     tiers = [tier for tier in TIERS if any(row.tier == tier for row in rows)]
     table = Table(
@@ -82,7 +89,7 @@ def _when(row: Row) -> str:
 
 
 def size_table(candidates: Sequence[Candidate], chosen: int) -> Table:
-    """Sizes of chunks around the chosen one."""
+    """Makes a table of the candidate chunk sizes around the `chosen` one (bytes)."""
     table = Table(title="chunk sizes (gradient)", title_justify="left", box=None, pad_edge=False)
     for heading in ("chunk size", "chunks", "waste", "in use at most"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -90,16 +97,19 @@ def size_table(candidates: Sequence[Candidate], chosen: int) -> Table:
     near = sorted(candidates, key=lambda each: abs(each.chunk_bytes - chosen))[: 2 * NEAR + 1]
     for each in sorted(near, key=lambda each: each.chunk_bytes):
         mark = "<- taken" if each.chunk_bytes == chosen else ""
-        table.add_row(units.size(each.chunk_bytes), str(each.chunks), f"{each.waste:.2%}", units.size(each.in_use), mark)
+        table.add_row(
+            units.size(each.chunk_bytes), str(each.chunks), f"{each.waste:.2%}", units.size(each.in_use), mark
+        )
     return table
 
 
 def verdict(answer: Answer) -> Iterator[str]:
-    """The last lines: what fits, by how much, what would, and the largest model."""
+    """Yields the last lines: what fits and by how much, plans that would fit, and the largest model that does."""
     for fit in answer.prediction.fits:
         colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
         rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
-        yield f"[{colour}]{word}[/]  {escape(fit.memory)}: {units.size(fit.needed)} of {units.size(fit.available)}, {rest}"
+        amount = f"{units.size(fit.needed)} of {units.size(fit.available)}"
+        yield f"[{colour}]{word}[/]  {escape(fit.memory)}: {amount}, {rest}"
     if answer.stages:
         yield f"by place along pp a rank needs {', '.join(units.size(needed(each)) for each in answer.stages)}"
     smallest = answer.prediction.smallest
@@ -110,17 +120,18 @@ def verdict(answer: Answer) -> Iterator[str]:
         if other.free >= 0:
             yield f"it would fit with {change}, {units.size(other.free)} left"
         else:
-            yield f"no plan of zero, memory and recompute fits; {change} comes nearest, {units.size(-other.free)} are missing"
+            missing = f"{units.size(-other.free)} are missing"
+            yield f"no plan of zero, memory and recompute fits; {change} comes nearest, {missing}"
     largest = answer.largest
     if largest is not None and largest.table is not None:
-        settings = {key: value for key, value in largest.table.items() if key not in ("name", "preset")}
-        yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {escape(spoken(settings))}"
+        settings = escape(spoken({key: value for key, value in largest.table.items() if key not in ("name", "preset")}))
+        yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {settings}"
     elif largest is not None:
         yield f"no model of this family fits ({largest.rule})"
 
 
 def spoken(values: Mapping[str, Any]) -> str:
-    """As in a job file: zero = 2, recompute = "full"."""
+    """Writes values as a job file does: zero = 2, recompute = "full"."""
     return ", ".join(f"{key} = {_toml(value)}" for key, value in values.items())
 
 

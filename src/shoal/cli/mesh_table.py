@@ -1,4 +1,4 @@
-"""`shoal plan`: which rank stands where on the mesh, and what ranks that differ along an axis have alike and apart."""
+"""`shoal plan`: the coordinates of each rank on the mesh, and what ranks share or divide along each axis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, s
 from shoal.plan import Plan
 
 MOST = 16
-"""Rows and columns that are shown; of more the first and the last ones."""
+"""Largest number of rows and of columns shown; of a larger mesh the first and the last ones."""
 
 
 def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
-    """Of the plan of a job file; nothing is opened but that. UserError for a plan that does not fit the ranks."""
+    """Prints the mesh of a job file's plan, without opening the model or the data.
+
+    Raises UserError for a plan that does not fit the ranks.
+    """
     settled, origins = load_job(job, assignments)
     plan = spread(settled, origins, max(ranks_here(settled), settled.plan.size))[0].plan
     if as_json:
@@ -35,10 +38,13 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
 
 
 def mesh_table(plan: Plan) -> Table:
-    """A row for each place along dp and cp (and pp), a column for each along tp; in the cells the ranks, with the experts that they hold if those are spread."""
+    """Makes a table of rank numbers: rows are coordinates on pp, dp and cp, columns on tp. Under `plan.ep` a cell also
+    has the rank's index on ep."""
     mesh = Mesh(plan, 0, plan.size)
     degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1)
-    table = Table(title=f"{plan.size} rank(s) by number: {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"{plan.size} rank(s) by number: {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False
+    )
     outer = [axis for axis in ("pp", "dp", "cp") if mesh.size(axis) > 1]
     for axis in outer:
         table.add_column(axis, justify="right", no_wrap=True)
@@ -61,7 +67,7 @@ def mesh_table(plan: Plan) -> Table:
 
 
 def who_holds_what(plan: Plan) -> Iterator[str]:
-    """A line for each axis, and for what is cut among ranks."""
+    """Yields a line for each axis and for ZeRO: what the ranks along it share, and what is divided among them."""
     if plan.dp > 1:
         yield "along dp: the same weights, other samples"
     if plan.cp > 1:
@@ -72,30 +78,40 @@ def who_holds_what(plan: Plan) -> Iterator[str]:
         yield f"along ep: other experts, to which tokens travel; {plan.dp * plan.cp // plan.ep} rank(s) have the same"
     if plan.zero:
         within, copies = Mesh(plan, 0, plan.size).shards()
-        what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[plan.zero - 1]
+        what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[
+            plan.zero - 1
+        ]
         again = f", {len(copies)} copies" if len(copies) > 1 else ""
         ranks = ", ".join("..." if place is None else str(within[place]) for place in _shown(len(within)))
         yield f"zero = {plan.zero}: {what} cut among {len(within)} ranks, such as {ranks}{again}"
 
 
 def how_stages_run(plan: Plan, microbatches: int) -> Iterator[str]:
-    """A line of a pipeline: its schedule for as many microbatches on a rank, in unit time (forward, and each half of backward, take as long)."""
+    """Yields a line on the pipeline schedule with `microbatches` a step: its bubble and its activations.
+
+    The bubble is simulated in unit time: a forward and each half of a backward take equally long.
+    """
     if plan.pp == 1:
         return
     schedule = schedule_of(plan, microbatches)
     check(schedule)
     each = f" ({schedule.chunks} a rank)" if schedule.chunks > 1 else ""
     held = max(live_activations(schedule)) / schedule.chunks
-    what = f"along pp: other stages of the model, {schedule.stages} in all{each}; {schedule.name}, {microbatches} microbatch(es) a step"
+    what = (
+        f"along pp: other stages of the model, {schedule.stages} in all{each}; {schedule.name}, "
+        f"{microbatches} microbatch(es) a step"
+    )
     if not schedule.flushes:
-        yield f"{what}: the next step begins before the last one has ended, so nobody waits for that; weights of up to {1 + delay(plan, 0)} versions"
+        versions = f"weights of up to {1 + delay(plan, 0)} versions"
+        yield f"{what}: the next step begins before the last one has ended, so nobody waits for that; {versions}"
         return
     bubble = simulate(schedule, Costs.even(schedule.stages)).bubble
-    yield f"{what}: ranks wait {bubble:.1%} of the time for each other, and keep activations of up to {held:g} microbatches of their part"
+    kept = f"activations of up to {held:g} microbatches of their part"
+    yield f"{what}: ranks wait {bubble:.1%} of the time for each other, and keep {kept}"
 
 
 def _shown(number: int) -> Iterator[int | None]:
-    """0 to `number`, of too many the first and the last ones with None between."""
+    """Yields 0 to `number` - 1; of more than `MOST` the first and the last ones, with None between them."""
     if number <= MOST:
         yield from range(number)
         return

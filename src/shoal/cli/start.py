@@ -1,4 +1,4 @@
-"""From a command to ranks on this host."""
+"""Starts the ranks of a command on this host."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ DEMO = Path(__file__).with_name("demo.toml")
 
 
 def start_job(path: Path, assignments: Sequence[str]) -> int:
-    """Trains the job file on the ranks of this host; returns the exit code. Raises UserError for a wrong job before a rank starts.
+    """Trains the job file on the ranks of this host; returns the exit code.
 
-    A process that another launcher started is itself a rank. A single rank runs in this process.
+    A process that another launcher started is itself a rank. A single rank runs in this process. Raises UserError for
+    an invalid job before any rank starts.
     """
     job, origins = load_job(path, assignments)
     outside = discover()
@@ -41,12 +42,12 @@ def start_script(script: Path, args: Sequence[str], nproc: int | None) -> int:
 
 
 def start_demo(nproc: int, directory: Path | None) -> int:
-    """The built-in job in a fresh directory."""
+    """Trains the built-in job on `nproc` ranks in `directory` (default: a new one in runs/); returns the exit code."""
     directory = directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {directory}:\n", flush=True)
     return start_job(DEMO, [text_assignment("run.dir", str(directory)), f"run.nproc={nproc}"])
 
 
 def text_assignment(key: str, text: str) -> str:
-    """An assignment of a text, whatever is in it."""
+    """Returns "key=value" with `text` quoted, so that any text can be assigned."""
     return f"{key}={json.dumps(text)}"

@@ -1,4 +1,4 @@
-"""What each of the doctor's two ranks runs: python -m shoal.cli.two_ranks RESULT. Rank 0 writes what their links were measured to do there."""
+"""The script of the doctor's two ranks, python -m shoal.cli.two_ranks RESULT: measures their links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main(result: Path) -> None:
-    """Sums a mebibyte of ones, AssertionError where the sum is wrong; then measures the group as a run has it, and TCP."""
+    """Checks an all-reduce of 1 MiB, then measures the link of the world's group and a TCP link.
+
+    result: the file that rank 0 writes the links to, as JSON.
+    Raises AssertionError where the sum is wrong.
+    """
     world = join(timeout=TIMEOUT.total_seconds())
     total = world.everyone.all_reduce(torch.ones(2**18, device=world.device))
     assert bool((total == world.size).all()), f"{world.size} ones sum to {total.unique().tolist()}"

@@ -1,7 +1,8 @@
 """Data: documents to tokens to packed rows, and the order in which steps take them.
 
-The road of text is `open_text`: corpus -> tokenizer -> shards -> split -> packed rows. Any map-style dataset of dicts goes on
-from there: a `Cursor` says which samples a step takes, `map_batches` hands them out; an `IterableSource` does both for a stream.
+`open_text` makes rows of text: corpus -> tokenizer -> shards -> split -> packed rows. For any map-style dataset of
+dicts, a `Cursor` chooses the samples of a step and `map_batches` yields them; an `IterableSource` does both for a
+stream.
 """
 
 from .arrays import ArrayData, Samples, held_out, open_arrays

@@ -1,8 +1,8 @@
-"""Samples that are no text: arrays in a file, images in folders by class. Inputs are float32; bytes become 0 to 1.
+"""Samples that are not text: arrays in a file, images in folders by class. Inputs are float32; bytes become 0 to 1.
 
-numbers.npz, numbers.safetensors      arrays `inputs` and `labels` (whole numbers: classes) or `targets` (numbers to predict)
+numbers.npz, numbers.safetensors      arrays `inputs` and `labels` (integers: classes) or `targets` (numbers to predict)
 inputs.npy                            with labels.npy or targets.npy beside it; not read into memory
-images/cat/1.png, images/dog/7.jpg    a folder for each class, in the order of their names; or these inside `train` and `val`
+images/cat/1.png, images/dog/7.jpg    a folder for each class, ordered by name; or these inside `train` and `val`
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ArrayData:
-    """Two map-style datasets. `validation` is None where nothing was held out; `classes`: how many there are, None where samples have targets."""
+    """Two map-style datasets.
+
+    validation: None where nothing was held out.
+    classes: number of classes; None where samples have targets.
+    """
 
     train: Samples
     validation: Samples | None
@@ -44,7 +48,7 @@ class ArrayData:
 
 @dataclass(frozen=True)
 class Arrays:
-    """`inputs` [N, ...] with one answer each: classes [N] or targets [N, ...]."""
+    """Inputs [N, ...] with one answer each: classes [N] or targets [N, ...]. `answer`: "labels" or "targets"."""
 
     inputs: NDArray[Any]
     answers: NDArray[Any]
@@ -60,7 +64,7 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Folder:
-    """Image files with their classes, read when they are asked for: [channels, H, W]."""
+    """Image files with their classes, read on access as [channels, H, W]; resized to `size` x `size` unless None."""
 
     files: Sequence[tuple[Path, int]]
     channels: int
@@ -70,7 +74,7 @@ class Folder:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        from PIL import Image  # comes with matplotlib; the engine runs where only torch is installed
+        from PIL import Image  # imported here: the engine runs where only torch is installed
 
         path, label = self.files[index]
         try:
@@ -78,13 +82,18 @@ class Folder:
                 image = file.convert("L" if self.channels == 1 else "RGB")
                 pixels = np.asarray(image if self.size is None else image.resize((self.size, self.size)))
         except OSError as error:
-            raise UserError(f"the image {path} cannot be read: {error}. Repair it, or take it out of the folder") from error
-        return {"inputs": as_inputs(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)), "labels": torch.tensor(label)}
+            raise UserError(
+                f"the image {path} cannot be read: {error}. Repair it, or take it out of the folder"
+            ) from error
+        return {
+            "inputs": as_inputs(pixels.reshape(*pixels.shape[:2], -1).transpose(2, 0, 1)),
+            "labels": torch.tensor(label),
+        }
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some samples of a dataset, by number."""
+    """The samples `numbers` of the dataset `whole`."""
 
     whole: Samples
     numbers: NDArray[np.int64]
@@ -97,16 +106,19 @@ class Part:
 
 
 def as_inputs(values: NDArray[Any]) -> Tensor:
-    """As float32; bytes from 0 to 255 as 0 to 1."""
+    """Converts an array to a float32 tensor; bytes from 0 to 255 become 0 to 1."""
     scale = 255 if values.dtype == np.uint8 else 1
     return torch.from_numpy(np.ascontiguousarray(values, np.float32) / np.float32(scale))
 
 
 def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3, size: int | None = None) -> ArrayData:
-    """The samples at `source`, of which the share `validation` is held out, drawn with `seed` (folders `train` and `val` are taken as they are).
+    """Opens the samples at `source`, a file of arrays or a folder of images.
 
-    Of images: `channels` 3 (RGB) or 1 (grey); `size`: pixels of each side that they are brought to, None: as they are. Raises UserError with what to do
-    about it.
+    validation: the share of samples held out, drawn with `seed`; folders `train` and `val` are taken as they are.
+    channels: of images, 3 (RGB) or 1 (grey).
+    size: images are resized to this many pixels on each side; None leaves them as they are.
+
+    Raises UserError, with a remedy, for what is missing, unreadable or inconsistent.
     """
     path = Path(source).expanduser()
     if not path.exists():
@@ -126,9 +138,11 @@ def open_arrays(source: str, *, validation: float, seed: int, channels: int = 3,
 
 
 def held_out(whole: Samples, validation: float, seed: int, classes: int | None) -> ArrayData:
-    """`whole` with a share of its samples held out."""
+    """Splits `whole`: the share `validation` of its samples, drawn with `seed`, is held out."""
     split = split_documents(len(whole), validation, seed)
-    return ArrayData(Part(whole, split.train), Part(whole, split.validation) if len(split.validation) else None, classes)
+    return ArrayData(
+        Part(whole, split.train), Part(whole, split.validation) if len(split.validation) else None, classes
+    )
 
 
 def _folder(path: Path, classes: Sequence[str], channels: int, size: int | None) -> Folder:
@@ -139,28 +153,37 @@ def _folder(path: Path, classes: Sequence[str], channels: int, size: int | None)
         if file.suffix.lower() in IMAGES and file.is_file()
     ]
     if not files:
-        raise UserError(f"{path} has no folders of images by class, such as {path / 'cat' / '1.png'} ({', '.join(IMAGES)})")
+        raise UserError(
+            f"{path} has no folders of images by class, such as {path / 'cat' / '1.png'} ({', '.join(IMAGES)})"
+        )
     return Folder(files, channels, size)
 
 
 def _arrays(path: Path) -> Arrays:
     if path.suffix not in (".npz", ".npy", ".safetensors"):
-        raise UserError(f"{path}: samples are read from .npz, .npy and .safetensors files, and from a folder of images by class")
+        raise UserError(
+            f"{path}: samples are read from .npz, .npy and .safetensors files, and from a folder of images by class"
+        )
     try:
         found = _read(path)
     except UserError:
         raise
-    except Exception as error:  # numpy and safetensors have several of their own for a broken file
+    except Exception as error:  # numpy and safetensors raise several types for a broken file
         raise UserError(f"{path} cannot be read: {error}") from error
     return checked_arrays(found, str(path))
 
 
 def checked_arrays(found: Mapping[str, NDArray[Any]], where: str) -> Arrays:
-    """The inputs and answers among `found`. Raises UserError where they are missing, or do not go together."""
+    """Returns the inputs and answers among the arrays `found`. Raises UserError where they are missing or do not match.
+
+    where: the name of their file, for errors.
+    """
     inputs = next((found[name] for name in INPUTS if name in found), None)
     name = next((name for name in ANSWERS if name in found), None)
     if inputs is None or name is None:
-        raise UserError(f"{where} holds {', '.join(found) or 'nothing'}: samples are arrays `inputs` with `labels` or `targets`")
+        raise UserError(
+            f"{where} holds {', '.join(found) or 'nothing'}: samples are arrays `inputs` with `labels` or `targets`"
+        )
     answers = found[name]
     whole = answers.dtype.kind in "iub"
     answer = "labels" if name in LABELS or (name == "y" and whole and answers.ndim == 1) else "targets"
@@ -168,7 +191,8 @@ def checked_arrays(found: Mapping[str, NDArray[Any]], where: str) -> Arrays:
         raise UserError(f"{where}: {len(inputs)} inputs with {len(answers)} {name}: give one of each for every sample")
     if answer == "labels" and (not whole or answers.ndim != 1 or int(answers.min()) < 0):
         raise UserError(
-            f"{where}: `{name}` is {answers.dtype} of shape {answers.shape}: classes are whole numbers from 0 up, one a sample"
+            f"{where}: `{name}` is {answers.dtype} of shape {answers.shape}: classes are whole numbers from 0 up, one "
+            "a sample"
         )
     return Arrays(inputs, answers, answer)
 
@@ -181,7 +205,9 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
         from safetensors.torch import load_file
 
         tensors = load_file(path)
-        return {name: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for name, each in tensors.items()}
+        return {
+            name: (each.float() if each.dtype == torch.bfloat16 else each).numpy() for name, each in tensors.items()
+        }
     beside = next((file for name in ANSWERS if (file := path.with_name(f"{name}.npy")).is_file()), None)
     if beside is None:
         raise UserError(f"{path}: there is no labels.npy or targets.npy beside it")

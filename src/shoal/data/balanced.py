@@ -1,8 +1,8 @@
-"""Batches of samples of similar cost: an order of the dataset as `Cursor`'s, and samplers for other people's loops.
+"""Batches of samples of similar cost: a counterpart of `Cursor`, and samplers for torch's DataLoader.
 
-Ranks wait for the slowest. Where samples differ in cost (length, size of a graph), a random batch gives ranks unlike work; here the
-dataset is sorted by cost, the sorted order cut into global batches, the batches shuffled, and each batch laid out so that any of
-its equal cuts over ranks cost about the same. Bagua's LoadBalancingDistributedSampler is the forerunner.
+Ranks wait for the slowest one. Where samples differ in cost (length, size of a graph), a random batch gives ranks
+unequal work. Here the dataset is sorted by cost, cut into global batches, the batches are shuffled, and each batch is
+ordered so that equal contiguous parts for the ranks cost about the same. After Bagua's LoadBalancingDistributedSampler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cost = Callable[[Any], float] | Sequence[float] | NDArray
 
 
 def sample_costs(dataset: MapDataset, cost: Cost) -> NDArray[np.float64]:
-    """The cost of each sample: `cost(dataset[i])`, which reads the whole dataset once, or `cost` itself if it is numbers."""
+    """Returns the cost of each sample: the numbers `cost`, or `cost(dataset[i])`, which reads the dataset once."""
     values = [cost(dataset[i]) for i in range(len(dataset))] if callable(cost) else cost
     costs = np.asarray(values, dtype=np.float64)
     if costs.shape != (len(dataset),):
@@ -34,12 +34,17 @@ def sample_costs(dataset: MapDataset, cost: Cost) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, eq=False)
 class BalancedCursor(GlobalBatches):
-    """The order of a dataset by `costs` (one finite number a sample), in global batches: the contract of `Cursor`.
+    """The order of a dataset by cost, in global batches; same contract as `Cursor`.
 
-    Every sample comes once an epoch, each epoch in a fresh order, a pure function of (costs, seed, epoch); the epoch's last batch is
-    short where `global_batch` does not divide the samples. No rank count comes in. `random_level` from 0 to 1 mixes the sorted order:
-    at 0 a batch holds neighbours, and (equal costs aside) the same samples in every epoch; at 1 any samples. An epoch is sorted when
-    its first step is asked for; the latest one is kept, so a step costs O(global_batch log global_batch).
+    costs: one finite number for each sample.
+    global_batch: samples in a step.
+    seed: of the order.
+    random_level: mixes the sorted order, 0 to 1: at 0 a batch has neighbours, and (equal costs aside) the same samples
+        in every epoch; at 1 any samples.
+
+    Every sample comes once per epoch, in an order that is a pure function of (costs, seed, epoch), not of the number of
+    ranks; the last batch of an epoch may be short. An epoch is sorted at its first step and kept until the next epoch,
+    so a step costs O(global_batch log global_batch). Raises UserError for invalid arguments.
     """
 
     costs: NDArray[np.float64]
@@ -66,10 +71,11 @@ class BalancedCursor(GlobalBatches):
         object.__setattr__(self, "_ranks", np.searchsorted(np.sort(costs), costs) / len(costs))
 
     def ids(self, step: int) -> NDArray[np.int64]:
-        """The sample ids of the global batch of `step`, in order."""
+        """Returns the sample ids of the global batch of `step`, in order: int64 [global_batch] or fewer."""
         epoch, step_in_epoch = self.place(step)
         full, rest = divmod(self.samples, self.global_batch)
-        short_at = derive_key("balanced short batch", self.seed, epoch) % (full + 1)  # it is the dearest only now and then
+        # The short batch is anywhere in the sorted order, so that it is not always the most expensive one.
+        short_at = derive_key("balanced short batch", self.seed, epoch) % (full + 1)
         if step_in_epoch < full:
             batch = int(permute(np.array([step_in_epoch], np.uint64), full, ("balanced", self.seed, epoch))[0])
             first = batch * self.global_batch + (rest if batch >= short_at else 0)
@@ -80,23 +86,24 @@ class BalancedCursor(GlobalBatches):
         return chosen[balanced_order(self.costs[chosen])]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """All samples by rank of cost, mixed with keyed noise. A rank moves by random_level / (1 - random_level) of all at most."""
+        """Returns all samples by rank of cost, mixed with keyed noise: a rank moves by at most the share
+        random_level / (1 - random_level) of all samples."""
         if epoch not in self._sorted:
-            hashes = keyed_hash(np.arange(self.samples, dtype=np.uint64), derive_key("balanced noise", self.seed, epoch))
-            noise = hashes / 2.0**64
-            place = (1 - self.random_level) * self._ranks + self.random_level * noise
-            order = np.lexsort((noise, place))  # equal costs in random order
+            key = derive_key("balanced noise", self.seed, epoch)
+            noise = keyed_hash(np.arange(self.samples, dtype=np.uint64), key) / 2.0**64
+            position = (1 - self.random_level) * self._ranks + self.random_level * noise
             self._sorted.clear()
-            self._sorted[epoch] = order
+            self._sorted[epoch] = np.lexsort((noise, position))  # equal costs in random order
         return self._sorted[epoch]
 
 
 def balanced_order(costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """An order in which equal contiguous cuts have near-equal sums, however many there are.
+    """Returns an order in which equal contiguous parts have nearly equal sums of `costs`, for any number of parts.
 
-    Blocks are paired, the cheapest with the dearest, and pairs are the blocks of the next round; where their number is odd, the middle
-    one is put aside for the end. Pairing never widens the spread: all aligned blocks of 2^k have sums within max(costs) - min(costs).
-    Of costs 1 2 3 4 5 6: blocks 1+6 2+5 3+4, then one of 1 6 3 4, and 2 5 at the end.
+    Blocks are paired, the cheapest with the most expensive, and the pairs are the blocks of the next round; the middle
+    one of an odd number goes to the end. Pairing never widens the spread: the sums of all aligned blocks of 2^k samples
+    differ by at most max(costs) - min(costs). Example: costs 1 2 3 4 5 6 give the blocks 1+6 2+5 3+4, then 1 6 3 4 and,
+    at the end, 2 5.
     """
     blocks = np.arange(len(costs), dtype=np.int64).reshape(-1, 1)
     tail: list[NDArray[np.int64]] = []
@@ -111,10 +118,14 @@ def balanced_order(costs: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 class LoadBalancedSampler(Sampler[int]):
-    """The samples of `rank` of `replicas`: at each position all replicas draw samples of similar cost.
+    """Samples a dataset for one of several replicas, so that at each position all replicas have samples of similar
+    cost.
 
-    For any torch DataLoader; call `set_epoch` before each epoch, as with torch's DistributedSampler. All replicas draw equally many:
-    where `replicas` does not divide the samples, some come twice.
+    For any torch DataLoader; call `set_epoch` before each epoch, as with torch's DistributedSampler. All replicas have
+    the same number of samples: where `replicas` does not divide them, some are repeated.
+
+    cost, random_level, seed: as in `sample_costs` and `BalancedCursor`.
+    replicas, rank: the number of replicas, and the one to sample for.
     """
 
     def __init__(
@@ -135,16 +146,18 @@ class LoadBalancedSampler(Sampler[int]):
         return iter(self.of_rank(self.rank))
 
     def of_rank(self, rank: int) -> list[int]:
-        """What `rank` draws in this epoch. Its place among the dear and the cheap of a position goes round."""
+        """Returns the samples of `rank` in this epoch; the order of cost among the ranks rotates with the position."""
         first = self.epoch * len(self)
         groups = (self._cursor.ids(step) for step in range(first, first + len(self)))
         return [int(ids[(rank + position) % self.replicas % len(ids)]) for position, ids in enumerate(groups)]
 
 
 class LoadBalancedBatchSampler(Sampler[list[int]]):
-    """Batches of any size over a LoadBalancedSampler: `batch_fn(ids) -> batches` cuts what a replica draws, e.g. by a budget of tokens.
+    """Batches of any size over a LoadBalancedSampler.
 
-    `batch_fn` must be a pure function. All replicas have as many batches as the one with most; the others repeat their first ones.
+    batch_fn: a pure function that cuts the ids of a replica into batches, e.g. by a budget of tokens.
+
+    All replicas have as many batches as the one with most; the others repeat their first ones.
     """
 
     def __init__(self, sampler: LoadBalancedSampler, batch_fn: Callable[[list[int]], list[list[int]]]) -> None:
@@ -165,5 +178,7 @@ class LoadBalancedBatchSampler(Sampler[list[int]]):
         batches = [self._batch_fn(self._sampler.of_rank(rank)) for rank in range(self._sampler.replicas)]
         for rank, mine in enumerate(batches):
             if not mine:
-                raise UserError(f"batch_fn gave no batch for rank {rank}: it must put every sample that it is given into one")
+                raise UserError(
+                    f"batch_fn gave no batch for rank {rank}: it must put every sample that it is given into one"
+                )
         return batches

@@ -1,4 +1,4 @@
-"""The cache of things made once from the user's data: where it is, and how a directory in it comes to be exactly once."""
+"""The cache of data made from the user's data: its place, and building a directory in it exactly once."""
 
 from __future__ import annotations
 
@@ -18,33 +18,38 @@ from ..errors import UserError
 log = logging.getLogger(__name__)
 
 DOING = "doing"
-"""The file in an unfinished directory that says what its builder is at."""
+"""The file in an unfinished directory with the builder's progress."""
 LOOK = 1.0
-"""Seconds between two looks at it of a process that waits."""
+"""Seconds between two reads of it by a process that waits."""
 
 
 def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/shoal`, or `~/.cache/shoal`."""
+    """Returns `$XDG_CACHE_HOME/shoal`, or `~/.cache/shoal`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 def fingerprint_of(*parts: object) -> str:
-    """24 hexadecimal digits that stand for `parts` (anything that JSON can write)."""
+    """Returns a hash of `parts` (anything that JSON can write): 24 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def tell(unfinished: Path, text: str) -> None:
-    """Says what the build in `unfinished` is at, here and in the processes that wait for it."""
+    """Reports the progress of the build in `unfinished`, here and in the processes that wait for it."""
     log.info(text)
     (unfinished / DOING).write_text(text)
 
 
 def build_once(target: Path, build: Callable[[Path], None], intact: Callable[[Path], bool]) -> None:
-    """Makes the directory `target` by `build(empty_directory)`, unless it is there and `intact(target)`.
+    """Makes the directory `target`, unless it exists and is intact.
 
-    Any number of processes may call at once: one builds under a file lock, the others wait and find it done. The directory
-    is built beside its place and renamed, so a killed build leaves nothing that looks finished. What is there but not
-    intact is replaced; a process that has its files mapped keeps the old ones.
+    target: the directory to make.
+    build: fills an empty directory.
+    intact: returns whether an existing directory is good.
+
+    Any number of processes may call at once: one builds under a file lock, the others wait. The directory is built
+        beside `target` and renamed, so a killed build leaves nothing that looks finished. A damaged directory is
+        replaced; a process
+    that has its files mapped keeps the old ones. Raises UserError where the cache cannot be written.
     """
     try:
         if intact(target):
@@ -63,20 +68,21 @@ def build_once(target: Path, build: Callable[[Path], None], intact: Callable[[Pa
             unfinished.rename(target)
     except OSError as error:
         raise UserError(
-            f"the data cache {target} cannot be written: {error}. Free or allow the space, or give another place by cache_dir"
+            f"the data cache {target} cannot be written: {error}. Free or allow the space, or give another place by "
+            "cache_dir"
         ) from error
 
 
 @contextmanager
 def _locked(lock: FileLock, unfinished: Path) -> Iterator[None]:
-    """Holds the lock; who waits for it says what the process that has it is at."""
+    """Holds the lock; while it waits, logs the progress of the process that has it."""
     said = ""
     while not lock.is_locked:
         with suppress(Timeout):
             lock.acquire(timeout=LOOK)
             break
         doing = ""
-        with suppress(OSError):  # it may just have ended
+        with suppress(OSError):  # the build may just have ended
             doing = (unfinished / DOING).read_text()
         if doing not in ("", said):
             log.info("%s (another process does)", doing)

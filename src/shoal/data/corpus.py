@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library, local files, a Hugging Face dataset. They are streamed, never all in memory."""
+"""Sources of documents: the standard library, local files, a Hugging Face dataset. Documents are streamed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .cache import fingerprint_of
 Document = str | NDArray[np.int64]
 
 TEXT_PIECE = 1 << 16  # characters after which a .txt file starts a new document at the next line end
-READ_BATCH = 256  # rows of a columnar source that are in memory at a time
-# tests are two thirds of the library's bytes, many of them tables and files broken on purpose
+READ_BATCH = 256  # rows of a columnar source in memory at a time
+# Tests are two thirds of the library's bytes, many of them tables and files broken on purpose.
 SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
@@ -31,8 +31,10 @@ SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_
 class Corpus:
     """Documents in a fixed order.
 
-    `name` is for messages. `fingerprint` changes when what the documents are read from changes. `stream()` starts over at
-    each call and gives no empty document; a document is text, or an int64 array of token ids where `tokenised`.
+    name: for messages.
+    fingerprint: changes when the source of the documents changes.
+    stream: returns an iterator over the documents from the first one, without empty ones.
+    tokenised: documents are int64 arrays of token ids instead of text.
     """
 
     name: str
@@ -42,16 +44,17 @@ class Corpus:
 
 
 def open_corpus(source: Any, field: str = "text") -> Corpus:
-    """The documents of `source`.
+    """Opens the documents of `source`:
 
     - `"stdlib"`: a document for each Python source file of the running interpreter's standard library, ordered by path,
       without its tests and without installed packages; files that are not UTF-8 are left out.
-    - a file, a directory (searched through, other suffixes left alone) or a glob (`**` crosses directories) of
-      `.txt` (UTF-8; a document is a file, longer ones are cut at the first line end after each 65,536 characters, so that
-      one large file can be streamed and split), `.jsonl` (an object a line, its `field`) and `.parquet` (column `field`);
+    - a file, a directory (searched recursively, other suffixes ignored) or a glob (`**` crosses directories) of
+      `.txt` (UTF-8; a document is a file; longer files are cut at the first line end after each 65,536 characters, so
+      that a large file can be streamed and split), `.jsonl` (one object per line, its `field`) and `.parquet` (column
+      `field`);
     - a `datasets.Dataset` with a column `field` of text, or else `input_ids` of tokens.
 
-    Documents that are empty or null are left out. Raises `UserError` for what is missing or unreadable, here or while
+    Empty and null documents are left out. Raises `UserError` for what is missing or unreadable, here or while
     streaming.
     """
     if not isinstance(source, str | Path):
@@ -66,18 +69,21 @@ def open_corpus(source: Any, field: str = "text") -> Corpus:
     )
 
 
-# --- the standard library -------------------------------------------------------------------------------------------------
+# --- the standard library
+# -------------------------------------------------------------------------------------------------
 
 
 def _from_stdlib() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     files: list[Path] = []
     for directory, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED_DIRECTORIES]  # not even walked: packages may be many
+        inner[:] = [name for name in inner if name not in SKIPPED_DIRECTORIES]  # not walked: packages may be many
         files += (Path(directory, name) for name in names if name.endswith(".py"))
     files.sort()
     if not files:
-        raise UserError(f"the standard library has no source files under {root}: give a file or directory of text instead")
+        raise UserError(
+            f"the standard library has no source files under {root}: give a file or directory of text instead"
+        )
     return Corpus("stdlib", fingerprint_of("stdlib", _stamps(files)), lambda: _utf8_sources(files))
 
 
@@ -91,7 +97,8 @@ def _utf8_sources(files: Iterable[Path]) -> Iterator[str]:
             yield text
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
+# --- files
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _find_files(source: str) -> list[Path]:
@@ -103,12 +110,17 @@ def _find_files(source: str) -> list[Path]:
         files = [path]
     else:
         files = [Path(match) for match in glob.glob(str(path), recursive=True) if Path(match).is_file()]
-        nothing = f"no such file, directory or glob: {source} (from {Path.cwd()}). Check the path; the built-in corpus is stdlib"
+        nothing = (
+            f"no such file, directory or glob: {source} (from {Path.cwd()}). Check the path; the built-in corpus is "
+            "stdlib"
+        )
     if not files:
         raise UserError(nothing)
     for file in files:
         if file.suffix not in READERS:
-            raise UserError(f"{file}: unknown suffix {file.suffix or '(none)'}. Documents are read from {_suffixes()} files")
+            raise UserError(
+                f"{file}: unknown suffix {file.suffix or '(none)'}. Documents are read from {_suffixes()} files"
+            )
         if file.suffix == ".parquet":
             _import_parquet()
     return sorted(file.resolve() for file in files)
@@ -128,14 +140,15 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8: {_first_bad_byte(path)}. Convert it (iconv -f LATIN1 -t UTF-8, if that is what it is), or leave it out"
+            f"{path} is not UTF-8: {_first_bad_byte(path)}. Convert it (iconv -f LATIN1 -t UTF-8, if that is what it "
+            "is), or leave it out"
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}. Check the file and its permissions") from error
 
 
 def _first_bad_byte(path: Path) -> str:
-    """Where the file stops being UTF-8: what the decoder of a stream says counts from its own block."""
+    """Finds the first byte of a file that is not UTF-8; a stream decoder's offset counts only from its own block."""
     decoder, offset, lines = codecs.getincrementaldecoder("utf-8")(), 0, 1
     with open(path, "rb") as file:
         while True:
@@ -145,9 +158,9 @@ def _first_bad_byte(path: Path) -> str:
                 decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 lines += error.object[: error.start].count(b"\n")
-                place = offset - len(held) + error.start
-                return f"byte 0x{error.object[error.start]:02x} at offset {place:,}, in line {lines:,} ({error.reason})"
-            if not block:  # another process has mended it
+                position, byte = offset - len(held) + error.start, error.object[error.start]
+                return f"byte 0x{byte:02x} at offset {position:,}, in line {lines:,} ({error.reason})"
+            if not block:  # another process has repaired it
                 return "it was not when it was read"
             offset, lines = offset + len(block), lines + block.count(b"\n")
 
@@ -176,7 +189,7 @@ def _jsonl_text(line: str, field: str, where: str) -> str:
         raise UserError(f"{where} is a {type(row).__name__}: a .jsonl file has one object a line")
     if field not in row:
         raise _missing_field(where, field, list(row))
-    # JSON can spell half of a surrogate pair, which no tokenizer takes
+    # JSON can encode half of a surrogate pair, which no tokenizer accepts.
     return _text(row[field], field, where).encode("utf-8", "replace").decode()
 
 
@@ -206,14 +219,19 @@ def _text(value: Any, field: str, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ArgumentError("field", f' is "{field}", which is a {type(value).__name__} in {where}, not text. Name the one that holds the documents')
+        raise ArgumentError(
+            "field",
+            f' is "{field}", which is a {type(value).__name__} in {where}, not text. Name the one that holds the '
+            "documents",
+        )
     return value
 
 
 def _missing_field(where: str, field: str, names: list[str]) -> ArgumentError:
     known = ", ".join(names) or "nothing"
     return ArgumentError(
-        "field", f' is "{field}", but {where} has {known}.{did_you_mean(field, names)} Name the one that holds the documents'
+        "field",
+        f' is "{field}", but {where} has {known}.{did_you_mean(field, names)} Name the one that holds the documents',
     )
 
 
@@ -224,14 +242,16 @@ READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 }
 
 
-# --- Hugging Face datasets ------------------------------------------------------------------------------------------------
+# --- Hugging Face datasets
+# ------------------------------------------------------------------------------------------------
 
 
 def _from_dataset(dataset: Any, field: str) -> Corpus:
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, dict):
         raise UserError(
-            f"this dataset has the splits {', '.join(columns)}: give one of them, such as dataset[{next(iter(columns))!r}]"
+            f"this dataset has the splits {', '.join(columns)}: give one of them, such as "
+            f"dataset[{next(iter(columns))!r}]"
         )
     if columns is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "select_columns"):
         raise UserError(
@@ -250,5 +270,5 @@ def _from_dataset(dataset: Any, field: str) -> Corpus:
                 if len(document):
                     yield document
 
-    # the same attribute names the library's own cache files; hashing the content instead would cost a pass at each start
+    # The library names its own cache files by this attribute; hashing the content would cost a pass at each start.
     return Corpus("the dataset", fingerprint_of("datasets", column, dataset._fingerprint), stream, tokenised)

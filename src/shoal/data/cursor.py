@@ -1,4 +1,4 @@
-"""Which samples make up the global batch of a step: a pure function of (seed, step), with nothing to save or replay."""
+"""The samples of the global batch of a step: a pure function of (seed, step), with nothing to save or replay."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from ..errors import UserError
 from .keyed import derive_key, keyed_hash
 
-ROUNDS = 4  # each changes both halves; four are the usual lower bound for a pseudo-random permutation (Luby, Rackoff 1988)
+ROUNDS = 4
+"""Rounds of the Feistel network: the usual lower bound for a pseudo-random permutation (Luby, Rackoff 1988)."""
 
 
 class GlobalBatches:
-    """What orders of a dataset share: `samples` an epoch, `global_batch` of them a step, the epoch's last batch short."""
+    """Base of orders of a dataset: epochs of `samples`, steps of `global_batch`, the last batch of an epoch short."""
 
     samples: int
     global_batch: int
@@ -25,11 +26,11 @@ class GlobalBatches:
         return math.ceil(self.samples / self.global_batch)
 
     def epoch(self, step: int) -> int:
-        """The epoch, from 0, that `step` belongs to."""
+        """Returns the epoch of `step`, from 0."""
         return step // self.steps_per_epoch
 
     def place(self, step: int) -> tuple[int, int]:
-        """The epoch of `step`, and its number in it."""
+        """Returns the epoch of `step`, and its index in that epoch."""
         if step < 0:
             raise UserError(f"step is {step}: steps count from 0")
         return divmod(step, self.steps_per_epoch)
@@ -37,10 +38,10 @@ class GlobalBatches:
 
 @dataclass(frozen=True)
 class Cursor(GlobalBatches):
-    """The order of a map-style dataset of `samples` items, in global batches of `global_batch`.
+    """The random order of a map-style dataset of `samples` items, in global batches of `global_batch`.
 
-    Every sample comes once an epoch, each epoch in a fresh order; the epoch's last batch is short when `global_batch` does
-    not divide `samples`. Steps count from 0 and run on over epochs.
+    Every sample comes once per epoch, each epoch in another order; the last batch of an epoch is short where
+    `global_batch` does not divide `samples`. Steps count from 0 and continue over epochs.
     """
 
     samples: int
@@ -54,7 +55,7 @@ class Cursor(GlobalBatches):
             raise UserError(f"global_batch is {self.global_batch}: give the number of samples in one step, at least 1")
 
     def ids(self, step: int) -> NDArray[np.int64]:
-        """The sample ids of the global batch of `step`, in order. Time and memory are O(global_batch)."""
+        """Returns the sample ids of the global batch of `step`, in order. Time and memory are O(global_batch)."""
         epoch, step_in_epoch = self.place(step)
         first = step_in_epoch * self.global_batch
         positions = np.arange(first, min(first + self.global_batch, self.samples), dtype=np.uint64)
@@ -62,11 +63,11 @@ class Cursor(GlobalBatches):
 
 
 def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]) -> NDArray[np.uint64]:
-    """Where a keyed pseudo-random permutation of range(size) sends each of `positions` (all below `size`).
+    """Returns the images of `positions` (all below `size`) under a keyed pseudo-random permutation of range(size).
 
-    A Feistel network over Z_rows x Z_columns, the smallest near-square grid that holds `size` cells. What lands in one of
-    the fewer than `rows` surplus cells is sent on until it lands inside ("cycle walking"), which keeps it a permutation
-    (Black, Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    The permutation is a Feistel network over Z_rows x Z_columns, the smallest near-square grid of at least `size`
+    cells. An image in one of the fewer than `rows` surplus cells is permuted again until it is below `size` ("cycle
+    walking"), which keeps it a permutation (Black, Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     rows = math.isqrt(size - 1) + 1
     columns = math.ceil(size / rows)
@@ -77,8 +78,10 @@ def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]
     return images
 
 
-def _feistel(cells: NDArray[np.uint64], rows: int, columns: int, round_keys: list[tuple[int, int]]) -> NDArray[np.uint64]:
-    """One pass of the network; a bijection of range(rows * columns), as each half-round only adds to one coordinate."""
+def _feistel(
+    cells: NDArray[np.uint64], rows: int, columns: int, round_keys: list[tuple[int, int]]
+) -> NDArray[np.uint64]:
+    """Applies the network, a bijection of range(rows * columns), since each half-round only adds to one coordinate."""
     row, column = np.divmod(cells, np.uint64(columns))
     for row_key, column_key in round_keys:
         row = (row + keyed_hash(column, row_key) % np.uint64(rows)) % np.uint64(rows)

@@ -1,4 +1,4 @@
-"""Global batches of an iterable dataset: read by one rank, in order, and dispatched to the others."""
+"""Global batches of an iterable dataset: one rank reads them in order and dispatches them to the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Dispatch = Callable[[list[Any] | None], list[Any]]
 
 @dataclass(frozen=True)
 class Place:
-    """After which batch a source stands: the step, epoch and id to come, and the samples of this epoch handed out so far."""
+    """The position of a source: the step, epoch and id to come, and the samples of this epoch returned so far."""
 
     step: int = 0
     epoch: int = 0
@@ -26,27 +26,36 @@ class Place:
 
 
 class IterableSource:
-    """An iterable of samples with a place in it that can be saved.
+    """An iterable of samples with a position that can be saved.
 
-    Only the rank with `reads=True` touches `iterable`. An iterable that can be iterated again makes further epochs, and hears
-    of them by its `set_epoch(epoch)` if it has one.
+    iterable: gives further epochs if it can be iterated again; its `set_epoch(epoch)`, if any, is called before each.
+    reads: whether this rank reads `iterable`; one rank does.
     """
 
     def __init__(self, iterable: Iterable[Any], *, reads: bool = True) -> None:
         self.iterable = iterable
         self._reads = reads
         self._place = Place()
-        self._reader: Iterator[Any] | None = None  # of the epoch under way; None between epochs and after loading a state
+        self._reader: Iterator[Any] | None = None  # of the current epoch; None between epochs and after loading a state
         self._saved: Any = None  # the iterable's state, loaded and not yet used
 
     def batches(
-        self, global_batch: int, *, dispatch: Dispatch | None = None, epochs: int | None = None, collate: Collate | None = None
+        self,
+        global_batch: int,
+        *,
+        dispatch: Dispatch | None = None,
+        epochs: int | None = None,
+        collate: Collate | None = None,
     ) -> Iterator[Batch]:
-        """Batches of `global_batch` samples from the place on; the last one of an epoch is short.
+        """Yields batches from the current position on; the last one of an epoch may be short.
 
-        Ids are running numbers over all epochs. `dispatch` is called on every rank for each batch and once at the end of an
-        epoch, on the reading rank with the samples and elsewhere with None, and returns the samples to all (a broadcast of
-        objects). Ends after `epochs`, or with an epoch that has no samples.
+        global_batch: samples in a batch.
+        dispatch: broadcasts the samples of a batch. Called on every rank for each batch and once at the end of an
+            epoch, with the samples on the reading rank and with None elsewhere; returns the samples.
+        epochs: number of epochs; None for no limit. Iteration also ends with an epoch that has no samples.
+        collate: stacks samples; by default `stack_samples`.
+
+        Ids are running numbers over all epochs.
         """
         if global_batch < 1:
             raise UserError(f"global_batch is {global_batch}: give the number of samples in one step, at least 1")
@@ -65,9 +74,9 @@ class IterableSource:
             self._reader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch handed out; so ask for a batch only when the one before it is taken.
+        """Returns the position after the last batch yielded, so take a batch only when the one before it is trained.
 
-        On the reading rank it holds the iterable's own `state_dict()` where that has one, which must be something JSON can write.
+        On the reading rank it includes the iterable's own `state_dict()`, if it has one, which must be JSON data.
         """
         state = self._saved
         if self._reader is not None and hasattr(self.iterable, "state_dict"):
@@ -75,7 +84,7 @@ class IterableSource:
         return {**asdict(self._place), "iterable": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a saved place. Where the iterable has no state of its own, the next batch reads on from its start to there."""
+        """Goes to a saved position. Where the iterable has no state, the next batch skips samples from its start."""
         self._place = Place(**{name: value for name, value in state.items() if name != "iterable"})
         self._saved = state["iterable"]
         self._reader = None

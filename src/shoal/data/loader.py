@@ -1,4 +1,4 @@
-"""Global batches of a map-style dataset: the ids of a step, and the means to load any of them."""
+"""Global batches of a map-style dataset: the ids of a step, and a function that loads any of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Collate = Callable[[list[Any]], dict[str, Tensor]]
 
 
 class MapDataset(Protocol):
-    """A map-style dataset: any rank may ask for any item, and an item is the same each time."""
+    """A map-style dataset: any rank may read any item, and an item is the same each time."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Order(Protocol):
-    """Which samples make up each step's global batch, a pure function of the step: `Cursor`, `BalancedCursor`."""
+    """The samples of each step's global batch, a pure function of the step: `Cursor`, `BalancedCursor`."""
 
     def epoch(self, step: int) -> int: ...
     def ids(self, step: int) -> NDArray[np.int64]: ...
@@ -34,7 +34,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """The global batch of one step, the same on every rank. `load(some_of_ids)` gives those samples, stacked."""
+    """The global batch of one step, the same on every rank. `load(some_of_ids)` returns those samples, stacked."""
 
     step: int
     epoch: int
@@ -45,8 +45,10 @@ class Batch:
         return f"Batch(step={self.step}, epoch={self.epoch}, {len(self.ids)} samples)"
 
 
-def map_batches(dataset: MapDataset, cursor: Order, start_step: int = 0, collate: Collate | None = None) -> Iterator[Batch]:
-    """The batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""
+def map_batches(
+    dataset: MapDataset, cursor: Order, start_step: int = 0, collate: Collate | None = None
+) -> Iterator[Batch]:
+    """Yields the batches of `cursor` from `start_step` on, without end; nothing is read before a batch's `load`."""
     stack = collate or stack_samples
 
     def load(ids: Sequence[int]) -> dict[str, Tensor]:
@@ -57,14 +59,15 @@ def map_batches(dataset: MapDataset, cursor: Order, start_step: int = 0, collate
 
 
 def stack_samples(samples: list[Any]) -> dict[str, Tensor]:
-    """Stacks samples, dicts of tensors, arrays or numbers, along a new first dimension, key by key.
+    """Stacks samples (dicts of tensors, arrays or numbers) along a new first dimension, key by key.
 
-    Raises `UserError` naming the key where samples do not have the same keys and shapes, or values that are no numbers.
+    Raises `UserError` with the key where samples have different keys or shapes, or values that are not numbers.
     """
     first = samples[0]
     if not isinstance(first, Mapping):
         raise UserError(
-            f"a sample is a {type(first).__name__}, not a dict of tensors: return dicts from the dataset, or give collate="
+            f"a sample is a {type(first).__name__}, not a dict of tensors: return dicts from the dataset, or give "
+            "collate="
         )
     for sample in samples:
         if sample.keys() != first.keys():
@@ -75,7 +78,9 @@ def stack_samples(samples: list[Any]) -> dict[str, Tensor]:
 def _stack(key: str, values: list[Any]) -> Tensor:
     for value in values:
         if not isinstance(value, Tensor | np.ndarray | np.number | np.bool_ | int | float):
-            raise UserError(f"sample[{key!r}] is a {type(value).__name__}: give tensors, arrays or numbers, or give collate=")
+            raise UserError(
+                f"sample[{key!r}] is a {type(value).__name__}: give tensors, arrays or numbers, or give collate="
+            )
     shapes = list(dict.fromkeys(tuple(np.shape(value)) for value in values))
     if len(shapes) > 1:
         raise UserError(

@@ -1,7 +1,7 @@
 """A corpus as token ids on disk: tokenised once, then read through memory maps.
 
-A directory holds `index.json`, `offsets.bin` (int64, documents + 1: where each document starts in the stream of all
-tokens) and `shard-00000.bin`, ... (uint16 or uint32 ids, whole documents, each ending with the eos token).
+A directory has `index.json`, `offsets.bin` (int64 [documents + 1], the start of each document in the concatenation of
+all tokens) and `shard-00000.bin`, ... (uint16 or uint32 ids, whole documents, each ending with the eos token).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENCODE_CHARACTERS = 1 << 21  # text handed to the tokenizer at a time; its threa
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What `index.json` says of another file: `start` is the first token in it, counted over all shards."""
+    """A file in `index.json`. `start`: the index of its first token, counted over all shards."""
 
     name: str
     start: int
@@ -45,7 +45,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """`index.json`: what was tokenised with what, and the files. `dtype` is that of the ids; `tokens` counts each eos."""
+    """The content of `index.json`: corpus, tokenizer and files. `dtype`: of the ids; `tokens`: with each eos."""
 
     format: int
     source: str  # fingerprint of the corpus
@@ -63,7 +63,12 @@ class Index:
 
 @dataclass(frozen=True)
 class Shards:
-    """Open shards. `offsets[d]` is where document d starts in the stream of all tokens; maps are opened once."""
+    """Open shards.
+
+    offsets: the start of each document in the concatenation of all tokens, int64 [documents + 1].
+    maps: memory maps of the shards, opened once.
+    starts: the index of the first token of each shard, int64 [shards].
+    """
 
     directory: Path
     index: Index
@@ -72,7 +77,7 @@ class Shards:
     starts: NDArray[np.int64]
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop) of the stream of all tokens, which must lie in one document."""
+        """Returns tokens [start, stop) of the concatenation of all tokens, which must lie in one document."""
         shard = int(np.searchsorted(self.starts, start, side="right")) - 1
         first = int(self.starts[shard])
         return self.maps[shard][start - first : stop - first].astype(np.int64)
@@ -82,9 +87,9 @@ class Shards:
 
 
 def build_shards(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Shards:
-    """Opens the shards of `corpus` in `cache_dir`, tokenising it first unless that was done.
+    """Opens the shards of `corpus` in `cache_dir`, tokenising it first where that was not done before.
 
-    Safe when many processes call at once. Shards with a missing or cut file are built again. Raises `UserError` for a
+    Many processes may call at once. Shards with a missing or truncated file are built again. Raises `UserError` for a
     corpus without documents, and for ids that the tokenizer does not have.
     """
     directory = cache_dir / "tokens" / fingerprint_of(FORMAT, corpus.fingerprint, tokenizer.fingerprint)
@@ -93,11 +98,15 @@ def build_shards(corpus: Corpus, tokenizer: Tokenizer, cache_dir: Path) -> Shard
 
 
 def open_shards(directory: Path) -> Shards:
-    """Opens what `build_shards` made, checking that each file is there with its size; `damaged_files` checks content."""
+    """Opens the shards in `directory`, checking the size of each file; `damaged_files` checks the content.
+
+    Raises `UserError` for damaged shards.
+    """
     damaged = _files_of_wrong_size(directory)
     if damaged:
         raise UserError(
-            f"token shards in {directory} are damaged: {', '.join(damaged)}. Delete the directory to have it built again"
+            f"token shards in {directory} are damaged: {', '.join(damaged)}. Delete the directory to have it built "
+            "again"
         )
     index = _read_index(directory)
     return Shards(
@@ -110,14 +119,15 @@ def open_shards(directory: Path) -> Shards:
 
 
 def damaged_files(directory: Path) -> list[str]:
-    """Names of the files that are missing or whose size or SHA-256 is not that of the index. Reads everything."""
+    """Returns the names of missing files and of those with another size or SHA-256 than the index. Reads everything."""
     wrong_size = _files_of_wrong_size(directory)
     if wrong_size:
         return wrong_size
     return [file.name for file in _read_index(directory).files if _sha256(directory / file.name) != file.sha256]
 
 
-# --- reading --------------------------------------------------------------------------------------------------------------
+# --- reading
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _read_index(directory: Path) -> Index:
@@ -132,7 +142,9 @@ def _files_of_wrong_size(directory: Path) -> list[str]:
         index = _read_index(directory)
     except (FileNotFoundError, ValueError, TypeError, KeyError):  # missing; not JSON; not these fields
         return ["index.json"]
-    sizes = {file.name: (directory / file.name).stat().st_size for file in index.files if (directory / file.name).is_file()}
+    sizes = {
+        file.name: (directory / file.name).stat().st_size for file in index.files if (directory / file.name).is_file()
+    }
     return [file.name for file in index.files if sizes.get(file.name) != file.bytes]
 
 
@@ -148,7 +160,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- writing --------------------------------------------------------------------------------------------------------------
+# --- writing
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
@@ -162,7 +175,9 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
         shards.append(_write_file(directory / f"shard-{len(shards):05d}.bin", tokens, shard))
         tokens += shards[-1].bytes // dtype.itemsize
     if not shards:
-        raise UserError(f"{corpus.name} has no documents, or only empty ones: there is nothing to train on. Check the source")
+        raise UserError(
+            f"{corpus.name} has no documents, or only empty ones: there is nothing to train on. Check the source"
+        )
     ends = np.cumsum(np.frombuffer(lengths, np.int64))
     index = Index(
         format=FORMAT,
@@ -178,7 +193,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def _one_shard(documents: Iterator[NDArray[np.int64]], lengths: array[int], dtype: np.dtype) -> Iterator[NDArray]:
-    """Passes on the documents of one shard and appends their lengths."""
+    """Yields the documents of one shard and appends their lengths to `lengths`."""
     tokens = 0
     for document in documents:
         yield document.astype(dtype)
@@ -196,12 +211,12 @@ def _write_file(path: Path, start: int, arrays: Iterator[NDArray]) -> FileRecord
             size += file.write(block)
             digest.update(block)
         file.flush()
-        os.fsync(file.fileno())  # else a power cut could leave zeros behind a right size, which opening does not see
+        os.fsync(file.fileno())  # else a power cut could leave zeros in a file of the right size
     return FileRecord(path.name, start, size, digest.hexdigest())
 
 
 def _encoded(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> Iterator[NDArray[np.int64]]:
-    """The ids of each document, the last one eos."""
+    """Yields the ids of each document, the last one eos."""
     for ids in _ids(corpus, tokenizer, directory):
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise UserError(

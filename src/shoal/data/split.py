@@ -1,4 +1,4 @@
-"""Train and validation documents, told apart by a keyed hash of the document's number."""
+"""The split into training and validation documents, by a keyed hash of the document's number."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from .keyed import derive_key, keyed_hash
 
 @dataclass(frozen=True)
 class Split:
-    """Document numbers, ascending, of each side. `validation` is empty only when none was asked for."""
+    """Ascending document numbers of each side. `validation` is empty only where nothing is to be held out."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
 
 
 def split_documents(documents: int, validation: float, seed: int) -> Split:
-    """Splits range(documents): each falls to validation with probability `validation`, by itself.
+    """Splits range(documents): each document independently goes to validation with probability `validation`.
 
-    So appended documents leave earlier ones on their side. A side that chance left empty gets the one document nearest to
-    it. `validation=0` keeps all for training. Raises `UserError` for a fraction outside [0, 1) and where one document
-    would have to be on both sides.
+    So appending documents does not move earlier ones. A side that would be empty gets the one document whose draw is
+    nearest. `validation=0` keeps all documents for training. Raises `UserError` for a fraction outside [0, 1), and for
+    fewer than two documents where some are to be held out.
     """
     if not 0 <= validation < 1:
-        raise ArgumentError("validation", f" is {validation}: give the share of documents to hold out, from 0 (none) to below 1")
+        raise ArgumentError(
+            "validation", f" is {validation}: give the share of documents to hold out, from 0 (none) to below 1"
+        )
     numbers = np.arange(documents, dtype=np.int64)
     if validation == 0:
         return Split(numbers, numbers[:0])

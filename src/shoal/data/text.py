@@ -1,4 +1,4 @@
-"""From a source of text to packed training and validation rows, in one call."""
+"""Opens a source of text as packed training and validation rows, in one call."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def open_text(
     cache_dir: str | Path | None = None,
     field: str = "text",
 ) -> TextData:
-    """Rows of `sequence` tokens from `source`; tokenised on the first call, opened from the cache after that.
+    """Opens rows of `sequence` tokens from `source`, which is tokenised on the first call and cached.
 
-    - `source`, `field`: see `open_corpus`: `"stdlib"`, a path, directory or glob of .txt/.jsonl/.parquet, or a `datasets.Dataset`.
-    - `tokenizer`: `"bytes"` (257 ids), `"bpe:4096"` (a byte-level BPE of at most that many ids, trained on about 8 MB of the
-      training documents, evenly spread), the path of a `tokenizer.json` or of a directory with one, or a `Tokenizer`.
-    - `validation`: the share of documents held out, drawn with `seed`.
-    - `attend`: whether a row or a document is one context, see `PackedText`.
-    - `cache_dir`: where shards and trained tokenizers are kept; `default_cache_dir()` if None.
+    source, field: see `open_corpus`: `"stdlib"`, a path, directory or glob of .txt/.jsonl/.parquet, or a
+        `datasets.Dataset`.
+    tokenizer: `"bytes"` (257 ids), `"bpe:4096"` (a byte-level BPE of at most that many ids, trained on about 8 MB of
+        the training documents, evenly spread), the path of a `tokenizer.json` or of a directory with one, or a
+        `Tokenizer`.
+    validation: the share of documents held out, drawn with `seed`.
+    attend: whether a row or a document is one context, see `PackedText`.
+    cache_dir: where shards and trained tokenizers are kept; `default_cache_dir()` if None.
 
-    Many processes may call it at once; one does the work. Raises `UserError` with what to do about it.
+    Many processes may call it at once; one does the work. Raises `UserError` with a remedy.
     """
     cache = default_cache_dir() if cache_dir is None else Path(cache_dir).expanduser().resolve()
     corpus = open_corpus(source, field)

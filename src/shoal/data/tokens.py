@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or one that exists as a `tokenizer.json`."""
+"""Tokenizers: bytes, a byte-level BPE trained on the corpus, or an existing `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     import tokenizers  # imported where it is used: the engine runs where only torch is installed
 
 END_OF_TEXT = "<|endoftext|>"
-KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # GPT-2 and kin, Llama 3, Llama 2 and T5, Gemma, BERT
+KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""End-of-text tokens of GPT-2 and its relatives, Llama 3, Llama 2 and T5, Gemma, BERT."""
 SPECIAL_IN_TEXT = "shoal_special_in_text"  # our key in tokenizer_config.json, see `load_tokenizer`
-TRAINING_CHARACTERS = 8_000_000  # merges learned on more differ little, and training time grows with it
+TRAINING_CHARACTERS = 8_000_000  # merges learned on more text differ little, and training time grows with it
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to ids in range(vocab_size) and back. `eos` ends each document; `encode` never adds it, `decode` drops it.
+    """Converts text to ids in range(vocab_size) and back. `encode` never adds `eos`, `decode` drops it.
 
     Equal `fingerprint`s mean equal ids for every text.
     """
@@ -45,7 +46,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a document."""
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, and 256 the end of a document."""
 
     vocab_size: int = 257
     eos: int = 256
@@ -63,7 +64,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library. `file` is its `tokenizer.json`."""
+    """A tokenizer of the `tokenizers` library. `file`: its `tokenizer.json`."""
 
     library: tokenizers.Tokenizer
     vocab_size: int
@@ -83,8 +84,11 @@ class LibraryTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> bool:
-    """Writes `tokenizer.json` and `tokenizer_config.json` to `directory`, which `load_tokenizer` and `AutoTokenizer.from_pretrained` read: the same ids,
-    that of bytes too. Returns False, and writes nothing, for a tokenizer of the caller's own."""
+    """Writes `tokenizer.json` and `tokenizer_config.json` to `directory`, for `load_tokenizer` and for
+    `AutoTokenizer.from_pretrained`, which give the same ids, also for bytes.
+
+    Returns False, and writes nothing, for a tokenizer class of the caller's own.
+    """
     if not isinstance(tokenizer, ByteTokenizer | LibraryTokenizer):
         return False
     directory.mkdir(parents=True, exist_ok=True)
@@ -102,16 +106,16 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> bool:
     for name, content in files.items():
         fresh = directory / f"{name}.tmp"
         fresh.write_bytes(content)
-        fresh.replace(directory / name)  # on a full disk the old one stays
+        fresh.replace(directory / name)  # atomic: on a full disk the old file stays
     return True
 
 
 def _bytes_as_library() -> tokenizers.Tokenizer:
-    """A `ByteTokenizer` of the library: a BPE without merges."""
+    """Returns the library's equivalent of `ByteTokenizer`: a BPE without merges."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    # the library's characters for bytes, in the order of GPT-2: those that print stand for themselves, the others come after them
+    # The library's characters for bytes, as in GPT-2: printable bytes are themselves, the others are 256 and up.
     printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     vocabulary = {chr(byte if byte in printing else next(others)): byte for byte in range(256)}
@@ -126,23 +130,30 @@ def load_tokenizer(path: str | Path, *, special_in_text: bool | None = None) -> 
     """Reads a `tokenizer.json`, or the directory of a Hugging Face tokenizer that has one.
 
     The end-of-document token is the `eos_token` of the `tokenizer_config.json` beside it, or else the first of
-    `KNOWN_EOS` in the vocabulary. Text that spells a special token gives that token, as in `transformers`, unless
-    `special_in_text=False`, or a file that `save_tokenizer` wrote says so: then a document cannot contain its own end. Raises `UserError` where the file is missing or broken or has no such token.
+    `KNOWN_EOS` in the vocabulary.
+
+    special_in_text: whether text that spells a special token gives that token, as in `transformers`; if False, a
+        document cannot contain its own end. By default as `save_tokenizer` recorded it, or else True.
+
+    Raises `UserError` where the file is missing or broken, or has no end-of-document token.
     """
     file = Path(path).expanduser()
     if file.is_dir():
         file /= "tokenizer.json"
     if not file.is_file():
         raise ArgumentError(
-            "tokenizer", f": there is none at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
-            "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))"
+            "tokenizer",
+            f": there is none at {file}. Give 'bytes', 'bpe:SIZE', a tokenizer.json or a directory with one "
+            "(transformers writes it by AutoTokenizer.from_pretrained(...).save_pretrained(directory))",
         )
     import tokenizers
 
     try:
         library = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception itself
-        raise UserError(f"{file} is not a tokenizer.json: {error}. Delete it if Shoal made it, else get a whole one") from error
+        raise UserError(
+            f"{file} is not a tokenizer.json: {error}. Delete it if Shoal made it, else get a whole one"
+        ) from error
     if special_in_text is None:
         special_in_text = _beside(file).get(SPECIAL_IN_TEXT, True)
     library.no_truncation()
@@ -174,20 +185,23 @@ def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
 
 
 def _beside(file: Path) -> dict[str, Any]:
-    """What `tokenizer_config.json` beside it says."""
+    """Reads the `tokenizer_config.json` beside `file`; empty where there is none."""
     config = file.with_name("tokenizer_config.json")
     return json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
 
 
 def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, cache_dir: Path) -> Tokenizer:
-    """The tokenizer that `spec` names: `"bytes"`, `"bpe:SIZE"`, a path for `load_tokenizer`, or a `Tokenizer` as it is.
+    """Returns the tokenizer that `spec` names: `"bytes"`, `"bpe:SIZE"`, a path for `load_tokenizer`, or a `Tokenizer`.
 
-    `"bpe:SIZE"` is trained once on training documents of `corpus` (see `train_bpe`) and kept in `cache_dir`.
+    `"bpe:SIZE"` is trained once on training documents of `corpus` (see `train_bpe`) and kept in `cache_dir`. Raises
+    `UserError` for anything else.
     """
     if isinstance(spec, Tokenizer):
         return spec
     if not isinstance(spec, str | Path):
-        raise ArgumentError("tokenizer", f" is a {type(spec).__name__}: give 'bytes', 'bpe:SIZE', a path, or a shoal.data.Tokenizer")
+        raise ArgumentError(
+            "tokenizer", f" is a {type(spec).__name__}: give 'bytes', 'bpe:SIZE', a path, or a shoal.data.Tokenizer"
+        )
     if str(spec) == "bytes":
         return ByteTokenizer()
     if not str(spec).startswith("bpe:"):
@@ -195,7 +209,8 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
     vocab_size = _bpe_size(str(spec))
     if corpus.tokenised:
         raise ArgumentError(
-            "tokenizer", f" is {spec}, but {corpus.name} is tokenised already: give the tokenizer that made its input_ids"
+            "tokenizer",
+            f" is {spec}, but {corpus.name} is tokenised already: give the tokenizer that made its input_ids",
         )
     key = fingerprint_of("bpe", corpus.fingerprint, vocab_size, validation, seed, TRAINING_CHARACTERS)
     directory = cache_dir / "tokenizers" / key
@@ -216,16 +231,17 @@ def _bpe_size(spec: str) -> int:
     size = spec.removeprefix("bpe:")
     if not size.isdecimal() or int(size) < 257:
         raise ArgumentError(
-            "tokenizer", f" is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096"
+            "tokenizer",
+            f" is {spec!r}: give bpe:SIZE with a vocabulary of at least 257 (256 bytes and the end), as bpe:4096",
         )
     return int(size)
 
 
 def train_bpe(corpus: Corpus, vocab_size: int, validation: float, seed: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids, learned from the training side of `split_documents`.
+    """Trains a byte-level BPE of at most `vocab_size` ids on the training side of `split_documents`.
 
-    Of a corpus with more than `TRAINING_CHARACTERS` of training text, every k-th document is read, so that about that many
-    characters are spread evenly over it. The corpus is streamed twice: once to count, once to learn.
+    If there are more than `TRAINING_CHARACTERS` of training text, only every k-th document is used, so that about that
+    many characters are spread evenly over it. The corpus is streamed twice: once to count, once to learn.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""Doors for code written for other frameworks: its configuration, its loop, Shoal's engine behind them.
+"""Doors: adapters for code written for other frameworks, with their configuration and loop over Shoal's engine.
 
 config (dict, or path of a JSON file) -> patrickstar or deepspeed: keys checked, Settings -> Engine -> Model, Optimizer
 """
@@ -35,14 +35,18 @@ def initialize_engine(
     *,
     world: World | None = None,
 ) -> tuple[Model, Optimizer]:
-    """PatrickStar's entry, for its configuration and for DeepSpeed's: the model and the optimizer of the loop
+    """Returns the model and the optimizer for PatrickStar's or DeepSpeed's loop, given the framework's configuration:
 
         optimizer.zero_grad(); loss = model(data); model.backward(loss); optimizer.step()
 
-    `model_func`: a factory without arguments, or a ready module. `local_rank`: this process among those of its host, and its GPU; None or -1:
-    as the launcher says. `config`: a dict, or the path of a JSON file; a key that only PatrickStar has makes it PatrickStar's, one that only
-    DeepSpeed has DeepSpeed's, and without either it is PatrickStar's. The seed is the first rank's `torch.initial_seed()`. `world`: by default
-    what the launcher's variables say. Raises UserError for a key or value that is unknown, refused or contradictory.
+    model_func: a factory without arguments, or a module.
+    local_rank: this process among those of its host, and its GPU; None or -1: from the launcher.
+    config: a dict, or the path of a JSON file. A key that only DeepSpeed has makes it DeepSpeed's; otherwise it is
+        PatrickStar's.
+    client: PatrickStar's; has to be None.
+    world: by default from the launcher's variables.
+
+    The seed is rank 0's `torch.initial_seed()`. Raises UserError for an unknown, refused or contradictory key or value.
     """
     if client is not None:
         raise UserError("client: Shoal has none to orchestrate, the engine makes its chunks itself; leave it out")
@@ -65,10 +69,14 @@ def initialize_engine(
 def _settings(config: Mapping[str, Any] | str | Path, world: World) -> Settings:
     table = config if isinstance(config, Mapping) else _read(Path(config))
     own = [key for key in table if key in patrickstar.OWN]
-    theirs = sorted({key.split(".")[0] for key in deepspeed_keys.KEYS} - {key.split(".")[0] for key in patrickstar.KEYS})
+    theirs = sorted(
+        {key.split(".")[0] for key in deepspeed_keys.KEYS} - {key.split(".")[0] for key in patrickstar.KEYS}
+    )
     foreign = [key for key in table if key in theirs]
     if own and foreign:
-        raise UserError(f"{own[0]} is a key of PatrickStar's configuration, {foreign[0]} of DeepSpeed's: give one or the other")
+        raise UserError(
+            f"{own[0]} is a key of PatrickStar's configuration, {foreign[0]} of DeepSpeed's: give one or the other"
+        )
     if foreign:
         table = filled(table)
         check_keys(table, deepspeed_keys.KEYS, "DeepSpeed's configuration")
@@ -88,13 +96,14 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _join(local_rank: int | None) -> World:
-    """The launcher's world, on the GPU `local_rank` if this process is alone."""
+    """Joins the launcher's world; a single process uses the GPU `local_rank`."""
     world = join()
     if local_rank is None or local_rank == -1 or local_rank == world.local_rank:
         return world
     if world.size > 1:
         raise UserError(
-            f"local_rank = {local_rank}, but the launcher says {world.local_rank}: pass int(os.environ['LOCAL_RANK']), or None"
+            f"local_rank = {local_rank}, but the launcher says {world.local_rank}: pass "
+            "int(os.environ['LOCAL_RANK']), or None"
         )
     if not torch.cuda.is_available():
         return world

@@ -1,4 +1,4 @@
-"""What the configurations of other frameworks have in common: keys with what becomes of them, and Shoal's terms for what they say."""
+"""Common parts of the doors: the fate of a configuration's keys, and its translation to Shoal's settings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ HONOURED, NO_EFFECT, REFUSED = "honoured", "no effect", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key, and `why` (of an honoured one: as what). A refused one may stand there with a value that means "off": None, False, 0,
-    an empty table, a table with enabled = false, or one of `off`."""
+    """A key of a configuration, and its fate.
+
+    fate: HONOURED, NO_EFFECT or REFUSED.
+    why: the reason; for an honoured key its meaning.
+    off: values with which a refused key is accepted, beside None, False, 0, an empty table, or a table with
+        enabled = false.
+    """
 
     fate: str
     why: str
@@ -32,7 +37,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Settings:
-    """A configuration in Shoal's terms: options of the Engine, `microbatches` a step and rank, and `schedule`, stepped after each update."""
+    """A configuration translated to Shoal's terms.
+
+    optimizer, plan, engine: arguments of the Plan and the Engine.
+    microbatches: number in a step of a rank.
+    schedule: makes the learning-rate schedule, which is stepped after each update.
+    """
 
     optimizer: OptimizerFactory
     plan: Mapping[str, Any]
@@ -42,7 +52,7 @@ class Settings:
 
 
 def number(table: Mapping[str, Any], key: str, default: float) -> float:
-    """The number under `key` (its last part, of a dotted one); UserError for something else."""
+    """Returns the number under the last part of the dotted `key`. Raises UserError for another type."""
     value = table.get(key.rpartition(".")[2], default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < LARGEST:
         raise UserError(f"{key} = {value!r:.100}: give a number")
@@ -50,7 +60,7 @@ def number(table: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def flag(table: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """Whether `key` (its last part, of a dotted one) is switched on; UserError for something else than true or false."""
+    """Returns the boolean under the last part of the dotted `key`. Raises UserError for another type."""
     value = table.get(key.rpartition(".")[2], default)
     if not isinstance(value, bool):
         raise UserError(f"{key} = {value!r:.100}: give true or false")
@@ -58,15 +68,22 @@ def flag(table: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def inner(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The table under `key` (its last part, of a dotted one), empty where there is none; UserError for something else."""
+    """Returns the table under the last part of the dotted `key`, empty where missing. Raises UserError for others."""
     value = table.get(key.rpartition(".")[2], {})
     if not isinstance(value, Mapping):
         raise UserError(f"{key} = {value!r:.100}: this key is a table")
     return value
 
 
-def check_keys(config: Mapping[str, Any], keys: Mapping[str, Key], where: str, also: Mapping[str, Key] | None = None) -> None:
-    """Raises UserError for a key that `keys` (by dotted names) does not have, with the closest of them and of `also`, and for one that is refused."""
+def check_keys(
+    config: Mapping[str, Any], keys: Mapping[str, Key], where: str, also: Mapping[str, Key] | None = None
+) -> None:
+    """Raises UserError for an unknown or a refused key of `config`.
+
+    keys: the known keys, by dotted name.
+    where: name of the configuration, for errors.
+    also: more keys to suggest for an unknown one.
+    """
     _check_table(config, "", keys, where, [*keys, *(also or {})])
 
 

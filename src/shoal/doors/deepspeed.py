@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON in Shoal's terms: ZeRO stages, offload, precisions, batch sizes, optimizers and schedules (its release 0.19)."""
+"""Translates DeepSpeed's JSON (release 0.19): ZeRO stages, offload, precision, batch sizes, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.fused.trial import try_out
 
 CLIPPING = 1.0
-"""DeepSpeed's largest gradient norm, where the configuration says nothing."""
+"""DeepSpeed's default for the largest gradient norm."""
 NOT_HERE = {
     "lamb": "torch has none",
     "lion": "torch has none",
@@ -30,11 +30,11 @@ NOT_HERE = {
     "lbfgs": "it evaluates the loss several times a step",
     "sparseadam": "it takes sparse gradients only",
 }
-"""Optimizers of DeepSpeed or torch that this door does not have, and why."""
+"""Optimizers of DeepSpeed or torch that this door refuses, and why."""
 
 
 def translate(config: Mapping[str, Any], ranks: int) -> Settings:
-    """Shoal's terms for `config`, whose keys have been checked, on `ranks`."""
+    """Translates `config`, whose keys have been checked, for `ranks` ranks. Raises UserError for an invalid value."""
     zero = inner(config, "zero_optimization")
     stage = zero.get("stage", 0)
     if type(stage) is not int or stage not in (0, 1, 2, 3):
@@ -56,9 +56,10 @@ def translate(config: Mapping[str, Any], ranks: int) -> Settings:
 
 
 def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
-    """(train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps): the first is the product of the others and `ranks`.
+    """Returns (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps).
 
-    Two give the third, one of the first two alone goes with one microbatch a step. UserError where they contradict each other.
+    The first is the product of the others and `ranks`. Two of them give the third; one of the first two alone means one
+    microbatch per step. Raises UserError where they contradict each other.
     """
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     for name in names:
@@ -69,7 +70,8 @@ def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
     train, micro, steps = given
     if train is None and micro is None:
         raise UserError(
-            f"the configuration gives neither {names[0]} nor {names[1]}: give one of them, or any two of {', '.join(names)}"
+            f"the configuration gives neither {names[0]} nor {names[1]}: give one of them, or any two of "
+            f"{', '.join(names)}"
         )
     if train is not None:
         steps = steps or (train // (micro * ranks) if micro else 1)
@@ -87,7 +89,7 @@ def batch_sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
 
 
 def _memory(zero: Mapping[str, Any], stage: int) -> str | dict[str, Any] | None:
-    """Where `plan.memory` comes from. Parameters that are offloaded come to the device within what is free there, else there is no limit."""
+    """Returns `plan.memory`. With offloaded parameters the device has the budget "auto", otherwise none."""
     state, weights = (_home(zero, key) for key in ("offload_optimizer", "offload_param"))
     if state != "none" and stage == 0:
         raise UserError("zero_optimization.offload_optimizer needs stage 1, 2 or 3")
@@ -126,10 +128,14 @@ def _precision(config: Mapping[str, Any]) -> str | dict[str, Any]:
 
 def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
     if not table.get("type"):
-        raise UserError('the configuration names no optimizer: give optimizer = {"type": "AdamW", "params": {"lr": ...}}')
+        raise UserError(
+            'the configuration names no optimizer: give optimizer = {"type": "AdamW", "params": {"lr": ...}}'
+        )
     name, params = str(table["type"]), dict(inner(table, "optimizer.params"))
     if "max_grad_norm" in params:
-        raise UserError("optimizer.params.max_grad_norm: give gradient_clipping beside optimizer, as DeepSpeed wants it")
+        raise UserError(
+            "optimizer.params.max_grad_norm: give gradient_clipping beside optimizer, as DeepSpeed wants it"
+        )
     classes: dict[str, Any] = {
         key.lower(): each for key, each in vars(torch.optim).items() if inspect.isclass(each) and key != "Optimizer"
     }
@@ -145,13 +151,18 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
     for key in params:
         if key not in known:
             raise UserError(f'{name} has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
-    factory = partial(classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+    factory = partial(
+        classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    )
     try_out(factory, f"optimizer.params = {params!r:.300} of {name}")
     return factory
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:
-    """DeepSpeed's "Adam" is AdamW unless adam_w_mode = false, and decays by 0, not by torch's 0.01. Takes what is DeepSpeed's own out of `params`."""
+    """Returns "adam" or "adamw", and removes DeepSpeed's own keys from `params`.
+
+    DeepSpeed's "Adam" is AdamW unless adam_w_mode = false; its default weight decay is 0, not torch's 0.01.
+    """
     for key, only in (("bias_correction", True), ("fp32_optimizer_states", True)):
         if params.pop(key, only) != only:
             raise UserError(f"optimizer.params.{key} = {not only} is refused: Shoal's Adam is torch's, with {key}")

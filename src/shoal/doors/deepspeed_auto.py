@@ -1,5 +1,7 @@
-"""Values "auto" of DeepSpeed's JSON, which the Trainer of transformers fills in from its arguments: those that the file itself defines are
-filled in here as there; for any other one the message says which argument of the Trainer has it."""
+"""Fills in the values "auto" of DeepSpeed's JSON, which the Trainer of transformers replaces by its arguments.
+
+Values that follow from the file itself are filled in as the Trainer does; for others the error names its argument.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DEFINED = {
     "scheduler.params.warmup_max_lr": "optimizer.params.lr",
     **dict.fromkeys(BATCH_SIZES, "by the others, of which at least one is a number"),
 }
-"""What they stand for."""
+"""Values "auto" that follow from the file itself, and how."""
 
 ARGUMENTS = {
     "train_batch_size": "per_device_train_batch_size, times gradient_accumulation_steps and the ranks",
@@ -32,11 +34,14 @@ ARGUMENTS = {
     "fp16.enabled": "fp16",
     "bf16.enabled": "bf16",
 }
-"""The Trainer's arguments, which the file does not hold."""
+"""Values "auto" that come from the Trainer's arguments, which the file does not have."""
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with the values "auto" that it defines itself filled in. UserError for one that only the Trainer's arguments define."""
+    """Returns `config` with the values "auto" filled in that follow from the file itself.
+
+    Raises UserError for a value "auto" that comes from the Trainer's arguments.
+    """
     found = dict(config)
     if any(isinstance(found.get(name), int) for name in BATCH_SIZES[:2]):
         found = {key: value for key, value in found.items() if key not in BATCH_SIZES or value != "auto"}
@@ -52,7 +57,8 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     missing = [f"{name} (its {argument})" for name, argument in ARGUMENTS.items() if _is_auto(found, name)]
     if missing:
         raise UserError(
-            '"auto" is what the Trainer of transformers fills in from its arguments, which this file does not hold. Give the values that your '
+            '"auto" is what the Trainer of transformers fills in from its arguments, which this file does not hold. '
+            "Give the values that your "
             f"TrainingArguments have, for {'; '.join(missing)}"
         )
     return found
@@ -65,7 +71,7 @@ def _is_auto(config: Any, name: str) -> bool:
 
 
 def _params(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The parameters of the optimizer or scheduler; an empty table where there are none, or something else stands there."""
+    """Returns the parameters of the optimizer or scheduler; empty where there is no such table."""
     table = config.get(name)
     params = table.get("params") if isinstance(table, Mapping) else None
     return params if isinstance(params, dict) else {}

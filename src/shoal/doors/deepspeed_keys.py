@@ -1,4 +1,4 @@
-"""What becomes of each key of DeepSpeed's JSON (release 0.19)."""
+"""The fate of each key of DeepSpeed's JSON (release 0.19)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ KEYS = {
     "optimizer.type": Key(HONOURED, "Adam, AdamW, Adagrad, SGD, RMSprop and the others of torch.optim"),
     "optimizer.params": Key(HONOURED, '"Adam" is AdamW unless adam_w_mode = false, as in DeepSpeed'),
     "optimizer.legacy_fusion": Key(NO_EFFECT, _CHUNKS),
-    "scheduler.type": Key(HONOURED, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, by DeepSpeed's formulas"),
+    "scheduler.type": Key(
+        HONOURED, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, by DeepSpeed's formulas"
+    ),
     "scheduler.params": Key(HONOURED, "those of the schedule"),
     "gradient_clipping": Key(HONOURED, "largest norm; 1.0 by default, as in DeepSpeed since 0.19; 0 does not clip"),
     "fp16.enabled": Key(HONOURED, 'precision "fp16"'),
@@ -35,13 +37,19 @@ KEYS = {
     "fp16.fp16_master_weights_and_grads": Key(REFUSED, _LOW_MASTERS),
     "bf16.enabled": Key(HONOURED, 'precision "bf16": fp32 masters, gradients reduced in fp32'),
     "bf16.immediate_grad_update": Key(NO_EFFECT, _CHUNKS),
-    "bf16.check_grad_overflow": Key(NO_EFFECT, "a gradient that is not finite always stops the training, with its parameter's name"),
+    "bf16.check_grad_overflow": Key(
+        NO_EFFECT, "a gradient that is not finite always stops the training, with its parameter's name"
+    ),
     "bf16.bf16_master_weights_and_grads": Key(REFUSED, _LOW_MASTERS),
     "bf16.bf16_optimizer_states": Key(REFUSED, _LOW_MASTERS),
     "bfloat16.enabled": Key(HONOURED, "an older name of bf16"),
     "zero_optimization.stage": Key(HONOURED, "plan.zero"),
-    "zero_optimization.offload_optimizer.device": Key(HONOURED, '"cpu": plan.memory without a limit of the device; "nvme": and its disk'),
-    "zero_optimization.offload_optimizer.ratio": Key(NO_EFFECT, "all of the optimizer's state has its home on the host"),
+    "zero_optimization.offload_optimizer.device": Key(
+        HONOURED, '"cpu": plan.memory without a limit of the device; "nvme": and its disk'
+    ),
+    "zero_optimization.offload_optimizer.ratio": Key(
+        NO_EFFECT, "all of the optimizer's state has its home on the host"
+    ),
     "zero_optimization.offload_optimizer.pin_memory": Key(NO_EFFECT, "beside a GPU it always is"),
     "zero_optimization.offload_optimizer.buffer_count": Key(NO_EFFECT, _NVME),
     "zero_optimization.offload_optimizer.nvme_path": Key(HONOURED, "plan.memory.disk.path"),
@@ -50,7 +58,9 @@ KEYS = {
     "zero_optimization.offload_optimizer.fast_init": Key(NO_EFFECT, _NVME),
     "zero_optimization.offload_optimizer.super_offload": Key(NO_EFFECT, _MOVES),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": Key(NO_EFFECT, "Adam on the host takes torch's threads"),
-    "zero_optimization.offload_param.device": Key(HONOURED, '"cpu": plan.memory.device = "auto"; "nvme" is refused by name'),
+    "zero_optimization.offload_param.device": Key(
+        HONOURED, '"cpu": plan.memory.device = "auto"; "nvme" is refused by name'
+    ),
     "zero_optimization.offload_param.pin_memory": Key(NO_EFFECT, "beside a GPU it always is"),
     "zero_optimization.offload_param.buffer_count": Key(NO_EFFECT, _NVME),
     "zero_optimization.offload_param.buffer_size": Key(NO_EFFECT, _NVME),
@@ -59,16 +69,18 @@ KEYS = {
     **{
         f"zero_optimization.{name}": Key(NO_EFFECT, _CHUNKS)
         for name in (
-            "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "legacy_stage1", "overlap_comm", "parameter_alignment",
-            "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size", "use_multi_rank_bucket_allreduce",
+            "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "legacy_stage1", "overlap_comm",
+            "parameter_alignment", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+            "use_multi_rank_bucket_allreduce",
         )
     },
     **{
         f"zero_optimization.{name}": Key(NO_EFFECT, _MOVES)
         for name in (
-            "leaf_module", "memory_efficient_linear", "override_module_apply", "stage3_allgather_sequential", "stage3_max_live_parameters",
-            "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params",
+            "leaf_module", "memory_efficient_linear", "override_module_apply", "stage3_allgather_sequential",
+            "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
         )
     },
     "zero_optimization.compute_grad_norm": Key(NO_EFFECT, "the norm is always known"),
@@ -78,8 +90,12 @@ KEYS = {
     "zero_optimization.elastic_checkpoint": Key(NO_EFFECT, "every checkpoint loads under any plan"),
     "zero_optimization.load_from_fp32_weights": Key(NO_EFFECT, "every checkpoint holds fp32 masters"),
     "zero_optimization.pipeline_loading_checkpoint": Key(NO_EFFECT, "each rank reads its own part"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Key(NO_EFFECT, "`model.state_dict()` is always whole"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(NO_EFFECT, "`model.state_dict()` is always whole"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Key(
+        NO_EFFECT, "`model.state_dict()` is always whole"
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Key(
+        NO_EFFECT, "`model.state_dict()` is always whole"
+    ),
     "zero_optimization.save_muon_momentum_buffer_in_memory": Key(NO_EFFECT, _NVME),
     "zero_optimization.cpu_offload": Key(REFUSED, _DEPRECATED),
     "zero_optimization.cpu_offload_param": Key(REFUSED, _DEPRECATED),
@@ -90,7 +106,9 @@ KEYS = {
     "zero_optimization.zero_quantized_weights": Key(REFUSED, _LOSSY),
     "zero_optimization.zero_quantized_nontrainable_weights": Key(REFUSED, _LOSSY),
     "zero_optimization.zero_quantized_gradients": Key(REFUSED, _LOSSY),
-    "zero_optimization.zenflow": Key(REFUSED, "its updates are stale: choose that by name, shoal.Engine with plan.exchange"),
+    "zero_optimization.zenflow": Key(
+        REFUSED, "its updates are stale: choose that by name, shoal.Engine with plan.exchange"
+    ),
     "communication_data_type": Key(REFUSED, _LOSSY, off=("fp32",)),
     "seq_parallel_communication_data_type": Key(NO_EFFECT, "there is no sequence parallel"),
     "data_types.grad_accum_dtype": Key(REFUSED, "gradients are accumulated and reduced in fp32", off=("fp32",)),
@@ -124,8 +142,9 @@ KEYS = {
     **{
         name: Key(REFUSED, _OTHER)
         for name in (
-            "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "eigenvalue", "elasticity",
-            "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "quantize_training", "sparse_attention", "tensor_parallel",
+            "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "eigenvalue",
+            "elasticity", "hybrid_engine", "nebula", "pipeline", "progressive_layer_drop", "quantize_training",
+            "sparse_attention", "tensor_parallel",
         )
     },
 }  # fmt: skip

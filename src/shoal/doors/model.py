@@ -1,4 +1,4 @@
-"""What a loop written for PatrickStar or DeepSpeed holds in its hands: a model and an optimizer over one engine."""
+"""The model and the optimizer, over one engine, for loops written for PatrickStar or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from shoal.training.result import StepResult
 
 
 class Model(nn.Module):
-    """The model of `engine`, whose loop is the caller's: `microbatches` times `loss = model(...)`, `model.backward(loss)`, `model.step()` make a step.
+    """The model of `engine` for a loop of the caller. A step is `microbatches` times `loss = model(...)`,
+    `model.backward(loss)`, `model.step()`.
 
-    `module` is the model itself, on its device; `optimizer` the optimizer; `lr_scheduler` what `schedule` made, stepped after each update;
-    `result` what the last step did. State dicts and checkpoints are for all ranks together, between steps.
+    module: the model itself, on its device.
+    optimizer: the optimizer, as torch's schedulers know one.
+    lr_scheduler: made by `schedule`, stepped after each update.
+    result: the StepResult of the last step.
+
+    State dicts and checkpoints are collective calls, between steps.
     """
 
     def __init__(
@@ -36,20 +41,20 @@ class Model(nn.Module):
         self.train()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns. Without gradients (`torch.no_grad`) it belongs to no step."""
+        """Runs the model. A forward without gradients (`torch.no_grad`) is not part of a step."""
         return self._loop(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of `loss`, the mean over this rank's microbatch. Gradients are averaged over ranks and microbatches."""
+        """Runs backward of `loss`, a mean over this rank's microbatch. Gradients are averaged over the whole step."""
         self._loop.backward(loss)
 
     def step(self) -> None:
-        """Updates after the step's last microbatch, before it nothing. Raises UserError without a backward before it, TrainingError on a loss or
-        gradient that is not finite."""
+        """Updates the weights after the step's last microbatch, and does nothing after the others. Raises UserError
+        without a backward before it, TrainingError where the loss or a gradient is not finite."""
         self.optimizer.step()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the microbatch under way, up to its `step()`, is the step's last one: that `step()` updates."""
+        """Returns whether the current microbatch is the last of its step, so that its `step()` updates."""
         return self._loop.at_boundary
 
     def gradient_accumulation_steps(self) -> int:
@@ -63,32 +68,41 @@ class Model(nn.Module):
                 self.lr_scheduler.step()
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """All weights, fp32 masters, and buffers by the model's own names, whole, on every rank's CPU."""
+        """Returns all weights (fp32 masters) and buffers by the model's own names, whole, on every rank's CPU."""
         self._loop.close_step()
         self.engine.optimizer.settle()
         return whole_state(self.module, self.engine.parts.chunks)
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = False, assign: bool = False) -> Any:
-        """Takes weights and buffers, the same on every rank. Returns torch's (missing_keys, unexpected_keys); if `strict`, UserError for any."""
+        """Loads weights and buffers, the same on every rank. Returns torch's (missing_keys, unexpected_keys).
+
+        Raises UserError for any such key if `strict`.
+        """
         self._loop.close_step()
         self.engine.optimizer.settle()
-        return nn.modules.module._IncompatibleKeys(*put_whole(self.module, self.engine.parts.chunks, state_dict, strict))
+        return nn.modules.module._IncompatibleKeys(
+            *put_whole(self.module, self.engine.parts.chunks, state_dict, strict)
+        )
 
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
     ) -> None:
-        """Writes a checkpoint of Shoal's below `save_dir`, or below `save_dir/tag`; none that is there is deleted. `client_state`: JSON."""
+        """Writes a checkpoint below `save_dir`, or `save_dir/tag`; keeps all earlier ones. `client_state`: JSON."""
         self._loop.close_step()
         schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
         extra = {"client_state": dict(client_state or {}), "lr_scheduler": schedule}
         self.engine.save(Path(save_dir, tag or ""), keep=sys.maxsize, extra=extra)
 
     def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str, dict[str, Any]]:
-        """Reads the newest good checkpoint there, written under any plan. Returns its directory and its client state; CheckpointError if there is none."""
+        """Loads the newest good checkpoint there, written under any plan; returns its directory and client state.
+
+        Raises CheckpointError if there is none.
+        """
         self._loop.close_step()
         path = Path(load_dir, tag or "")
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*samples will not come exactly once")  # which come is the caller's affair
+            # The caller chooses the samples.
+            warnings.filterwarnings("ignore", message=".*samples will not come exactly once")
             extra = self.engine.load(path)
         if self.lr_scheduler is not None and extra.get("lr_scheduler"):
             self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
@@ -100,15 +114,16 @@ class Model(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UserError(
-            "the model is on its device and in its precision, in chunks that stay where they are: drop .to(), .cuda(), .half() and the like"
+            "the model is on its device and in its precision, in chunks that stay where they are: drop .to(), "
+            ".cuda(), .half() and the like"
         )
 
 
 class Optimizer(torch.optim.Optimizer):
-    """The optimizer of `engine` as torch's schedulers and loops know one; its groups can be read and changed. `update` is what `step` does."""
+    """The optimizer of `engine` as a torch optimizer; its groups can be read and changed. `step` calls `update`."""
 
     def __init__(self, engine: Engine, update: Callable[[], None]) -> None:
-        self._engine, self._update = engine, update  # the parent would want parameters of its own
+        self._engine, self._update = engine, update  # without the parent's constructor, which needs parameters
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -123,19 +138,22 @@ class Optimizer(torch.optim.Optimizer):
         return self._engine.optimizer.torch.defaults
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """As `Model.step`."""
+        """Calls `Model.step`."""
         if closure is not None:
             raise UserError("optimizer.step takes no closure here: forward and backward are the model's")
         self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients begin anew with each step, and those of a step under way stay."""
+        """Does nothing: gradients start at zero with each step, and those of the current step stay."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UserError("parameters cannot be added later: the engine lays all of them out in chunks when it is made")
 
     def state_dict(self) -> dict[str, Any]:
-        """Options and state of what this rank owns, for the same rank under the same plan. For any plan: `Model.save_checkpoint`."""
+        """Returns options and state of this rank's part, for the same rank under the same plan.
+
+        For any plan use `Model.save_checkpoint`.
+        """
         scale = self._engine.loss_scale
         return {
             "owner": self._owner(),
@@ -145,10 +163,11 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave. UserError for that of another rank or plan."""
+        """Loads a result of `state_dict`. Raises UserError for that of another rank or plan."""
         if state_dict["owner"] != self._owner():
             raise UserError(
-                f"this state is of {state_dict['owner']}, here it is {self._owner()}: each rank loads its own, under the same plan. "
+                f"this state is of {state_dict['owner']}, here it is {self._owner()}: each rank loads its own, under "
+                "the same plan. "
                 "model.save_checkpoint and load_checkpoint go between any plans"
             )
         self._engine.optimizer.settle()

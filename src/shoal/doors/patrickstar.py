@@ -1,7 +1,9 @@
 """PatrickStar's configuration: chunk memory over all ranks, Adam on the host.
 
-Two of its keys mean here what they say: `hysteresis` is DeepSpeed's (PatrickStar takes it for the factor of the scale), and the threshold of
-`gradient_clipping` stays what it is (PatrickStar's multiplies it by the loss scale again for each parameter).
+Two keys differ from PatrickStar, which misreads them: `hysteresis` has DeepSpeed's meaning (PatrickStar takes it for
+    the factor of the scale), and the threshold of `gradient_clipping` is constant (PatrickStar multiplies it by the
+    loss scale
+again for each parameter).
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from shoal.errors import UserError, did_you_mean
 from shoal.optim.fused.trial import try_out
 
 CHUNK_SIZE = 32 * 2**20
-"""Elements, where the configuration says nothing."""
+"""Default number of elements of a chunk."""
 
-_PLACED = "weights, masters and optimizer state have their home on the host, and what is brought to the device follows the plan of moves"
+_PLACED = (
+    "weights, masters and optimizer state have their home on the host, and what is brought to the device follows the "
+    "plan of moves"
+)
 
 KEYS = {
     "optimizer.type": Key(HONOURED, '"Adam" (default) or "AdamW", as PatrickStar has; others are refused'),
@@ -34,17 +39,27 @@ KEYS = {
     "fp16.loss_scale_window": Key(HONOURED, "2000 by default"),
     "fp16.hysteresis": Key(HONOURED, "2 by default, with DeepSpeed's meaning, which PatrickStar misreads"),
     "fp16.min_loss_scale": Key(HONOURED, "1 by default; an overflow at it stops the training"),
-    "gradient_clipping": Key(HONOURED, "each element of the mean gradient is clamped to it; 0 or less, the default, does not"),
-    "default_chunk_size": Key(HONOURED, "elements of a chunk, 32 Mi by default; `plan.exchange.chunk_bytes` is four times that"),
-    "release_after_init": Key(NO_EFFECT, "initial values are made one tensor at a time: no rank ever holds the whole model"),
+    "gradient_clipping": Key(
+        HONOURED, "each element of the mean gradient is clamped to it; 0 or less, the default, does not"
+    ),
+    "default_chunk_size": Key(
+        HONOURED, "elements of a chunk, 32 Mi by default; `plan.exchange.chunk_bytes` is four times that"
+    ),
+    "release_after_init": Key(
+        NO_EFFECT, "initial values are made one tensor at a time: no rank ever holds the whole model"
+    ),
     "use_cpu_embedding": Key(NO_EFFECT, _PLACED),
-    "client.mem_tracer.overall_gpu_mem_ratio": Key(HONOURED, "`plan.memory.device` as a part of the GPU's memory, 0.8 by default"),
+    "client.mem_tracer.overall_gpu_mem_ratio": Key(
+        HONOURED, "`plan.memory.device` as a part of the GPU's memory, 0.8 by default"
+    ),
     "client.mem_tracer.overall_cpu_mem_ratio": Key(NO_EFFECT, "the host is not rationed"),
     "client.mem_tracer.use_async_mem_monitor": Key(NO_EFFECT, "what each moment needs is recorded by the allocator"),
     "client.mem_tracer.warmup_gpu_chunk_mem_ratio": Key(NO_EFFECT, "the first step runs with as little as it can"),
     "client.mem_tracer.margin_use_ratio": Key(NO_EFFECT, _PLACED),
     "client.mem_tracer.with_static_partition": Key(NO_EFFECT, _PLACED),
-    "client.mem_tracer.use_fake_dist": Key(REFUSED, "it pretends to have more ranks than there are: start as many, `shoal run --nproc N`"),
+    "client.mem_tracer.use_fake_dist": Key(
+        REFUSED, "it pretends to have more ranks than there are: start as many, `shoal run --nproc N`"
+    ),
     "client.opts.with_mem_saving_comm": Key(NO_EFFECT, "one chunk is gathered at a time"),
     "client.opts.with_mem_cache": Key(NO_EFFECT, "torch's allocator keeps freed memory"),
     "client.opts.with_async_move": Key(NO_EFFECT, "chunks always move beside the computation"),
@@ -54,7 +69,7 @@ OWN = ("default_chunk_size", "release_after_init", "use_cpu_embedding", "client"
 
 
 def translate(config: Mapping[str, Any], device: torch.device) -> Settings:
-    """Shoal's terms for `config`, whose keys have been checked."""
+    """Translates `config`, whose keys have been checked. Raises UserError for an invalid value."""
     chunk = config.get("default_chunk_size", CHUNK_SIZE)
     if not isinstance(chunk, int) or isinstance(chunk, bool) or not 0 < chunk < 2**60:
         raise UserError(f"default_chunk_size = {chunk!r}: give the number of elements of a chunk, at least 1")
@@ -80,7 +95,9 @@ def _optimizer(table: Mapping[str, Any]) -> Any:
         )
     given = {key: value for key, value in inner(table, "optimizer.params").items() if key != "use_hybrid_adam"}
     params = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, **given}
-    factory = partial(kinds[name], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()})
+    factory = partial(
+        kinds[name], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    )
     try_out(factory, f"optimizer.params = {params!r:.300}")
     return factory
 
@@ -93,7 +110,7 @@ def _precision(table: Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def _memory(tracer: Mapping[str, Any], device: torch.device) -> dict[str, int]:
-    """On a CPU there is no second memory to ration."""
+    """Returns `plan.memory`: a share of the GPU's memory; empty on a CPU, which has only one memory."""
     ratio = number(tracer, "client.mem_tracer.overall_gpu_mem_ratio", 0.8)
     if not 0 < ratio <= 1:
         raise UserError(

@@ -1,6 +1,6 @@
-"""DeepSpeed's learning-rate schedules: a rate for each iteration, from -1, which the first step runs at, on.
+"""DeepSpeed's learning-rate schedules: a rate for each iteration. The first step runs at iteration -1.
 
-The formulas are those of deepspeed.runtime.lr_schedules (0.19). Its schedules step after each update, not after a step that overflowed.
+The formulas are those of deepspeed.runtime.lr_schedules (0.19). They step after each update, but not after an overflow.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from shoal.errors import UserError, did_you_mean
 
 LARGEST = 1e300
-"""Numbers of a configuration are smaller: products of them are to be finite."""
+"""Bound of a configuration's numbers, so that their products are finite."""
 
 Rule = Callable[[int, float], float]
-"""(iteration, the optimizer's own rate) -> the rate."""
+"""(iteration, the optimizer's own rate) -> rate"""
 
 
 class Schedule:
-    """Sets the rate of each group of `optimizer` by `rule`; `beta(iteration)`, where there is one, is Adam's first beta."""
+    """Sets the rate of each group of `optimizer` by `rule`, and Adam's first beta by `beta(iteration)`, if given."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, beta: Callable[[int], float] | None = None) -> None:
         self.optimizer, self._rule = optimizer, rule
@@ -33,7 +33,7 @@ class Schedule:
         self._set()
 
     def step(self) -> None:
-        """After an update."""
+        """Sets the next iteration's rates; called after each update."""
         self.last_batch_iteration += 1
         self._set()
 
@@ -55,13 +55,19 @@ class Schedule:
 
 
 def schedule(name: str, parameters: Mapping[str, Any]) -> Callable[[Optimizer], Schedule]:
-    """DeepSpeed's schedule of that name. UserError for a name or parameter that it does not have, or one that is missing."""
+    """Returns a factory of DeepSpeed's schedule `name`. Raises UserError for an unknown name, and for unknown, missing
+    or invalid parameters."""
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise UserError(f'scheduler.type = "{name!s:.100}" is not one of {", ".join(SCHEDULES)}.{did_you_mean(str(name), list(SCHEDULES))}')
+        raise UserError(
+            f'scheduler.type = "{name!s:.100}" is not one of '
+            f"{', '.join(SCHEDULES)}.{did_you_mean(str(name), list(SCHEDULES))}"
+        )
     known = inspect.signature(SCHEDULES[name]).parameters
     for key in parameters:
         if key not in known:
-            raise UserError(f'{name} has no parameter "{key}".{did_you_mean(key, list(known))} It has: {", ".join(known)}')
+            raise UserError(
+                f'{name} has no parameter "{key}".{did_you_mean(key, list(known))} It has: {", ".join(known)}'
+            )
     for key, each in known.items():
         if each.default is inspect.Parameter.empty and key not in parameters:
             raise UserError(f"scheduler.params: {name} needs {key}")
@@ -69,7 +75,7 @@ def schedule(name: str, parameters: Mapping[str, Any]) -> Callable[[Optimizer], 
 
 
 def _value(key: str, value: Any, default: Any) -> Any:
-    """`value` as the parameter `key` takes it; a number of steps may be written as 1e4."""
+    """Returns `value` with the type of the parameter `key`; a number of steps may be written as 1e4."""
     said = f"scheduler.params.{key} = {value!r:.100}"
     if value is None and default is None:
         return None
@@ -87,7 +93,7 @@ def _value(key: str, value: Any, default: Any) -> Any:
 
 
 def _warmed(iteration: int, steps: int, kind: str) -> float:
-    """How far the warm-up has come, from 0 to 1."""
+    """Returns the progress of the warm-up, 0 to 1."""
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
 
 
@@ -100,9 +106,12 @@ def _steps(number: int, kind: str) -> int:
 
 
 def _warmup_lr(
-    warmup_min_lr: float = 0.0, warmup_max_lr: float | None = None, warmup_num_steps: int = 1000, warmup_type: str = "log"
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
 ) -> Callable[[Optimizer], Schedule]:
-    """From the smallest rate to the largest (by default the optimizer's own), then constant."""
+    """Raises the rate from the smallest to the largest (by default the optimizer's own), then keeps it."""
     steps = _steps(warmup_num_steps, warmup_type)
 
     def rule(iteration: int, own: float) -> float:
@@ -122,7 +131,7 @@ def _warmup_decay_lr(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Callable[[Optimizer], Schedule]:
-    """The warm-up, then a straight line down to the smallest rate at `total_num_steps`."""
+    """Warms up, then decays linearly to the smallest rate at `total_num_steps`."""
     steps = _steps(warmup_num_steps, warmup_type)
 
     def rule(iteration: int, own: float) -> float:
@@ -142,7 +151,7 @@ def _warmup_cosine_lr(
     cos_min_ratio: float = 0.0001,
     warmup_type: str = "log",
 ) -> Callable[[Optimizer], Schedule]:
-    """Ratios of the optimizer's own rate: the warm-up, then half a cosine."""
+    """Warms up, then decays by half a cosine; ratios are relative to the optimizer's own rate."""
     steps = _steps(warmup_num_steps, warmup_type)
 
     def rule(iteration: int, own: float) -> float:
@@ -170,20 +179,25 @@ def _one_cycle(
     cycle_max_mom: float = 0.9,
     decay_mom_rate: float = 0.0,
 ) -> Callable[[Optimizer], Schedule]:
-    """The rate up and down again, Adam's first beta down and up, then decay (arXiv 1803.09820)."""
+    """Moves the rate up and down, Adam's first beta down and up, then decays both (arXiv 1803.09820)."""
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
-    stairs = cycle_first_stair_count, cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+    stairs = (
+        cycle_first_stair_count,
+        cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count,
+    )
     if decay_lr_rate < 0 or decay_mom_rate < 0:
-        raise UserError(f"scheduler.params: decay_lr_rate = {decay_lr_rate}, decay_mom_rate = {decay_mom_rate}: give 0 or more")
+        raise UserError(
+            f"scheduler.params: decay_lr_rate = {decay_lr_rate}, decay_mom_rate = {decay_mom_rate}: give 0 or more"
+        )
     if first < 1 or second < 0:
         raise UserError(f"scheduler.params: OneCycle with halves of {first} and {second} steps")
 
     def height(iteration: int) -> float:
-        """0 at both ends of the cycle, 1 where its halves meet."""
-        place = (iteration + 1) % (first + second)
-        rises = place <= first
-        share, count = (place / first, stairs[0]) if rises else ((first + second - place) / second, stairs[1])
+        """Returns the height in the cycle: 0 at both ends, 1 where its halves meet."""
+        position = (iteration + 1) % (first + second)
+        rises = position <= first
+        share, count = (position / first, stairs[0]) if rises else ((first + second - position) / second, stairs[1])
         return math.floor(share * count) / count if count > 0 else share
 
     def decayed(iteration: int, rate: float) -> float:
@@ -211,7 +225,7 @@ def _lr_range_test(
     lr_range_test_step_rate: float = 1.0,
     lr_range_test_staircase: bool = False,
 ) -> Callable[[Optimizer], Schedule]:
-    """Ever larger rates, to see which one is too large."""
+    """Raises the rate steadily, to find the one that is too large."""
     if lr_range_test_step_size < 1:
         raise UserError("scheduler.params.lr_range_test_step_size = 0: give at least 1")
 

@@ -1,4 +1,4 @@
-"""Jobs: the job file, and the main road from a job to a finished run."""
+"""Jobs: the job file, and training from a job to a finished run."""
 
 from shoal.jobs.config import Data, Job, Origins, Run, Train
 from shoal.jobs.read import load_job

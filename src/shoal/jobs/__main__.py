@@ -1,4 +1,4 @@
-"""What each rank of `shoal train` runs, under whichever launcher: python -m shoal.jobs job.toml [table.key=value ...]."""
+"""The entry point of each rank of `shoal train`: python -m shoal.jobs job.toml [table.key=value ...]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.report.progress import print_summary
 
 
 def run(path: str, assignments: list[str]) -> Outcome:
-    """Trains the job file; rank 0 tells how it went, the report's path last."""
+    """Trains the job file `path` with `assignments` on top; rank 0 prints a summary, the report's path last."""
     with tell_what_is_under_way(discover().rank == 0):
         outcome = train(*load_job(path, assignments))
     if outcome.report is not None:
@@ -26,7 +26,7 @@ def run(path: str, assignments: list[str]) -> Outcome:
 
 
 def tell(outcome: Outcome) -> None:
-    """Prints how the run ended: reason, numbers, the last sample, the report."""
+    """Prints the outcome of a run: the reason it ended, a table, the last sample and the report's path."""
     records = read_metrics(outcome.run_dir / "metrics.jsonl")
     console = Console(file=sys.stdout, highlight=False)
     console.print(Text(f"\n{outcome.reason}"))

@@ -1,4 +1,4 @@
-"""An engine from a settled job."""
+"""Makes an engine from a settled job."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from shoal.models import ModelSpec
 from shoal.optim.fused.trial import try_out
 from shoal.optim.lr import by_name
 from shoal.optim.optimizer import OptimizerFactory, decay_matrices_only
+from shoal.plan import option_parameters
 
 OPTIMIZERS = {
     name.lower(): getattr(torch.optim, name)
     for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Adafactor")
 }
-"""Those of torch that update any parameter from its gradient alone."""
+"""torch's optimizers that update any parameter from its gradient alone."""
 
 FLOOR = 0.1
+"""Final learning rate of a schedule, relative to the peak."""
 
 
 def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> Engine:
-    """The engine that trains `model` as the job says; `total`: the steps over which the learning rate falls."""
+    """Makes the engine that trains `model` as `job` says. `total`: steps over which the learning rate falls."""
     train = job.train
     assert train.schedule is not None and train.warmup is not None
     with in_section("train"):
@@ -51,20 +53,21 @@ def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> 
 
 
 def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory:
-    """The torch optimizer of a name, or of a table {name = "sgd", momentum = 0.9}. Raises UserError for what it does not take."""
-    parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
+    """Returns a factory of the torch optimizer that `option` names: a name, or a table {name = "sgd", momentum = 0.9}.
+
+    Raises UserError for an unknown name and for parameters that the optimizer does not take.
+    """
+    parameters = option_parameters(option)
     name = option if isinstance(option, str) else option.get("name")
     if not isinstance(name, str) or name not in OPTIMIZERS:
-        raise UserError(
-            f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{did_you_mean(str(name), list(OPTIMIZERS))}"
-        )
+        closest = did_you_mean(str(name), list(OPTIMIZERS))
+        raise UserError(f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{closest}")
     kind = OPTIMIZERS[name]
     known = [each for each in inspect.signature(kind).parameters if each not in ("params", "lr", "weight_decay")]
     for key in parameters:
         if key not in known:
-            raise UserError(
-                f"train.optimizer.{key} is no parameter of {name}.{did_you_mean(key, known)} Parameters: {', '.join(known)}"
-            )
+            closest = did_you_mean(key, known)
+            raise UserError(f"train.optimizer.{key} is no parameter of {name}.{closest} Parameters: {', '.join(known)}")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
     factory = partial(kind, lr=lr, **values)
     try_out(factory, f"train.optimizer = {option!r} with lr = {lr}")

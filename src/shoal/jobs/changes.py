@@ -1,6 +1,7 @@
-"""What of a job may change from one attempt to the next: the value given now wins, and is said; what a trained model cannot follow is refused.
+"""Changes of a job between two attempts of a run. The new value wins and is reported; a change that the trained weights
+do not allow is refused.
 
-Learning rate, schedule, optimizer, clipping, precision and batch are the engine's to say (see checkpoint.given).
+Learning rate, schedule, optimizer, clipping, precision and batch are compared by the engine (see checkpoint.given).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal.jobs.save import TOKENIZER
 Tables = Mapping[str, Mapping[str, Any]]
 
 SOFT = ("loss", "noise", "capacity_factor", "drop", "balance_loss", "z_loss", "balance_rate")
-"""Settings of a model, beside its dropouts, that weights do not depend on."""
+"""Settings of a model, beside its dropouts, that may change because the weights do not depend on them."""
 
 FIXED = {
     "train.seed": "it decides which documents are held out and in which order samples come",
@@ -26,14 +27,14 @@ FIXED = {
 
 
 def remembered(job: Job, tokenizer: str | None) -> dict[str, Any]:
-    """What a checkpoint says of its job, JSON. `tokenizer`: the fingerprint of the one in use."""
+    """Returns the part of a job that checkpoints record, as JSON values. `tokenizer`: the tokenizer's fingerprint."""
     kept = {section: table for section, table in tables(job).items() if section in ("model", "data")}
     kept["train"] = {"seed": job.train.seed, "sync_bn": job.train.sync_bn}
     return json.loads(json.dumps({**kept, "tokenizer": tokenizer}))
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each value that differs between two `remembered` jobs. Raises UserError for one that cannot change."""
+    """Returns a line for each value that differs between two `remembered` jobs. Raises UserError for a fixed one."""
     before, after = _flat(then), _flat(now)
     lines = []
     for key in {**before, **after}:
@@ -49,7 +50,8 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         was = before.get("data.tokenizer")
         remedy = _shown(was) if was == "bytes" else f"the directory {TOKENIZER!r} of the run that made the checkpoint"
         raise UserError(
-            f"data.tokenizer = {_shown(after.get('data.tokenizer'))} gives other ids than the tokenizer that the checkpoint was trained with ({_shown(was)}), "
+            f"data.tokenizer = {_shown(after.get('data.tokenizer'))} gives other ids than the tokenizer that the "
+            f"checkpoint was trained with ({_shown(was)}), "
             f"and that cannot change. Give {remedy}, or another run.dir to start anew"
         )
     return lines
@@ -62,7 +64,8 @@ def _is_soft(key: str) -> bool:
 
 def _fixed(key: str, now: Any, then: Any, why: str) -> UserError:
     return UserError(
-        f"{key} = {_shown(now)}, but the checkpoint was trained with {_shown(then)}, and that cannot change: {why}. Give {_shown(then)}, or another "
+        f"{key} = {_shown(now)}, but the checkpoint was trained with {_shown(then)}, and that cannot change: {why}. "
+        f"Give {_shown(then)}, or another "
         'run.dir to start anew (with run.resume = "auto" or "never")'
     )
 

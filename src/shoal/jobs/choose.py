@@ -1,9 +1,8 @@
-"""What a job leaves open, chosen from the model, the data and the machine. What was chosen has the origin "planner"."""
+"""Chooses the values that a job leaves open, from the model, the data and the machine. Their origin is "planner"."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +15,7 @@ from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.config import Data, Job, Origins
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
+from shoal.launch.local import usable_cores
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optim.optimizer import decay_matrices_only
@@ -29,7 +29,11 @@ WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
 
 @dataclass(frozen=True)
 class Settled:
-    """A job with nothing left open, its model and its data. `total`: steps, None where time alone stops the run. `tokenizer`: None where nothing is text."""
+    """A job with all values chosen, its model and its data.
+
+    total: number of steps; None where only train.seconds ends the run.
+    tokenizer: None where the data is not text.
+    """
 
     job: Job
     origins: Origins
@@ -43,20 +47,22 @@ class Settled:
 
 
 def ranks_here(job: Job) -> int:
-    """How many ranks to start on this host: what the job says, else what its plan needs, else the machine's default."""
+    """Returns the number of ranks to start on this host: the job's, else the plan's size, else `default_ranks`."""
     if job.run.nproc is not None:
         return job.run.nproc
     return job.plan.size if job.plan.size > 1 else default_ranks()
 
 
 def default_ranks() -> int:
-    """A rank for each GPU; without one, for each core but at most two, which leaves a laptop usable."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return torch.cuda.device_count() or min(2, cores)
+    """Returns one rank for each GPU; without GPUs one for each core but at most two, which leaves a laptop usable."""
+    return torch.cuda.device_count() or min(2, usable_cores())
 
 
 def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
-    """The job on `size` ranks: those are data parallel unless the plan says otherwise. UserError where the plan needs others."""
+    """Returns the job for `size` ranks, data parallel unless the plan says otherwise, and its origins.
+
+    Raises UserError where the plan needs another number of ranks.
+    """
     if "plan.dp" not in origins and job.plan.dp == 1 and size % job.plan.size == 0:
         job, origins = _put(job, origins, "plan", dp=size // job.plan.size)
     Mesh(job.plan, 0, size)  # refuses a plan that does not fit
@@ -65,14 +71,17 @@ def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """As much of a world as a choice depends on."""
+    """The part of a World that choices depend on: the number of ranks, in all and on this host."""
 
     size: int
     local_size: int
 
 
 def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
-    """Opens the data, tokenising it if nobody has, and builds the model's description. Raises UserError for what does not fit."""
+    """Opens the data, tokenising it where that was not done before, and chooses all values that `job` leaves open.
+
+    Raises UserError where job, model, data and ranks do not fit together.
+    """
     job, origins = spread(job, origins, world.size)
     if job.run.nproc is None:
         job, origins = _put(job, origins, "run", nproc=world.local_size)
@@ -86,7 +95,9 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
 def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, TextData]:
     table = dict(job.model)
     if job.data.size is not None:
-        raise UserError(f'data.size = {job.data.size} is of images, which model.name = "{table["name"]}" does not read: remove it')
+        raise UserError(
+            f'data.size = {job.data.size} is of images, which model.name = "{table["name"]}" does not read: remove it'
+        )
     if job.data.sequence is None:
         preset = PRESETS.get(str(table.get("preset")))
         longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
@@ -125,7 +136,7 @@ def _open(job: Job) -> TextData:
 
 
 def _from_data(table: Mapping[str, Any], job: Job, data: TextData) -> dict[str, Any]:
-    """Settings of our own language models that follow from the data where the job leaves them open."""
+    """Returns the settings of our own language models that follow from the data and that the job leaves open."""
     size = data.tokenizer.vocab_size
     open_settings: dict[str, dict[str, Any]] = {
         "gpt": {"vocab_size": size, "sequence": job.data.sequence},
@@ -139,12 +150,14 @@ def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
     assert model.vocab_size is not None
     if model.vocab_size < data.tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of data.tokenizer = "
+            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of "
+            "data.tokenizer = "
             f'"{job.data.tokenizer}": give model.vocab_size = {data.tokenizer.vocab_size}'
         )
     if model.sequence is not None and job.data.sequence is not None and model.sequence < job.data.sequence:
         raise UserError(
-            f"data.sequence = {job.data.sequence} is longer than the {model.sequence} tokens that the model takes: shorten the one or "
+            f"data.sequence = {job.data.sequence} is longer than the {model.sequence} tokens that the model takes: "
+            "shorten the one or "
             "lengthen the other"
         )
 
@@ -152,7 +165,9 @@ def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
 def _total(job: Job, data: TextData | ArrayData) -> int | None:
     limits = [] if job.train.steps is None else [job.train.steps]
     if job.train.epochs is not None:
-        limits.append(job.train.epochs * Cursor(len(data.train), job.train.global_batch, job.train.seed).steps_per_epoch)
+        limits.append(
+            job.train.epochs * Cursor(len(data.train), job.train.global_batch, job.train.seed).steps_per_epoch
+        )
     return min(limits, default=None)
 
 
@@ -161,16 +176,19 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
         job, origins = _put(job, origins, "train", schedule="constant" if total is None else "cosine")
     elif total is None and job.train.schedule != "constant":
         raise UserError(
-            f'train.schedule = "{job.train.schedule}" ends at the last step, which train.seconds does not tell: give train.steps too, '
+            f'train.schedule = "{job.train.schedule}" ends at the last step, which train.seconds does not tell: give '
+            "train.steps too, "
             'or schedule = "constant"'
         )
     if job.train.warmup is None:
-        job, origins = _put(job, origins, "train", warmup=0 if total is None else min(WARMUP_MOST, int(WARMUP_SHARE * total)))
+        job, origins = _put(
+            job, origins, "train", warmup=0 if total is None else min(WARMUP_MOST, int(WARMUP_SHARE * total))
+        )
     return job, origins
 
 
 def microbatches_of(job: Job) -> tuple[int, int]:
-    """Samples of a microbatch, and the most microbatches that a rank has in a step."""
+    """Returns the number of samples in a microbatch, and the most microbatches that a rank has in a step."""
     train, ranks = job.train, job.plan.dp
     if train.microbatch is not None:
         return train.microbatch, math.ceil(math.ceil(train.global_batch / train.microbatch) / ranks)
@@ -178,8 +196,10 @@ def microbatches_of(job: Job) -> tuple[int, int]:
     return (microbatch := samples_to_fill(job.plan, share)), math.ceil(share / microbatch)
 
 
-def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData | ArrayData, world: World | Sizes) -> tuple[Job, Origins]:
-    """Rank 0 finds out, and tells the others."""
+def _put_stages(
+    job: Job, origins: Origins, model: ModelSpec, data: TextData | ArrayData, world: World | Sizes
+) -> tuple[Job, Origins]:
+    """Replaces a name in plan.stages ("counted", "measured") by the cuts that rank 0 finds and broadcasts."""
     if not isinstance(job.plan.stages, str | Mapping):
         return job, origins
     train = job.train
@@ -193,9 +213,12 @@ def _put_stages(job: Job, origins: Origins, model: ModelSpec, data: TextData | A
                 numbers = precision(train.precision)
             subject = Subject(model.factory, model.loss, sample, microbatch, numbers, job.plan, groups)
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            found = with_stages(job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device).stages
-        except Exception as error:  # all ranks are to raise it
-            found = error if isinstance(error, UserError) else UserError(f"plan.stages: {type(error).__name__}: {error}")
+            found = with_stages(
+                job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device
+            ).stages
+        except Exception as error:  # broadcast, so that all ranks raise it
+            found = UserError(f"plan.stages: {type(error).__name__}: {error}")
+            found = error if isinstance(error, UserError) else found
     if isinstance(world, World):
         found = world.everyone.broadcast_object(found)
     if isinstance(found, UserError):

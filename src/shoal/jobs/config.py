@@ -1,6 +1,6 @@
-"""What a job says: one schema, for the TOML file and for Python. Nothing here needs torch, so that a job is checked at once.
+"""The schema of a job, for the TOML file and for Python. Nothing here imports torch, so that a job is checked at once.
 
-Where a field is None, Shoal chooses (see `choose`), or there is none of it.
+A field that is None is chosen by Shoal (see `choose`), or is absent.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
 Origins = Mapping[str, str]
-"""Where each value comes from, by dotted key: "file", "cli" or "planner"; a key that is not there has its default."""
+"""The origin of each value by dotted key: "file", "cli" or "planner"; a missing key has its default value."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """`[data]`: the text to train on, see `shoal.data.open_text`. `source` may be a `datasets.Dataset` in Python.
+    """`[data]`: the text to train on (see `shoal.data.open_text`), or the samples (see `samples`).
 
-    `sequence`: tokens in a row, by default what the model takes. `validation`: the share of documents held out.
-    For models that read no text: arrays, a folder of images or a generated set (see `samples`); `size`: pixels of each side that images are brought to.
+    source: files, folders or the name of a set: text, or for models that read none arrays, images or a generated set.
+        In Python also a `datasets.Dataset`.
+    tokenizer, attend, field: as in `open_text`.
+    sequence: tokens in a row; by default what the model takes.
+    validation: the share of documents or samples held out, 0 to 1.
+    size: images are resized to this many pixels on each side.
     """
 
     source: Any = "stdlib"
@@ -41,10 +45,17 @@ class Data:
 
 @dataclass(frozen=True)
 class Train:
-    """`[train]`: the mathematics of the run. It stops at the first of `steps`, `epochs` and `seconds` (of training, over all attempts).
+    """`[train]`: the mathematics of the run.
 
-    `precision`: a name, or a table {name = "fp16", hysteresis = 1}. `optimizer`: a name of torch's, or a table {name = "sgd", momentum = 0.9}. `schedule`: "cosine", "linear" (both fall to a tenth)
-    or "constant", after `warmup` steps. `weight_decay` acts on matrices only. `clip`: the largest norm of the gradient, 0 for none.
+    steps, epochs, seconds: the run stops at the first of these limits; seconds of training, over all attempts.
+    global_batch, microbatch: samples in a step of all ranks, and in one forward of a rank.
+    precision: a name, or a table {name = "fp16", hysteresis = 1}.
+    optimizer: a name of torch's, or a table {name = "sgd", momentum = 0.9}.
+    weight_decay: acts on matrices only.
+    schedule: of the learning rate after `warmup` steps: "cosine" or "linear" (both fall to a tenth), or "constant".
+    clip: the largest norm of the gradient, 0 for none.
+    sync_bn: BatchNorm uses statistics of all ranks.
+    buffers: how buffers that forwards change are kept the same on all ranks.
     """
 
     steps: int | None = None
@@ -65,7 +76,9 @@ class Train:
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None and self.seconds is None:
-            raise UserError("nothing says when to stop: give train.steps, train.epochs or train.seconds, e.g. steps = 1000")
+            raise UserError(
+                "nothing says when to stop: give train.steps, train.epochs or train.seconds, e.g. steps = 1000"
+            )
         for key in ("steps", "epochs", "seconds", "global_batch", "microbatch", "lr"):
             value = getattr(self, key)
             if value is not None and not value > 0:
@@ -78,12 +91,17 @@ class Train:
 
 @dataclass(frozen=True)
 class Run:
-    """`[run]`: where the run lives and what it does beside training. `*_every` are steps, 0 for only at the end.
+    """`[run]`: the run directory, and what the run does beside training.
 
-    `nproc`: ranks on this host. `eval_samples`: validation rows in an evaluation, spread evenly, 0 for all. `keep`: checkpoints.
-    `resume`: "auto" continues the newest good checkpoint of `dir`, "never" wants a new `dir`, a path continues that checkpoint.
-    `trackers`: any of "tensorboard", "wandb", "mlflow". `sample`: a prompt to continue at each evaluation, "" for none. `norms_every`: steps between
-    records of the gradient's norms by layer, 0 for none.
+    nproc: ranks on this host.
+    eval_every, save_every: steps between evaluations and checkpoints; 0 for only at the end.
+    eval_samples: validation rows in an evaluation, spread evenly; 0 for all.
+    keep: number of checkpoints to keep.
+    resume: "auto" continues the newest good checkpoint of `dir`, "never" requires a new `dir`, a path continues that
+        checkpoint.
+    trackers: any of "tensorboard", "wandb", "mlflow".
+    sample: a prompt to continue at each evaluation, "" for none.
+    norms_every: steps between records of the gradient norms by layer, 0 for none.
     """
 
     dir: str = "runs/run"
@@ -107,14 +125,16 @@ class Run:
                 raise UserError(f"run.{key} = {value}: give at least 1")
         check_trackers(self.trackers)
         if self.nproc is not None and self.nproc > MOST_RANKS_OF_A_HOST:
-            raise UserError(f"run.nproc = {self.nproc}: that many ranks on this host? Give at most {MOST_RANKS_OF_A_HOST}")
+            raise UserError(
+                f"run.nproc = {self.nproc}: that many ranks on this host? Give at most {MOST_RANKS_OF_A_HOST}"
+            )
 
 
 @dataclass(frozen=True)
 class Job:
-    """All of a job. `model` is the table of `shoal.models.build`: a `name` and that model's settings.
+    """A whole job. `model` is the table for `shoal.models.build`: a `name` and that model's settings.
 
-    A `plan` with dp = 1 takes the number of ranks that are started, unless the origins of the job say that dp was given.
+    A `plan` with dp = 1 is spread over the ranks that are started, unless the job's origins say that dp was given.
     """
 
     model: Mapping[str, Any]
@@ -129,11 +149,11 @@ class Job:
 
 
 SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run}
-"""The tables with fixed keys; `[model]` has those of the model."""
+"""The tables with fixed keys; the keys of `[model]` depend on the model."""
 
 
 def tables(job: Job) -> dict[str, dict[str, Any]]:
-    """The job as TOML tables, in the order in which they are written. None, which TOML lacks, is left out: a value to be chosen."""
+    """Returns the job as TOML tables, in the order in which they are written. Values of None are left out."""
     found = {"model": dict(job.model)}
     for section, kind in SECTIONS.items():
         values = {each.name: getattr(getattr(job, section), each.name) for each in fields(kind)}
@@ -144,7 +164,7 @@ def tables(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def _check_numbers(where: str, value: Any) -> None:
-    """UserError for a number that neither 64 bits nor a float hold, anywhere in the job."""
+    """Raises UserError for a float that is not finite or an integer of more than 64 bits, anywhere in `value`."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where} = {value}: give a finite number")
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -153,12 +173,12 @@ def _check_numbers(where: str, value: Any) -> None:
         for key, each in value.items():
             _check_numbers(f"{where}.{key}", each)
     elif isinstance(value, list | tuple):
-        for place, each in enumerate(value):
-            _check_numbers(f"{where}[{place}]", each)
+        for index, each in enumerate(value):
+            _check_numbers(f"{where}[{index}]", each)
 
 
 def describe(job: Job, origins: Origins) -> dict[str, dict[str, Any]]:
-    """Each value by dotted key with its origin: {"train.lr": {"value": 3e-4, "origin": "file"}}."""
+    """Returns each value by dotted key with its origin: {"train.lr": {"value": 3e-4, "origin": "file"}}."""
     return {
         f"{section}.{key}": {"value": value, "origin": origins.get(f"{section}.{key}", "default")}
         for section, table in tables(job).items()

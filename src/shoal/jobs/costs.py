@@ -1,4 +1,4 @@
-"""What a sample costs in FLOPs, and what the ranks together could do: the two sides of MFU."""
+"""The two sides of MFU: the FLOPs of a sample, and the peak FLOP/s of all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from shoal.report.flops import count_flops, measure_peak_flops
 
 
 def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float | None:
-    """Forward and backward of one row of `sequence` tokens (None: of one sample): by the model's formula, else counted on the meta device, where nothing is
-    computed. None where the model does something that needs values."""
+    """Returns the FLOPs of forward and backward of one row of `sequence` tokens (None: of one sample).
+
+    They come from the model's formula, or else are counted on the meta device without computing. Returns None where the
+    model needs values, which meta tensors lack.
+    """
     if model.flops_per_token is not None and sequence is not None:
         return model.flops_per_token(sequence) * sequence
     row = {key: value.unsqueeze(0).to("meta") for key, value in data[0].items()}
@@ -26,11 +29,11 @@ def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float
     try:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         return float(count_flops(forward_and_backward, parameters=parameters, tokens=sequence or 1).flops)
-    except (NotImplementedError, RuntimeError):  # torch's words for an operation that the meta device cannot follow
+    except (NotImplementedError, RuntimeError):  # what torch raises for an operation that the meta device lacks
         return None
 
 
 def peak_flops(engine: Engine) -> float:
-    """FLOP/s of matrix products in the model's precision, of all ranks at once; all of them call it."""
+    """Measures the FLOP/s of matrix products in the model's precision, summed over all ranks. A collective call."""
     mine = measure_peak_flops(engine.device, engine.precision.model)
     return float(engine.world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64), purpose="peak"))

@@ -1,4 +1,4 @@
-"""What a run looks at beside its loss: the validation loss, and a text that the model writes."""
+"""Measures a run beside its training loss: the validation loss, accuracy, and a text that the model writes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.models.losses import IGNORED, Loss
 NEW_TOKENS, TEMPERATURE, TOP_K = 160, 0.8, 40
 
 
-class Spread:
-    """At most `samples` items of a map-style dataset (0 for all), evenly spread over it: the first ones are often of one kind."""
+class Subsample:
+    """At most `samples` items of a map-style dataset (all for 0), evenly spaced, as the first items are often alike."""
 
     def __init__(self, dataset: Any, samples: int) -> None:
         self._dataset = dataset
@@ -31,7 +31,7 @@ class Spread:
 
 
 def measure_of(loss: Loss) -> Loss | None:
-    """What an evaluation with this loss shows beside it: the share of samples whose class is right."""
+    """Returns the measure that an evaluation shows beside `loss`: the accuracy of a classifier, or None."""
     return _right if loss is classification else None
 
 
@@ -41,7 +41,7 @@ def _right(model: nn.Module, mb: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def can_write(loss: Loss) -> bool:
-    """Whether a model with this loss predicts the next token, so that it can go on with a text."""
+    """Returns whether a model with this loss predicts the next token, so that it can continue a text."""
     return loss is causal_lm
 
 
@@ -54,7 +54,11 @@ def write_on(
     top_k: int | None = TOP_K,
     seed: int | None = None,
 ) -> str:
-    """What the model writes after `prompt`, up to the document's end or so many `tokens`; the same draw each time. All ranks call it."""
+    """Returns the model's continuation of `prompt`, up to the end of the document. A collective call.
+
+    tokens: the largest number of new tokens.
+    temperature, top_k, seed: of the sampling, as in `Engine.generate`; the same seed gives the same text.
+    """
     ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.eos]])
     written = engine.generate(ids, tokens, temperature=temperature, top_k=top_k, seed=seed)[0, ids.shape[1] :].tolist()
     if tokenizer.eos in written:

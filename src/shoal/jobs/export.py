@@ -1,4 +1,4 @@
-"""What a run has made, for others: its weights and tokenizer exported, a text that it goes on with, its loss on other data."""
+"""Uses of a trained run: exports its weights and tokenizer, continues a text, measures its loss on other data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shoal.errors import CheckpointError, UserError
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
-from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
+from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.read import load_job
 from shoal.jobs.samples import DEFAULT
-from shoal.jobs.save import DIRECTORY, TOKENIZER
+from shoal.jobs.save import TOKENIZER, checkpoints_in
 from shoal.models import ModelSpec, build
 from shoal.plan import Plan
 from shoal.training.evaluation import Evaluation
@@ -26,7 +26,10 @@ from shoal.training.evaluation import Evaluation
 
 @dataclass(frozen=True)
 class Trained:
-    """The model of a run, whole in this process, with the weights of a checkpoint. `run_dir`: None where the checkpoint lies in no run directory."""
+    """A run's model with the weights of a checkpoint, whole in this process.
+
+    run_dir: None where the checkpoint is not in a run directory.
+    """
 
     job: Job
     model: ModelSpec
@@ -35,26 +38,30 @@ class Trained:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The run's own. Raises UserError where it has none."""
+        """The run's own tokenizer. Raises UserError where it has none."""
         if self.job.data.tokenizer == "bytes":
             return ByteTokenizer()
         if self.run_dir is None or not (self.run_dir / TOKENIZER).is_dir():
             raise UserError(
-                f"{self.run_dir or 'the checkpoint'} has no directory {TOKENIZER!r}: copy it there from the run that made the checkpoint"
+                f"{self.run_dir or 'the checkpoint'} has no directory {TOKENIZER!r}: copy it there from the run that "
+                "made the checkpoint"
             )
         return load_tokenizer(self.run_dir / TOKENIZER)
 
 
 def open_trained(path: Path, job_file: Path | None = None) -> Trained:
-    """The model of `path`: a checkpoint, or a run or directory whose newest good one is taken.
+    """Opens the model of `path`: a checkpoint, or the newest good one of a run or of a directory of checkpoints.
 
-    It is described by `job_file`, by default resolved.toml of the run that `path` lies in. Raises UserError where there is none.
+    job_file: describes the model; by default resolved.toml of the run that contains `path`.
+    Raises UserError where there is neither.
     """
     if not path.is_dir():
         raise UserError(f"no such directory: {path}")
     run_dir = next((each for each in (path, *path.resolve().parents[:2]) if (each / "resolved.toml").is_file()), None)
     if job_file is None and run_dir is None:
-        raise UserError(f"{path} lies in no run directory, whose resolved.toml tells the model: give the job file by --job")
+        raise UserError(
+            f"{path} lies in no run directory, whose resolved.toml tells the model: give the job file by --job"
+        )
     job, _ = load_job(job_file if job_file is not None else run_dir / "resolved.toml")  # type: ignore[operator]
     train = replace(job.train, schedule=job.train.schedule or "constant", warmup=job.train.warmup or 0)
     model = build(job.model)
@@ -62,7 +69,7 @@ def open_trained(path: Path, job_file: Path | None = None) -> Trained:
     engine = make_engine(alone, model, job.train.steps, World.single())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is used from here on")  # nothing is trained
-        engine.load(path / DIRECTORY if (path / DIRECTORY).is_dir() else path)
+        engine.load(checkpoints_in(path))
     return Trained(job, model, engine, run_dir)
 
 
@@ -76,12 +83,17 @@ def export_checkpoint(path: Path, out: Path, job_file: Path | None = None) -> Pa
         for file in own:
             shutil.copy(file, out)
     except OSError as error:
-        raise CheckpointError(f"the tokenizer was not copied to {out}: {error}; free space there, or export elsewhere") from error
+        raise CheckpointError(
+            f"the tokenizer was not copied to {out}: {error}; free space there, or export elsewhere"
+        ) from error
     return out
 
 
 def generate_text(path: Path, prompt: str, job_file: Path | None = None, **options: Any) -> str:
-    """What the model of `path` (see `open_trained`) writes after `prompt`; `options` are those of `write_on`. UserError for a model that writes no text."""
+    """Returns the continuation of `prompt` by the model of `path` (see `open_trained`); `options`: those of `write_on`.
+
+    Raises UserError for a model that does not predict the next token.
+    """
     trained = open_trained(path, job_file)
     if not can_write(trained.model.loss):
         raise UserError(
@@ -95,13 +107,16 @@ def generate_text(path: Path, prompt: str, job_file: Path | None = None, **optio
 def evaluate_run(
     path: Path, source: str | None = None, samples: int = 0, job_file: Path | None = None
 ) -> tuple[Evaluation, float | None]:
-    """Loss of the model of `path` (see `open_trained`), and accuracy where it tells classes, on all of `source` (by default on what the run held out), or on so
-    many rows spread over it."""
+    """Measures the loss of the model of `path` (see `open_trained`), and the accuracy of a classifier.
+
+    source: data to evaluate on; by default what the run held out.
+    samples: number of rows, evenly spaced; 0 for all.
+    """
     trained = open_trained(path, job_file)
     data = _data(trained, source)
-    spread = Spread(trained.model.prepare_data(data), samples)
+    rows = Subsample(trained.model.prepare_data(data), samples)
     right = measure_of(trained.model.loss)
-    evaluation = trained.engine.evaluate(spread, also=() if right is None else (right,))
+    evaluation = trained.engine.evaluate(rows, also=() if right is None else (right,))
     trained.engine.close()
     return evaluation, evaluation.also[0] if evaluation.also else None
 

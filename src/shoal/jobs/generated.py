@@ -1,8 +1,8 @@
-"""Samples that are made on the spot, for examples and first trials: sample `i` is a function of (seed, i), so that any process can make it.
+"""Generated samples for examples and first trials. Sample `i` is a function of (seed, i), so any process can make it.
 
-    spirals      points on the plane, of three arms of a spiral: classes
-    shapes       images [3, 16, 16] of a disc, a square or a cross in noise: classes
-    positions    chess boards of random pieces, by how far White is ahead in material: targets in (-1, 1)
+spirals      points on the plane, of three arms of a spiral: classes
+shapes       images [3, 16, 16] of a disc, a square or a cross in noise: classes
+positions    chess boards of random pieces, by how far White is ahead in material: targets in (-1, 1)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORTH = {"P": 1, "N": 3, "B": 3, "R": 5, "Q": 9, "K": 0}
 
 @dataclass(frozen=True)
 class Generated:
-    """`count` samples of one kind."""
+    """A map-style dataset of `count` samples of one kind."""
 
     make: Callable[[random.Random, torch.Generator], dict[str, Tensor]]
     count: int
@@ -49,9 +49,14 @@ def _shape(rng: random.Random, noise: torch.Generator) -> dict[str, Tensor]:
     label, radius = rng.randrange(CLASSES), rng.randint(3, 5)
     rows, columns = (torch.arange(SIDE) - rng.randint(6, 9) for _ in range(2))
     near, far = torch.minimum(rows.abs()[:, None], columns.abs()), torch.maximum(rows.abs()[:, None], columns.abs())
-    inside = [rows.square()[:, None] + columns.square() <= radius**2, far <= radius, (near <= 1) & (far <= radius)][label]
+    inside = [rows.square()[:, None] + columns.square() <= radius**2, far <= radius, (near <= 1) & (far <= radius)][
+        label
+    ]
     colour = 0.5 + 0.5 * torch.rand(3, 1, 1, generator=noise)
-    return {"inputs": inside * colour + 0.2 * torch.randn(3, SIDE, SIDE, generator=noise), "labels": torch.tensor(label)}
+    return {
+        "inputs": inside * colour + 0.2 * torch.randn(3, SIDE, SIDE, generator=noise),
+        "labels": torch.tensor(label),
+    }
 
 
 def _position(rng: random.Random, noise: torch.Generator) -> dict[str, Tensor]:
@@ -64,17 +69,17 @@ GENERATED: dict[str, tuple[Callable[[random.Random, torch.Generator], dict[str, 
     "shapes": (_shape, 4096, CLASSES),
     "positions": (_position, 16384, None),
 }
-"""By the name of data.source: how one is made, how many there are, and their classes."""
+"""By the name of data.source: the function that makes a sample, the number of samples, and the number of classes."""
 
 
 def generated(name: str, count: int | None = None, seed: int = 0) -> Generated:
-    """The set of that name, of `count` samples or as many as a job has."""
+    """Returns the set `name` with `count` samples (default: the number in `GENERATED`)."""
     make, usual, _ = GENERATED[name]
     return Generated(make, count or usual, seed)
 
 
 def random_fen(rng: random.Random) -> str:
-    """A board with both kings and up to 22 other pieces; pawns stay off the first and last rank."""
+    """Draws a board with both kings and up to 22 other pieces; pawns stay off the first and last rank."""
     board = [""] * 64
     squares = rng.sample(range(64), 2 + rng.randint(0, 22))
     board[squares[0]], board[squares[1]] = "K", "k"
@@ -90,6 +95,6 @@ def random_fen(rng: random.Random) -> str:
 
 
 def material(fen: str) -> int:
-    """White's material minus Black's, in pawns."""
+    """Returns White's material minus Black's, in pawns."""
     board = fen.split()[0]
     return sum(worth * (board.count(piece) - board.count(piece.lower())) for piece, worth in WORTH.items())

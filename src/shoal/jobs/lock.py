@@ -1,7 +1,8 @@
 """One run in a run directory at a time: `run.lock` says which process has it, and since when.
 
-The file is made by O_EXCL, which holds on file systems that hosts share too. A lock whose process has ended is stale, and is taken over: this host
-can tell by process id and start time. Of another host's process nothing is known here, so its lock is refused.
+The file is made by O_EXCL, which also excludes other hosts on a shared file system. The lock of a process that has
+ended is stale and is taken over; process id and start time tell that on this host. A lock of another host is never
+taken over, because nothing is known of that host's processes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shoal.errors import UserError
 NAME = "run.lock"
 _GUARD = "run.lock.guard"
 PATIENCE = 3.0
-"""Seconds to wait for a holder on this host to end: one that was killed takes a moment to go."""
+"""Seconds to wait for a holder on this host to end, as a killed process takes a moment to go."""
 _SAME_START = 2.0  # seconds: the start time of a process is rounded, and follows the clock
 
 
@@ -42,7 +43,7 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is known to be gone; of another host's that is not known."""
+        """True if its process is known to have ended; never for a process of another host."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -54,7 +55,10 @@ class Holder:
 
 @contextmanager
 def locked(run_dir: Path, group: Group) -> Iterator[None]:
-    """Inside, the run directory is this run's; all ranks of `group` enter together, rank 0 takes the lock. UserError, on all of them, where another has it."""
+    """Holds the lock of the run directory. A collective of `group`, whose rank 0 takes the lock.
+
+    Raises UserError on all ranks where another run has it or it cannot be written.
+    """
     problem: UserError | None = None
     new = not run_dir.exists()
     if group.rank == 0:
@@ -75,7 +79,7 @@ def locked(run_dir: Path, group: Group) -> Iterator[None]:
 
 
 def refuse_if_taken(run_dir: Path) -> None:
-    """UserError where another run has the directory: asked before ranks are started, whose logs go there."""
+    """Raises UserError where another run has the directory. Asked before ranks are started, whose logs go there."""
     deadline = time.monotonic() + PATIENCE
     while (holder := _holder(run_dir / NAME)) is not None and not holder.has_ended:
         if holder.host != socket.gethostname() or time.monotonic() > deadline:
@@ -86,7 +90,7 @@ def refuse_if_taken(run_dir: Path) -> None:
 def _take(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME
-    with FileLock(run_dir / _GUARD):  # two of this host might both find a stale one
+    with FileLock(run_dir / _GUARD):  # two processes of this host might both find a stale lock
         refuse_if_taken(run_dir)
         with suppress(FileNotFoundError):
             path.unlink()
@@ -98,7 +102,7 @@ def _take(run_dir: Path) -> None:
 
 
 def _give_back(run_dir: Path, new: bool) -> None:
-    """Ends the lock; a `new` directory in which nothing else was made goes too."""
+    """Removes the lock, and a `new` directory in which nothing else was made."""
     path = run_dir / NAME
     if _holder(path) == Holder.here():
         with suppress(OSError):  # a lock that stays is stale once this process has ended
@@ -109,7 +113,7 @@ def _give_back(run_dir: Path, new: bool) -> None:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Who has the lock; None where nobody has, or where its writer ended before it said who it was."""
+    """Returns who has the lock; None where nobody has, or where its writer ended before the file was complete."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -125,4 +129,6 @@ def _taken(run_dir: Path, holder: Holder | None) -> UserError:
         if holder.host == socket.gethostname()
         else f"if that process has ended, delete {run_dir / NAME}; else wait for it, or give another run.dir"
     )
-    return UserError(f"{run_dir} is in use by process {holder.pid} on host {holder.host}, which started at {since}: {remedy}")
+    return UserError(
+        f"{run_dir} is in use by process {holder.pid} on host {holder.host}, which started at {since}: {remedy}"
+    )

@@ -1,4 +1,4 @@
-"""What is known of a rank's memory: the tiers of `plan.memory`, or else the bytes of chunks and optimizer state, which are known exactly."""
+"""The memory of a rank for the record: the tiers of `plan.memory`, or else the bytes of chunks and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from shoal.engine import Engine
 
 
 def tiers(engine: Engine) -> list[Tier]:
-    """Now, those of the disk included. Without `plan.memory` one that holds what every rank keeps from step to step."""
+    """Returns the tiers at this moment, the disk included. Without `plan.memory` there is one tier, with what the rank
+    keeps from step to step."""
     if engine.parts.tier is None or engine.parts.host is None:
         name = "device" if engine.device.type == "cuda" else "host"
         return [Tier(f"memory.{name}", device=engine.device, held=_kept(engine), ledger=engine.ledger)]
     found = [engine.parts.tier, engine.parts.host]
     if engine.parts.pager is not None and engine.parts.pager.disk is not None:
-        found.append(Tier("plan.memory.disk", engine.parts.pager.disk.capacity, held=engine.parts.pager.held(), ledger=engine.ledger))
+        found.append(
+            Tier(
+                "plan.memory.disk",
+                engine.parts.pager.disk.capacity,
+                held=engine.parts.pager.held(),
+                ledger=engine.ledger,
+            )
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a rank moved between tiers in a step, beside those that were planned."""
+"""Compares the bytes that a rank moved between tiers in a step with those that were planned."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ WEIGHTS, GRADIENTS, READ, WRITTEN = "weights to the device", "gradients home", "
 
 
 class Moves:
-    """Of the engine's steps those that are recorded, and the first one of each new plan of moves."""
+    """Makes a MovesRecord for each recorded step, and for the first step of each new plan of moves."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._known: dict[int, tuple[Planned, dict[str, int]]] = {}  # by id; with the bytes by other rules
+        self._known: dict[int, tuple[Planned, dict[str, int]]] = {}  # by id; the plan, and the bytes under other rules
         self._before = self._counted()
 
     def before(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
         self._before = self._counted()
 
     def after(self, batch: Batch) -> MovesRecord | None:
-        """The record of the step on `batch` that has just ended; None if there is nothing new to say, or nothing moves in this plan."""
+        """Returns the record of the step on `batch` that has just ended; None for a step that is not recorded, or where
+        nothing moves between tiers."""
         engine, passing = self._engine, self._engine.parts.passing
         if engine.parts.tier is None and passing is None:
             return None
@@ -55,7 +56,7 @@ class Moves:
         }
 
     def _gradients_of_a_round(self) -> int:
-        """Each microbatch sends this rank's stretch of the gradient of each chunk whose home is the host."""
+        """Returns the bytes that a microbatch sends home: this rank's range of each gradient chunk of the host."""
         return sum(
             chunk.size // (chunk.group.size if chunk.group is not None else 1) * chunk.grad_dtype.itemsize
             for chunk in self._engine.parts.chunks

@@ -1,5 +1,4 @@
-"""What a job will need of memory, and the largest model of its family that the machine would hold: the planner's
-questions, asked for a job file."""
+"""Asks the planner for a job file: the memory it will need, and the largest model of its family that would fit."""
 
 from __future__ import annotations
 
@@ -48,8 +47,12 @@ from shoal.report.memory import read_memory
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest member of a model's family that fits: its `[model]` table and number of parameters, None where not
-    even the smallest does."""
+    """The largest member of a model's family that fits.
+
+    rule: how the members of the family differ, in words.
+    table: its `[model]` table; None where not even the smallest member fits.
+    parameters: its number of parameters.
+    """
 
     rule: str
     table: dict[str, Any] | None
@@ -58,12 +61,13 @@ class Largest:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job's prediction.
+    """The planner's answer for a job.
 
-    - `prediction`: of a pipeline that of the place that needs most
-    - `instead`: where it does not fit, plans that do, or the one that lacks least
-    - `stages`: predictions of each place of a pipeline
-    - `layers`: what plan.tp and plan.ep make of each layer
+    parameters, microbatch: number of parameters of the model, of samples in a microbatch.
+    prediction: of the rank that needs most.
+    instead: where the job does not fit, plans that do, or else the one that lacks least.
+    stages: in a pipeline, a prediction for each rank along pp.
+    layers: how plan.tp and plan.ep divide each layer.
     """
 
     settled: Settled
@@ -77,7 +81,7 @@ class Answer:
     layers: CutLayers = field(default_factory=CutLayers)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: bytes as numbers."""
+        """Returns the answer as JSON values; memory in bytes."""
         return {
             "parameters": self.parameters,
             "microbatch": self.microbatch,
@@ -104,7 +108,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
 
 
 def machine_here(ranks: int) -> Machine:
-    """What is free on this machine now."""
+    """Returns the memory that is free on this machine now, for a host with `ranks` ranks."""
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
     return Machine(psutil.virtual_memory().available, free, ranks)
 
@@ -116,41 +120,44 @@ def plan_memory(
     host: int | None = None,
     process: int | None = None,
 ) -> Answer:
-    """For the job file at `path`, on this machine, or on one with so many bytes of `device` (of each GPU) and `host`
-    memory. Nothing is trained, and the model takes no memory. `process`: bytes of an interpreter with torch, by default
-    of this one. Raises UserError for a wrong job."""
+    """Predicts the memory of the job file at `path` on this machine. Nothing is trained, and the model takes no memory.
+
+    device, host: free bytes of each GPU and of each host to assume instead of this machine's.
+    process: bytes of an interpreter with torch; by default of this process.
+
+    Raises UserError for an invalid job.
+    """
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
     settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
     process = read_memory(torch.device("cpu")).bytes if process is None else process
-    asked = _Asked(settled, machine, process)
+    forecast = _Forecast(settled, machine, process)
     plan = settled.job.plan
-    prediction = asked.predict(plan)
-    instead = that_fit(others(plan), asked.predict) if prediction.free < 0 else []
-    recording = asked.recording(settled.job.model, plan)
-    stages = tuple(asked.predict_each(plan)) if plan.pp > 1 else ()
+    prediction = forecast.predict(plan)
+    instead = that_fit(others(plan), forecast.predict) if prediction.free < 0 else []
+    recording = forecast.recording(settled.job.model, plan)
     return Answer(
         settled,
         machine,
         recording.num_parameters,
-        asked.microbatch,
+        forecast.microbatch,
         prediction,
         tuple(instead),
-        asked.largest(),
-        stages,
-        recording.layers,
+        forecast.largest(),
+        stages=tuple(forecast.predict_each(plan)) if plan.pp > 1 else (),
+        layers=recording.layers,
     )
 
 
 def needed(prediction: Prediction) -> int:
-    """Bytes of a rank, of all tiers."""
+    """Returns the bytes that a rank needs in all tiers together."""
     return sum(prediction.need.total(tier) for tier in TIERS)
 
 
-class _Asked:
-    """Predictions for one job; a model is run dry once for each policy of recompute, and each place of a pipeline."""
+class _Forecast:
+    """Predictions for one job. A dry run is made once for each model, recompute policy and rank along pp."""
 
     def __init__(self, settled: Settled, machine: Machine, process: int) -> None:
         self._settled, self._machine, self._process = settled, machine, process

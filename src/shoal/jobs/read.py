@@ -1,4 +1,4 @@
-"""From a TOML file and `key=value` assignments to a Job. The command line wins over the file; an unknown key is an error."""
+"""Reads a Job from a TOML file and `key=value` assignments, which win over the file. An unknown key is an error."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from shoal.errors import UserError, did_you_mean
 from shoal.jobs.config import SECTIONS, Job, Origins
 
-_SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list", dict: "a table"}
+_SPOKEN = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "a table",
+}
 _TOML = {**_SPOKEN, int: "the whole number", float: "the number", str: "the text", list: "the list", dict: "the table"}
 
 
 def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Origins]:
-    """The job of the TOML file `path` with `assignments` ("train.lr=1e-3", later ones win) on top, and where its values come from.
+    """Returns the job of the TOML file `path`, and the origins of its values.
 
-    `run.dir` is by default `runs/` and the file's name. Raises UserError with key, value and what is expected there.
+    assignments: "train.lr=1e-3" and the like, which replace values of the file; later ones win.
+
+    `run.dir` is by default `runs/` and the file's name. Raises UserError with the key, the value and what is expected.
     """
     path = Path(path)
     try:
@@ -28,15 +37,23 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
         raise UserError(f"no such job file: {path} (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the job file {path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # tomllib's own, or a number of thousands of digits, or lists in lists
+    except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, or deeply nested lists
         raise UserError(f"the job file {path} is not TOML: {error}") from error
     return parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
 
 
 def parse_job(
-    content: Mapping[str, Any], assignments: Sequence[str] = (), *, where: str = "the job", default_dir: str = "runs/run"
+    content: Mapping[str, Any],
+    assignments: Sequence[str] = (),
+    *,
+    where: str = "the job",
+    default_dir: str = "runs/run",
 ) -> tuple[Job, Origins]:
-    """As `load_job`, from the file's tables."""
+    """Returns the job of the tables `content` and the origins of its values, as `load_job` does.
+
+    where: the name of the file in errors.
+    default_dir: `run.dir` where it is not given.
+    """
     tables: dict[str, dict[str, Any]] = {"model": {}, **{section: {} for section in SECTIONS}}
     origins: dict[str, str] = {}
     for section, table in content.items():
@@ -56,26 +73,28 @@ def parse_job(
         tables[section][key] = value
         origins[f"{section}.{key}"] = "cli"
     if "name" not in tables["model"]:
-        raise UserError(f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"')
+        raise UserError(
+            f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"'
+        )
     tables["run"].setdefault("dir", default_dir)
     parts = {section: kind(**tables[section]) for section, kind in SECTIONS.items()}
     return Job(model=tables["model"], **parts), origins
 
 
 def _assignment(text: str) -> tuple[str, list[str], Any]:
-    """("train.lr=1e-3") -> ("train", ["lr"], 0.001). What is not a TOML value is a text: train.precision=bf16 needs no quotes."""
+    """Parses "train.lr=1e-3" to ("train", ["lr"], 0.001). A value that is not TOML is a text: train.precision=bf16."""
     name, equals, written = text.partition("=")
     section, *path = name.strip().split(".")
     if not equals or not path or not all(path):
         raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
     try:
         return section, path, tomllib.loads(f"value = {written}")["value"]
-    except (ValueError, RecursionError):  # tomllib's own, or a number of thousands of digits
+    except (ValueError, RecursionError):  # also for a number of thousands of digits
         return section, path, written.strip()
 
 
 def _nested(current: Any, path: Sequence[str], value: Any, assignment: str) -> Any:
-    """`value`, or `current` with `value` at the keys `path` inside it."""
+    """Returns `current` with `value` at the keys `path` inside it; `value` itself where `path` is empty."""
     if not path:
         return value
     if not isinstance(current, Mapping | None):
@@ -86,11 +105,13 @@ def _nested(current: Any, path: Sequence[str], value: Any, assignment: str) -> A
 
 def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
     if section not in tables:
-        raise UserError(f'unknown table "{section}" in {where}.{did_you_mean(section, list(tables))} Tables: {", ".join(tables)}')
+        raise UserError(
+            f'unknown table "{section}" in {where}.{did_you_mean(section, list(tables))} Tables: {", ".join(tables)}'
+        )
 
 
 def _check(section: str, key: str, value: Any, where: str) -> None:
-    """The key is known and the value of its type; `[model]` is checked by the model that it names."""
+    """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
     if section == "model":
         return
     hints = get_type_hints(SECTIONS[section])
@@ -99,12 +120,13 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
         raise UserError(f'unknown key "{section}.{key}" in {where}.{did_you_mean(key, known)} Keys: {", ".join(known)}')
     if not _fits(value, hints[key]):
         raise UserError(
-            f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} {value!r}"
+            f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} "
+            f"{value!r}"
         )
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of TOML is of a field's type. A whole number is a number too; true and false are none."""
+    """Returns whether a TOML value has the type `hint`. An int also fits float; a bool fits only bool."""
     if hint is Any:
         return True
     origin = get_origin(hint)

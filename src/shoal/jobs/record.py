@@ -1,4 +1,4 @@
-"""What rank 0 writes down while a run goes on: metrics, trackers, the progress line. Other ranks have a recorder that is silent."""
+"""Records a run on rank 0: metrics, trackers, the progress line. The recorder of other ranks does nothing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ from shoal.training.result import StepResult
 class Recorder:
     """Writes the records of one attempt to metrics.jsonl in `run_dir`, to the trackers and to the progress line.
 
-    `total`: steps of the whole run. `flops_per_sample`: forward and backward, None where not known. Where not `active`, all of it
-    does nothing. A step's numbers are read `late` steps later, so that nobody waits for them.
+    active: False makes every method do nothing.
+    device: the device whose memory is recorded.
+    total: number of steps of the whole run; None where it is not known.
+    flops_per_sample: of forward and backward; None where not known.
+    late: a step's numbers are read this many steps later, so that reading them does not block.
+    stream: of the progress line; by default stdout.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Recorder:
         self._ending.enter_context(shown_by(self._progress.under_way))
 
     def start(self, run: RunRecord) -> None:
-        """Begins the attempt; time counts from here."""
+        """Begins the attempt; the time of the first step counts from here."""
         if self._active:
             self._peak = run.peak_flops
             self._append(run)
@@ -77,7 +81,7 @@ class Recorder:
         self._lap = time.perf_counter()
 
     def step(self, result: StepResult, samples: int) -> None:
-        """Takes in a step of `samples` samples; its time is what passed since the one before, pauses left out."""
+        """Takes in a step of `samples` samples. Its time is the time since the step before, without pauses."""
         if not self._active:
             return
         now = time.perf_counter()
@@ -88,13 +92,13 @@ class Recorder:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside is not part of a step."""
+        """Excludes the time inside from the time of a step."""
         self.flush()
         yield
         self._lap = time.perf_counter()
 
     def flush(self) -> None:
-        """Reads the steps that were put off."""
+        """Reads the numbers of all steps taken in so far."""
         while self._unread:
             self._read()
 
@@ -103,7 +107,9 @@ class Recorder:
 
     def evaluation(self, step: int, evaluation: Evaluation, accuracy: float | None = None) -> None:
         right = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-        self._message(f"step {step}: validation loss {evaluation.loss:.4f}{right} ({units.duration(evaluation.seconds)})")
+        self._message(
+            f"step {step}: validation loss {evaluation.loss:.4f}{right} ({units.duration(evaluation.seconds)})"
+        )
         self._write(EvalRecord(step=step, loss=evaluation.loss, tokens=evaluation.tokens, accuracy=accuracy))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
@@ -117,11 +123,11 @@ class Recorder:
         self._write(WarningRecord(message=message))
 
     def note(self, message: str) -> None:
-        """Shows a line that the record has in another form."""
+        """Shows a line without recording it."""
         self._message(message)
 
     def end(self, reason: str) -> None:
-        """Closes everything; `reason` is a sentence."""
+        """Writes the end record and closes all outputs; `reason` is a sentence."""
         if not self._active:
             return
         self.flush()
@@ -165,7 +171,7 @@ class Recorder:
             self._trackers.log(record)
 
     def _append(self, record: Record) -> None:
-        """A disk that is full must not end the training: the log is given up, and that is said."""
+        """Writes to metrics.jsonl. A full disk must not end the training: the log is given up with a warning."""
         if self._log is None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest good checkpoint of its directory, one that is named, or the start."""
+"""Finds where a run continues: the newest good checkpoint of its directory, a named checkpoint, or the start."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.changes import changes
 from shoal.jobs.config import Job
-from shoal.jobs.save import DIRECTORY
+from shoal.jobs.save import DIRECTORY, checkpoints_in
 
 
 def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None, list[str]]:
-    """The checkpoint to continue, None for a fresh start, and what is to be said of it: damaged ones, what the job has otherwise now. Rank 0 looks, all
-    ranks get the same. `about`: the job as checkpoints remember it.
+    """Returns the checkpoint to continue (None for a fresh start), and warnings: damaged checkpoints and changed
+    values.
 
-    Raises UserError for a change that cannot be, and under "never" where the run directory holds a run; CheckpointError where there is no good
-    checkpoint in a path that is given, or only damaged ones in the run directory.
+    A collective of `group`: rank 0 looks, all ranks get its answer. `about`: the job as `changes.remembered` gives it.
+
+    Raises UserError for a change that is refused, and under "never" where the run directory holds a run. Raises
+    CheckpointError where a given path has no good checkpoint, or the run directory only damaged ones.
     """
     found: tuple[Path | None, list[str]] | Exception | None = None
     if group.rank == 0:
@@ -32,7 +34,7 @@ def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None,
             path, said = _look(job)
             then = None if path is None else read_manifest(path).extra["user"].get("job")
             found = path, said + (changes(then, about) if then is not None else [])
-        except (UserError, CheckpointError) as error:  # raised by every rank below, so that none waits for another
+        except (UserError, CheckpointError) as error:  # every rank raises it below, so that none waits for another
             found = error
     found = group.broadcast_object(found)
     if isinstance(found, Exception):
@@ -42,9 +44,14 @@ def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None,
 
 
 @dataclass(frozen=True)
-class Before:
-    """What an attempt goes on from. `saved`: the step of the checkpoint, 0 without one; `user`: what the run had saved there; `where` it goes on, for a person;
-    `said`: what the engine says of values that are given otherwise now."""
+class Restored:
+    """The state that an attempt continues from.
+
+    saved: step of the checkpoint, 0 without one.
+    user: the run's own data in the checkpoint.
+    where: the step at which the run resumes, as a sentence.
+    said: the engine's warnings on values that differ from the checkpoint's.
+    """
 
     saved: int
     user: Mapping[str, Any]
@@ -52,8 +59,8 @@ class Before:
     said: list[str]
 
 
-def go_on(job: Job, engine: Engine, found: Path | None) -> Before:
-    """Brings `engine` to where the run was: the checkpoint `found`, or what lies on the disk of plan.memory where that is newer."""
+def restore(job: Job, engine: Engine, found: Path | None) -> Restored:
+    """Loads into `engine` the checkpoint `found`, or the state on the disk of plan.memory where that is newer."""
     manifest = read_manifest(found) if found is not None else None
     saved, user = (manifest.step, manifest.extra["user"]) if manifest else (0, {})
     with warnings.catch_warnings(record=True) as said:
@@ -67,7 +74,7 @@ def go_on(job: Job, engine: Engine, found: Path | None) -> Before:
     elif manifest is not None:
         ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)} then, {engine.world.size} now"
         where = f"resumed from step {manifest.step} ({ranks})"
-    return Before(saved, user, where, [str(each.message) for each in said])
+    return Restored(saved, user, where, [str(each.message) for each in said])
 
 
 def _look(job: Job) -> tuple[Path | None, list[str]]:
@@ -75,7 +82,8 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
     if job.run.resume == "never":
         if (run_dir / "metrics.jsonl").exists():
             raise UserError(
-                f'{run_dir} already holds a run: continue it with resume = "auto", or give another run.dir (or delete that directory)'
+                f'{run_dir} already holds a run: continue it with resume = "auto", or give another run.dir (or delete '
+                "that directory)"
             )
         return None, []
     damaged: list[str] = []
@@ -88,7 +96,8 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
         broken = [path for _, path in completed(run_dir / DIRECTORY)] if found is None else []
         if broken:
             raise CheckpointError(
-                f"no checkpoint in {run_dir / DIRECTORY} is whole: {'; '.join(damaged)}. Bring back a copy, or delete {', '.join(map(str, broken))} to "
+                f"no checkpoint in {run_dir / DIRECTORY} is whole: {'; '.join(damaged)}. Bring back a copy, or delete "
+                f"{', '.join(map(str, broken))} to "
                 "start anew from step 0"
             )
         return found, damaged
@@ -96,17 +105,21 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
 
 
 def _named(path: Path, note: Any, damaged: list[str]) -> Path:
-    """A step-..., a directory of them, or a run directory."""
+    """Returns the checkpoint at `path`: a `step-...` directory, a directory of them, or a run directory."""
     if not path.is_dir():
         raise UserError(
             f'run.resume = "{path}": no such directory; give "auto", "never", or the directory of a checkpoint or a run'
         )
     if path.name.startswith("step-"):
         if problems := checkpoint.verify(path):
-            raise CheckpointError(f"the checkpoint {path} is damaged: {'; '.join(problems[:3])}. Give another one of that run")
+            raise CheckpointError(
+                f"the checkpoint {path} is damaged: {'; '.join(problems[:3])}. Give another one of that run"
+            )
         return path
-    directory = path / DIRECTORY if (path / DIRECTORY).is_dir() else path
+    directory = checkpoints_in(path)
     found = checkpoint.newest(directory, note)
     if found is None:
-        raise CheckpointError(f"there is no good checkpoint in {directory}" + (f": {'; '.join(damaged)}" if damaged else ""))
+        raise CheckpointError(
+            f"there is no good checkpoint in {directory}" + (f": {'; '.join(damaged)}" if damaged else "")
+        )
     return found

@@ -1,4 +1,4 @@
-"""The data of a job whose model reads no text: arrays, images, or a generated set, in the shape that the model takes."""
+"""The data of models that do not read text: arrays, images or a generated set, in the shape that the model takes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shoal.jobs.generated import GENERATED, generated
 from shoal.models import ModelSpec, classification, regression
 
 DEFAULT = {"resnet": "shapes", "mlp": "spirals", "chess": "positions"}
-"""The models that read no text, with the generated set that each is trained on where data.source does not say another."""
+"""The models that do not read text, with the generated set that is their default data.source."""
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """A dataset whose inputs are brought to the model's shape."""
+    """A map-style dataset that applies `shape` to the inputs of `samples`."""
 
     samples: Samples
     shape: Callable[[Tensor], Tensor]
@@ -34,7 +34,10 @@ class Shaped:
 
 
 def open_samples(job: Job) -> ArrayData:
-    """The samples that data.source names; in Python it may be a map-style dataset of them. Raises UserError for keys that are of text."""
+    """Opens the samples that data.source names; in Python it may be a map-style dataset.
+
+    Raises UserError for keys of `[data]` that apply only to text.
+    """
     data, name = job.data, job.model["name"]
     for key in ("tokenizer", "attend", "field", "sequence"):
         if getattr(data, key) != getattr(Data, key):
@@ -47,7 +50,11 @@ def open_samples(job: Job) -> ArrayData:
     if isinstance(data.source, str):
         channels = job.model.get("channels", 3)
         return open_arrays(
-            data.source, validation=data.validation, seed=job.train.seed, channels=1 if channels == 1 else 3, size=data.size
+            data.source,
+            validation=data.validation,
+            seed=job.train.seed,
+            channels=1 if channels == 1 else 3,
+            size=data.size,
         )
     classes = job.model.get("classes") or (job.model.get("sizes") or [None])[-1]
     first = data.source[0]
@@ -55,7 +62,7 @@ def open_samples(job: Job) -> ArrayData:
 
 
 def settings_from(data: ArrayData, job: Job) -> dict[str, Any]:
-    """Settings of the model that follow from the data where the job leaves them open."""
+    """Returns the settings of the model that follow from the data and that the job leaves open."""
     if job.model["name"] != "resnet":
         return {}
     shape = tuple(data.train[0]["inputs"].shape)
@@ -65,12 +72,19 @@ def settings_from(data: ArrayData, job: Job) -> dict[str, Any]:
 
 
 def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
-    """The data in the shape that `model` takes. Raises UserError where they do not go together."""
+    """Returns the data in the shape that `model` takes. Raises UserError where data and model do not match.
+
+    source: data.source, for errors.
+    """
     wants = {classification: "labels", regression: "targets"}.get(model.loss)  # type: ignore[arg-type]
     has = "targets" if data.classes is None else "labels"
     if wants is not None and wants != has:
-        remedy = 'give model.task = "regression"' if model.name == "mlp" and has == "targets" else f"give data with {wants}"
-        raise UserError(f"data.source = {source!r} has {has}, and model.name = {model.name!r} is trained on {wants}: {remedy}")
+        remedy = (
+            'give model.task = "regression"' if model.name == "mlp" and has == "targets" else f"give data with {wants}"
+        )
+        raise UserError(
+            f"data.source = {source!r} has {has}, and model.name = {model.name!r} is trained on {wants}: {remedy}"
+        )
     sizes = model.values.get("sizes")
     most = model.values.get("classes", sizes[-1] if sizes else None)
     if data.classes is not None and most is not None and data.classes > most:
@@ -79,20 +93,22 @@ def fitted(data: ArrayData, model: ModelSpec, source: Any) -> ArrayData:
     shape = _image(model.values["channels"]) if model.name == "resnet" else Tensor.flatten
     first = data.train[0]["inputs"]
     _check(tuple(first.shape), tuple(shape(first).shape), model, source)
-    return ArrayData(Shaped(data.train, shape), None if data.validation is None else Shaped(data.validation, shape), data.classes)
+    return ArrayData(
+        Shaped(data.train, shape), None if data.validation is None else Shaped(data.validation, shape), data.classes
+    )
 
 
 def _check(there: tuple[int, ...], shaped: tuple[int, ...], model: ModelSpec, source: Any) -> None:
     if model.name == "resnet":
-        wanted, fits = (
-            f"images of {model.values['channels']} channels",
-            len(shaped) == 3 and shaped[0] == model.values["channels"],
-        )
+        channels = model.values["channels"]
+        wanted, fits = f"images of {channels} channels", len(shaped) == 3 and shaped[0] == channels
     else:
         inputs = model.values["sizes"][0] if model.name == "mlp" else 773
         wanted, fits = f"{inputs} numbers", shaped == (inputs,)
     if not fits:
-        raise UserError(f"data.source = {source!r} has inputs of shape {there}, model.name = {model.name!r} takes {wanted}")
+        raise UserError(
+            f"data.source = {source!r} has inputs of shape {there}, model.name = {model.name!r} takes {wanted}"
+        )
 
 
 def _image(channels: int) -> Callable[[Tensor], Tensor]:
@@ -105,6 +121,9 @@ def _image(channels: int) -> Callable[[Tensor], Tensor]:
 
 
 def _channels_last(shape: tuple[int, ...], channels: int | None = None) -> bool:
-    """[H, W, C], as most files have images; torch's convolutions take [C, H, W]."""
+    """Returns whether `shape` is [H, W, C], as in most image files, and not torch's [C, H, W].
+
+    channels: the C of the model; by default any of 1, 3 and 4.
+    """
     known = (1, 3, 4) if channels is None else (channels,)
     return len(shape) == 3 and shape[0] not in known and shape[-1] in known

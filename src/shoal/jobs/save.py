@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in the background; a save that fails is a warning, and training goes on. The last one must not fail."""
+"""Writes the checkpoints of a run in the background. A save that fails is a warning, except the last one of a run."""
 
 from __future__ import annotations
 
@@ -13,17 +13,32 @@ from shoal.errors import CheckpointError
 from shoal.jobs.record import Recorder
 
 DIRECTORY, TOKENIZER = "checkpoints", "tokenizer"
-"""Of a run directory: its checkpoints; its own copy of the tokenizer, so that it needs no cache elsewhere."""
+"""Names in a run directory: its checkpoints, and its own copy of the tokenizer."""
+
+
+def checkpoints_in(path: Path) -> Path:
+    """Returns the directory of checkpoints of a run directory, or `path` itself where it is none."""
+    return path / DIRECTORY if (path / DIRECTORY).is_dir() else path
 
 
 class Saver:
-    """Saves `engine` into the run's directory of checkpoints. What the engine raises is the same on every rank, so all go on alike.
+    """Saves `engine` into the run's directory of checkpoints. The engine raises the same errors on all ranks, so they
+    stay in step.
 
-    `user()`: what the next attempt reads back, JSON. `saved`: the step of the newest checkpoint. `failure`: why the newest state is not on the disk.
+    keep: number of checkpoints to keep.
+    user: returns JSON data for the next attempt, called at each save.
+    saved: step of the newest checkpoint.
+    failure: the error because of which the newest state is not on the disk, else None.
     """
 
     def __init__(
-        self, engine: Engine, recorder: Recorder, run_dir: Path, keep: int, user: Callable[[], Mapping[str, Any]], saved: int
+        self,
+        engine: Engine,
+        recorder: Recorder,
+        run_dir: Path,
+        keep: int,
+        user: Callable[[], Mapping[str, Any]],
+        saved: int,
     ) -> None:
         self._engine, self._recorder, self._user = engine, recorder, user
         self._run_dir, self._keep = run_dir, keep
@@ -32,7 +47,7 @@ class Saver:
         self.failure: CheckpointError | None = None
 
     def save(self) -> None:
-        """Begins a checkpoint of this moment. Whether the one before it came to its end is known, and recorded, here."""
+        """Begins a checkpoint of the current step, and records whether the one before it was completed."""
         step = self._engine.step_index
         if step == self._latest:
             return
@@ -50,13 +65,13 @@ class Saver:
         self._latest, self._under_way = step, (step, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Waits for the save under way, and closes the engine."""
+        """Waits for the save in progress, and closes the engine."""
         try:
             self._engine.close()
             self._record()
         except CheckpointError as error:
             self._failed(error)
-            self._engine.close()  # the error is told once; what is left is to end the lane
+            self._engine.close()  # the error is raised once; this call ends the lane
 
     def _failed(self, error: CheckpointError) -> None:
         self._under_way, self.failure = None, error

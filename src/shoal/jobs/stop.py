@@ -1,4 +1,4 @@
-"""When a run stops: after a signal, or when its time is over. All ranks stop after the same step."""
+"""Stops a run after a signal or at its time limit. All ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from torch import Tensor
 from shoal.comm import Group, Lane
 from shoal.comm.lane import Ticket
 
-CHECK_SECONDS = 0.25  # between two questions to the other ranks; one costs about 0.1 ms
+CHECK_SECONDS = 0.25  # between two all-reduces of the stop flag; one costs about 0.1 ms
 MOST_STEPS = 64
 _TIME_IS_OVER = 1  # signals have their own numbers, from 2 on: SIGINT is 2, SIGTERM 15
 
 
 class Stop:
-    """Asks all ranks of `group` every quarter of a second whether one of them wants to stop.
+    """Reduces a stop flag over the ranks of `group` about every quarter of a second.
 
-    Each rank brings its signal; rank 0 brings the time limit (`seconds` from now, None for none) and says after how many steps
-    to ask again, so that all ask at the same step. As a context it takes over the first SIGINT and SIGTERM: the step in progress ends.
-    `aside`: ranks are not to wait for each other after a step, so each question is answered when the next one is asked; `group` is then used by nobody else.
+    Each rank contributes the signal it received. Rank 0 contributes the time limit, and the number of steps until the
+    next reduction, so that all ranks reduce after the same step. As a context manager it handles the first SIGINT or
+    SIGTERM, so that the step in progress is completed; a second one has its usual effect.
+
+    seconds: time limit from now, None for none.
+    ahead: reduces in the background and reads each result at the next reduction, so that the training loop never waits;
+        nothing else may use `group` then.
     """
 
-    def __init__(self, group: Group, seconds: float | None, aside: bool = False) -> None:
+    def __init__(self, group: Group, seconds: float | None, ahead: bool = False) -> None:
         self._group = group
-        self._lane = Lane(torch.device("cpu")) if aside else None
+        self._lane = Lane(torch.device("cpu")) if ahead else None
         self._under_way: tuple[Ticket, Tensor] | None = None
         self._started = self._asked = time.monotonic()
         self._seconds = seconds
@@ -38,14 +42,18 @@ class Stop:
         self.signal: int | None = None
 
     def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler, and gets no signal
-            self._handlers = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        if threading.current_thread() is threading.main_thread():  # other threads get no signals
+            self._handlers = {
+                number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if self._lane is not None and kind is None:  # else others may never answer
+        if self._lane is not None and kind is None:  # after an error other ranks may never join the reduction
             self._lane.close()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -54,11 +62,11 @@ class Stop:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since construction."""
         return time.monotonic() - self._started
 
     def after_step(self) -> str | None:
-        """To be called by all ranks after each step: why to stop now, or None. The same on every rank."""
+        """Returns why to stop now, or None; the same on every rank. All ranks call it after each step."""
         self._left -= 1
         if self._left > 0:
             return None
@@ -73,7 +81,8 @@ class Stop:
         return "the time limit was reached" if wish else None
 
     def _ask(self, wish: Tensor) -> Tensor:
-        """The most of all ranks; zeros where that is not known yet."""
+        """Returns the maximum over the ranks of `wish`, int64 [2]: stop flag and interval. With `ahead` it is the
+        maximum of the reduction before, zeros at first."""
 
         def ask() -> None:
             self._group.all_reduce(wish, op="max", purpose="stop?")
@@ -89,7 +98,7 @@ class Stop:
         return answer
 
     def _next_interval(self) -> int:
-        """On rank 0, the number of steps that take CHECK_SECONDS at the last pace; 0 elsewhere."""
+        """Returns on rank 0 the number of steps that take CHECK_SECONDS at the last pace, and 0 elsewhere."""
         now = time.monotonic()
         pace, self._asked = (now - self._asked) / self._interval, now
         return min(MOST_STEPS, max(1, int(CHECK_SECONDS / max(pace, 1e-9)))) if self._group.rank == 0 else 0

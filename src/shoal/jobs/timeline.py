@@ -1,4 +1,4 @@
-"""Records what every rank computed, sent and held in a few steps, early and in the middle of a run."""
+"""Records the computation, communication and memory of every rank in a few steps, early and in the middle of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from shoal.comm.ledger import Level
 from shoal.engine import Engine
 from shoal.jobs.memory import tiers
 from shoal.jobs.record import Recorder
-from shoal.report.levels import RANKS, MemoryLog, MemoryTrace, memory_trace
-from shoal.report.timeline import Span, TimelineLog
+from shoal.report.jsonl import JsonLog
+from shoal.report.levels import RANKS, MemoryTrace, memory_trace
+from shoal.report.timeline import Span
 
 FIRST, COUNT = 2, 3  # the first steps pay for warm-up
 
 
 class Recording:
-    """Switches the ledger on for some steps of this attempt, which begins at `begin` and ends at `total` (None: not known)."""
+    """Switches the ledger's recording on for a few steps of this attempt.
+
+    begin: step at which the attempt begins.
+    total: step at which it ends; None where not known.
+    """
 
     def __init__(self, engine: Engine, run_dir: Path, begin: int, total: int | None) -> None:
         self._engine, self._run_dir = engine, run_dir
@@ -40,14 +45,16 @@ class Recording:
             ledger.watch = now[0].look
 
     def close(self, recorder: Recorder) -> None:
-        """Gathers what all ranks recorded, who all call it, and writes timeline.jsonl and memory.jsonl; where that fails, says so."""
+        """Gathers the records of all ranks; rank 0 writes timeline.jsonl and memory.jsonl. A collective call."""
         self._engine.ledger.recording = False
         group = self._engine.world.everyone
-        everyone = group.all_gather_object((self._spans(group.rank), self._traces(group.rank) if group.rank < RANKS else []))
+        everyone = group.all_gather_object(
+            (self._spans(group.rank), self._traces(group.rank) if group.rank < RANKS else [])
+        )
         if group.rank != 0:
             return
         try:
-            timeline, memory = TimelineLog(self._run_dir / "timeline.jsonl"), MemoryLog(self._run_dir / "memory.jsonl")
+            timeline, memory = JsonLog(self._run_dir / "timeline.jsonl"), JsonLog(self._run_dir / "memory.jsonl")
             for spans, traces in everyone:
                 timeline.write(spans)
                 memory.write(traces)
@@ -90,5 +97,5 @@ class Recording:
 
 
 def _name(tier: str) -> str:
-    """ "plan.memory.device" -> "device"."""
+    """Returns "device" for "plan.memory.device"."""
     return tier.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The main road: from a job to a finished run."""
+"""Trains a job, from the settled job to the finished run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shoal.jobs.changes import remembered
 from shoal.jobs.choose import Settled, microbatches_of, settle
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
-from shoal.jobs.evaluate import Spread, can_write, measure_of, write_on
+from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
 from shoal.jobs.record import Recorder
@@ -39,12 +39,12 @@ from shoal.report.metrics import RunRecord
 log = logging.getLogger(__name__)
 
 FIRST_LOOK = 64
-"""Rows at most of the evaluation before the first step: weights that have learned nothing need no more for a good mean."""
+"""Rows of the evaluation before the first step at most: untrained weights need no more for a good mean."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: `reason` as a sentence, `signal` if one stopped it. `report` is None on ranks other than 0."""
+    """The end of a run. `reason`: a sentence; `signal`: what stopped it, if one did; `report`: None but on rank 0."""
 
     run_dir: Path
     step: int
@@ -54,10 +54,10 @@ class Outcome:
 
 
 def train(job: Job, origins: Origins | None = None, world: World | None = None) -> Outcome:
-    """Trains `job` on the ranks of `world` (by default what the launcher's variables say); every rank calls it.
+    """Trains `job` on the ranks of `world` (default: from the launcher's variables). A collective call.
 
-    Leaves the run directory of docs/design.md. SIGINT and SIGTERM end the run after the step in progress, with a checkpoint and the
-    report. Raises what the rooms below raise; the report of a run that failed is written first.
+    Writes the run directory (see docs/design.md). SIGINT and SIGTERM end the run after the step in progress, with a
+    checkpoint and the report. Raises the errors of the engine, after the report of the failed run is written.
     """
     world = world or join()
     settled = settle(job, origins or {}, world)
@@ -72,17 +72,17 @@ def _train(settled: Settled, world: World) -> Outcome:
     checkpoint, said = resume.find(settled.job, about, world.everyone)
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
-    before = resume.go_on(settled.job, engine, checkpoint)
-    run = _Run(settled, engine, before, about)
-    if before.where:
-        run.recorder.note(before.where)
-    for line in said + before.said:
+    restored = resume.restore(settled.job, engine, checkpoint)
+    run = _Run(settled, engine, restored, about)
+    if restored.where:
+        run.recorder.note(restored.where)
+    for line in said + restored.said:
         run.recorder.warning(line)
     return run.to_its_end()
 
 
 def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
-    """Rank 0 makes the run directory, writes resolved.toml there and shows the values; the others wait for it."""
+    """Makes the run directory on rank 0, writes resolved.toml and prints the values. A collective call."""
     problem = None
     run_dir = Path(settled.job.run.dir)
     if world.rank == 0:
@@ -97,36 +97,41 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
         console.print(origin_table(settled.job, settled.origins))
         if engine.parts.link is not None:
             mebibytes = engine.parts.chunk_bytes / 2**20
-            console.print(f"gradients travel in {len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB ({engine.parts.link})", markup=False)
+            chunks = f"{len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB"
+            console.print(f"gradients travel in {chunks} ({engine.parts.link})", markup=False)
         if settled.job.train.microbatch is None and engine.plan.pp > 1:
             size, number = microbatches_of(settled.job)
-            console.print(f"train.microbatch = {size}: {number} in a step keep the {engine.plan.pp} ranks of a pipeline busy")
+            console.print(
+                f"train.microbatch = {size}: {number} in a step keep the {engine.plan.pp} ranks of a pipeline busy"
+            )
     problem = world.everyone.broadcast_object(problem)
     if problem is not None:
         raise problem
 
 
 def write_report(run_dir: Path) -> Path:
-    """As in `report.page`, whose libraries take half as long to import as torch does: not before the first step."""
+    """Calls `report.page.write_report`. Imported here, because its libraries take half as long to import as torch."""
     from shoal.report import page
 
     return page.write_report(run_dir)
 
 
 class _Run:
-    """One attempt, from its first record to its report."""
+    """One attempt of a run, from its first record to its report. `about`: the job as checkpoints record it."""
 
-    def __init__(self, settled: Settled, engine: Engine, before: resume.Before, about: Mapping[str, Any]) -> None:
+    def __init__(self, settled: Settled, engine: Engine, restored: resume.Restored, about: Mapping[str, Any]) -> None:
         job, world = settled.job, engine.world
-        seconds_before = before.user.get("seconds", 0.0)
+        seconds_before = restored.user.get("seconds", 0.0)
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        aside = engine.parts.lag > 0 and world.device.type == "cpu"
-        self.stop = Stop(world.group("stop", world.everyone.ranks) if aside else world.everyone, limit, aside)
+        ahead = engine.parts.lag > 0 and world.device.type == "cpu"
+        self.stop = Stop(world.group("stop", world.everyone.ranks) if ahead else world.everyone, limit, ahead)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
-        self.held_out = Spread(settled.model.prepare_data(held_out), job.run.eval_samples) if held_out is not None else None
+        self.held_out = (
+            None if held_out is None else Subsample(settled.model.prepare_data(held_out), job.run.eval_samples)
+        )
         cost = flops_per_sample(settled.model, self.data, job.data.sequence) if self.first else None
         self.recorder = Recorder(
             self.run_dir,
@@ -141,13 +146,13 @@ class _Run:
         def user() -> dict[str, Any]:
             return {"seconds": seconds_before + self.stop.elapsed, "job": about}
 
-        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, before.saved)
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
         self.moves = Moves(engine)
         self.recorder.start(self._about(peak_flops(engine)))
 
     def to_its_end(self) -> Outcome:
-        """Trains, and leaves report and end record also where that fails."""
+        """Trains; writes the end record and the report, also where training fails."""
         try:
             with self.stop:
                 reason = self._train()
@@ -165,7 +170,7 @@ class _Run:
         return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, self._finish(reason))
 
     def _train(self) -> str:
-        """All steps, with the evaluations before, between and after; returns why it ended."""
+        """Trains all steps, with the evaluations before, between and after them; returns why training ended."""
         engine, run, total = self.engine, self.job.run, self.settled.total
         if total is not None and engine.step_index >= total:
             return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
@@ -185,16 +190,17 @@ class _Run:
             if stopped or step == total:
                 break
             if run.eval_every and step % run.eval_every == 0:
-                self._look()
+                self._evaluate_and_write()
             if run.save_every and step % run.save_every == 0:
                 with self.recorder.pause():
                     self.saver.save()
         self.timeline.before(-1)
         if self.stop.signal is None:
-            self._look()
+            self._evaluate_and_write()
         return stopped or f"all {total} steps were trained"
 
-    def _look(self) -> None:
+    def _evaluate_and_write(self) -> None:
+        """Evaluates, and has the model continue the prompt `run.sample`."""
         self._evaluate()
         job, engine = self.job, self.engine
         if not (job.run.sample and can_write(self.settled.model.loss)):
@@ -208,14 +214,14 @@ class _Run:
     def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
             log.info("evaluating")
-            held_out = self.held_out if most is None else Spread(self.held_out, min(most, len(self.held_out)))
+            held_out = self.held_out if most is None else Subsample(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
                 right = measure_of(self.settled.model.loss)
                 found = self.engine.evaluate(held_out, also=() if right is None else (right,))
                 self.recorder.evaluation(self.engine.step_index, found, found.also[0] if found.also else None)
 
     def _finish(self, reason: str) -> Path | None:
-        """Ends the record and draws the report; a full disk costs the report, not what was trained."""
+        """Writes the end record and the report. A full disk costs only the report."""
         self.recorder.end(reason)
         if not self.first:
             return None
@@ -227,9 +233,10 @@ class _Run:
 
     def _about(self, peak: float) -> RunRecord:
         world = self.engine.world
+        is_cuda = world.device.type == "cuda"
         return RunRecord(
             host=world.host,
-            device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else f"CPU ({platform.machine()})",
+            device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU ({platform.machine()})",
             world=world.size,
             versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
             parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),

@@ -1,4 +1,4 @@
-"""What is under way while there is no step to show: the rooms below say it by `logging`, and the first rank's terminal shows it."""
+"""Shows on rank 0's terminal what Shoal is doing while there is no step to show, as reported through `logging`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class _UnderWay(logging.Handler):
-    """Hands each message of Shoal's loggers to `show`: a warning as such, the rest as it is."""
+    """Passes each message of Shoal's loggers to `show`, warnings with a prefix."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -23,12 +23,12 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-_SHOWN = _UnderWay()  # one a process, as loggers are
+_SHOWN = _UnderWay()  # one per process, like the logger it is added to
 
 
 @contextmanager
 def tell_what_is_under_way(active: bool) -> Iterator[None]:
-    """Inside, where `active`, a line says what Shoal is at as soon as that begins."""
+    """Shows the messages of Shoal's loggers inside the context, where `active`."""
     if not active:
         yield
         return
@@ -45,7 +45,7 @@ def tell_what_is_under_way(active: bool) -> Iterator[None]:
 
 @contextmanager
 def shown_by(show: Callable[[str], None]) -> Iterator[None]:
-    """Inside, those lines go to `show`, such as the progress line, which else they would tear."""
+    """Sends those messages to `show` inside the context: to the progress line, which printing would break."""
     _SHOWN.show = show
     try:
         yield

@@ -1,4 +1,4 @@
-"""The job as it ran: `resolved.toml`, which starts the same run again, and the table that a person sees."""
+"""Writes the job as it ran: `resolved.toml`, which starts the same run again, and the table on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.jobs.config import Job, Origins, describe, tables
 
 
 def to_toml(job: Job, origins: Origins) -> str:
-    """The job as a TOML file that `load_job` reads back; each line ends with the value's origin."""
+    """Returns the job as the text of a TOML file, for `load_job`; each line ends with the value's origin."""
     lines = []
     for section, table in tables(job).items():
         lines.append(f"[{section}]")
@@ -31,11 +31,11 @@ def write_resolved(job: Job, origins: Origins, run_dir: Path) -> None:
     head = "# Every value of this run, and where it came from.\n\n"
     fresh = run_dir / "resolved.toml.tmp"
     fresh.write_text(head + to_toml(job, origins), encoding="utf-8")
-    fresh.replace(run_dir / "resolved.toml")  # on a full disk the old one stays: resume reads it
+    fresh.replace(run_dir / "resolved.toml")  # atomic: on a full disk the old file stays for a resume
 
 
 def origin_table(job: Job, origins: Origins) -> RenderableType:
-    """Every value with its origin: a row for each that somebody or something chose, and the defaults in one paragraph."""
+    """Makes a table of all values that are not defaults with their origins, followed by the defaults in one line."""
     table = Table(show_header=False, box=None, pad_edge=False)
     defaults = []
     for key, entry in describe(job, origins).items():
@@ -52,7 +52,7 @@ def _key(key: str) -> str:
 
 
 def _text(value: str) -> str:
-    # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
+    # A JSON string is a TOML basic string, except for DEL, which TOML requires to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""How ranks come to be: found in the environment, or started on this host."""
+"""Ranks: found in the environment that a launcher set up, or started on this host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ __all__ = ["Identity", "connect", "discover", "join", "launch", "locate"]
 
 
 def join(init: str | None = None, *, timeout: float = 300.0) -> World:
-    """A World of the ranks that this process belongs to, by `init` or the environment (see `environment`).
+    """Returns a World of the ranks that this process belongs to, once every rank has come.
 
-    Waits until every rank has come. Each call makes a World with groups and keys of its own; the ranks must make them in the same
-    order. Raises UserError for variables that are wrong, LaunchError if the ranks do not meet within `timeout` seconds.
+    init: the address of a store (see `environment`); by default the environment decides.
+    timeout: seconds to wait for the other ranks.
+
+    Each call makes a World with groups and keys of its own, so all ranks must call in the same order. Raises UserError
+    for invalid variables, LaunchError if the ranks do not meet in time.
     """
     arrival = _arrive(discover(os.environ, init), timeout)
     identity, store = arrival.identity, arrival.store
@@ -45,14 +48,14 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
 
 
 def to_terminal(line: str) -> None:
-    """Where the person sees it who started the ranks, whose own output may go to files: the launcher's stderr, which it left open for them."""
+    """Writes `line` to the launcher's stderr, which the ranks inherit; their own output may go to files."""
     with suppress(OSError):
         os.write(int(os.environ["SHOAL_TERMINAL"]), f"{line}\n".encode())
 
 
 @dataclass(frozen=True)
 class _Arrival:
-    """This process at its store, and the count of the Worlds made there."""
+    """The identity of this process, its store, and a counter of the Worlds made there."""
 
     identity: Identity
     store: dist.Store | None
@@ -61,6 +64,6 @@ class _Arrival:
 
 @cache
 def _arrive(identity: Identity, timeout: float) -> _Arrival:
-    """Once a process: a rank that comes a second time is taken for another process with the same rank."""
+    """Connects to the store, once per process: a second connection would count as another process with this rank."""
     store = connect(identity, timeout)
     return _Arrival(locate(identity, store), store, itertools.count())

@@ -1,16 +1,17 @@
-"""Who am I among the ranks, and where is their store? Read from a URL or from the variables that a launcher sets.
+"""The rank of this process and the address of the store, from a URL or from the variables that a launcher sets.
 
     discover(environ, init) -> Identity            a pure function; nothing is contacted
 
-Looked at in this order; the first that speaks decides:
+The sources are tried in this order; the first that is present decides:
 
-    init        a URL in the script: tcp://host:port?rank=0&size=4, file:///path?rank=0&size=4, or env:// (the rest of this list)
+    init        a URL in the script: tcp://host:port?rank=0&size=4, file:///path?rank=0&size=4, or env:// (the rest of
+                this list)
     SHOAL_*     `shoal run` and `shoal train`
     RANK        torchrun, or variables set by hand
-    MPI         Open MPI, MVAPICH, MPICH and Intel MPI; before Slurm, since under `mpirun` in an allocation SLURM_PROCID counts
-                mpirun's own daemons
-    Slurm       a task of `srun`. The script of sbatch has SLURM_PROCID too, but is no step: it is a single process
-    none        a single process; TF_CONFIG with more tasks than this one is refused, with the variables to set in its place
+    MPI         Open MPI, MVAPICH, MPICH and Intel MPI; before Slurm, since under `mpirun` in an allocation SLURM_PROCID
+                counts mpirun's own daemons
+    Slurm       a task of `srun`; the script of sbatch has SLURM_PROCID too, but is not a step: it is a single process
+    none        a single process; TF_CONFIG with more tasks is refused, with the variables to set instead
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from urllib.parse import parse_qs, urlsplit
 
 from shoal.errors import UserError
 
-DEFAULT_PORT = 29500  # torch's own default; only for ranks that are all on one host
+DEFAULT_PORT = 29500  # torch's default; only for ranks that are all on one host
 
 
 @dataclass(frozen=True)
 class Identity:
-    """This process among the ranks. `local_rank` and `local_size` are None where only the other ranks' host names can tell.
+    """The rank of this process among the ranks.
 
-    `store_url` is tcp://host:port, file:///path, or empty for a single process. `rank0_serves`: rank 0 opens the TCP store, because
-    no launcher did. `source` says where this was read, for messages.
+    local_rank, local_size: None where only the host names of the other ranks can tell.
+    store_url: tcp://host:port, file:///path, or empty for a single process.
+    generation: number of restarts so far; part of the keys in the store.
+    source: where this was read, for messages.
+    rank0_serves: rank 0 opens the TCP store, because no launcher did.
     """
 
     rank: int
@@ -47,7 +51,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Names:
-    """The variables in which one launcher tells a process its place."""
+    """The names of the variables in which one launcher gives a process its rank."""
 
     source: str
     rank: str
@@ -57,8 +61,8 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What Names' variables hold."""
+class Numbers:
+    """The values of the variables of `Names`."""
 
     rank: int
     size: int
@@ -78,7 +82,10 @@ SINGLE = Identity(0, 1, 0, 1, "", 0, "single process")
 
 
 def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -> Identity:
-    """The Identity that `init` or the variables give. Raises UserError naming variables that are missing, wrong or contradictory."""
+    """Returns the Identity from `init` or from the variables.
+
+    Raises UserError that names the missing, invalid or contradictory variables.
+    """
     if init is not None and not init.startswith("env:"):
         return _from_url(init)
     if SHOAL.rank in environ or "SHOAL_STORE" in environ:
@@ -94,7 +101,8 @@ def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -
         return _agreeing(_from_slurm(environ), environ)
     if environ.get(PLAIN.size, "1") != "1":
         raise UserError(
-            f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single process."
+            f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single "
+            "process."
         )
     if environ.get("TF_CONFIG", "").strip():
         _refuse_tasks(environ["TF_CONFIG"])
@@ -102,33 +110,35 @@ def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -
 
 
 def _refuse_tasks(text: str) -> None:
-    """UserError for a TF_CONFIG of several tasks, which each would train alone on all data; or for one that cannot be read."""
+    """Raises UserError for a TF_CONFIG that is invalid or has several tasks, each of which would train alone."""
     try:
         content = json.loads(text)
         cluster = {kind: list(tasks) for kind, tasks in content.get("cluster", {}).items()}
         kind, index = content.get("task", {}).get("type"), int(content.get("task", {}).get("index", 0))
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"TF_CONFIG={text!r} is no description of a cluster ({error}). Unset it for a single process.") from error
+        raise UserError(
+            f"TF_CONFIG={text!r} is no description of a cluster ({error}). Unset it for a single process."
+        ) from error
     if sum(map(len, cluster.values())) <= 1:
         return
-    trains = [(each, place) for each in ("chief", "master", "worker") for place in range(len(cluster.get(each, ())))]
+    trains = [(each, number) for each in ("chief", "master", "worker") for number in range(len(cluster.get(each, ())))]
     if (kind, index) not in trains:
         instead = "Start it on the chief and the workers alone, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     else:
-        first, place = trains[0]
-        host, _, port = str(cluster[first][place]).rpartition(":")
+        first, number = trains[0]
+        host, _, port = str(cluster[first][number]).rpartition(":")
         instead = (
             f"Set RANK={trains.index((kind, index))} WORLD_SIZE={len(trains)} MASTER_ADDR={host or port} "
             f"MASTER_PORT={port if host else DEFAULT_PORT} in its place"
         )
     raise UserError(
-        f"TF_CONFIG says task {kind} {index} of {sum(map(len, cluster.values()))}, which Shoal does not take its ranks from yet: each task would "
-        f"train alone on all data. {instead}, or unset TF_CONFIG for a single process."
+        f"TF_CONFIG says task {kind} {index} of {sum(map(len, cluster.values()))}, which Shoal does not take its ranks "
+        f"from yet: each task would train alone on all data. {instead}, or unset TF_CONFIG for a single process."
     )
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list: "node[003-005,9],x1" -> "node003"."""
+    """Returns the first host of a Slurm node list: "node[003-005,9],x1" -> "node003". Raises UserError for others."""
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()) if first else ""
     if not re.fullmatch(r"[\w.-]+", host):
@@ -154,35 +164,39 @@ def _from_url(url: str) -> Identity:
         raise UserError(f"init={url!r} is no address of a store. Write it like {example}.")
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     query.setdefault("size", query.get("world_size", ""))  # torch's name for it
-    place = _place(Names(f"init={url!r}", "rank", "size", "local_rank", "local_size"), {k: v for k, v in query.items() if v})
-    return _identity(place, store_url, f"{parts.scheme}://", rank0_serves=parts.scheme == "tcp")
+    names = Names(f"init={url!r}", "rank", "size", "local_rank", "local_size")
+    numbers = _numbers(names, {k: v for k, v in query.items() if v})
+    return _identity(numbers, store_url, f"{parts.scheme}://", rank0_serves=parts.scheme == "tcp")
 
 
 def _from_shoal(environ: Mapping[str, str]) -> Identity:
-    place = _place(SHOAL, environ)
+    numbers, source = _numbers(SHOAL, environ), SHOAL.source
     if "SHOAL_STORE" not in environ:
-        raise UserError("SHOAL_RANK is set but SHOAL_STORE is not: unset the SHOAL_* variables, or start with `shoal run`.")
+        raise UserError(
+            "SHOAL_RANK is set but SHOAL_STORE is not: unset the SHOAL_* variables, or start with `shoal run`."
+        )
     for ours, theirs in ((SHOAL.rank, PLAIN.rank), (SHOAL.size, PLAIN.size)):
         if environ.get(theirs, environ[ours]) != environ[ours]:
             raise UserError(
                 f"{ours}={environ[ours]} but {theirs}={environ[theirs]}: two launchers contradict each other. "
                 f"Do not start torchrun or another launcher inside `shoal run`."
             )
-    return _identity(place, environ["SHOAL_STORE"], SHOAL.source, generation=_number(environ, "SHOAL_GENERATION") or 0)
+    return _identity(numbers, environ["SHOAL_STORE"], source, generation=_number(environ, "SHOAL_GENERATION") or 0)
 
 
 def _from_plain(environ: Mapping[str, str]) -> Identity:
-    place = _place(PLAIN, environ)
+    numbers = _numbers(PLAIN, environ)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing and place.size > 1:
+    if missing and numbers.size > 1:
         raise UserError(
-            f"RANK={place.rank} and WORLD_SIZE={place.size} are set but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there."
+            f"RANK={numbers.rank} and WORLD_SIZE={numbers.size} are set but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
+            "free port there."
         )
     store_url = "" if missing else f"tcp://{environ['MASTER_ADDR']}:{_number(environ, 'MASTER_PORT')}"
     agent_serves = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return _identity(
-        place,
+        numbers,
         store_url,
         "torchrun" if "TORCHELASTIC_RUN_ID" in environ else PLAIN.source,
         generation=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
@@ -191,33 +205,33 @@ def _from_plain(environ: Mapping[str, str]) -> Identity:
 
 
 def _from_mpi(names: Names, environ: Mapping[str, str]) -> Identity:
-    place = _place(names, environ)
-    one_host = place.local_size == place.size
+    numbers = _numbers(names, environ)
+    one_host = numbers.local_size == numbers.size
     if not one_host and "MASTER_ADDR" not in environ:
         raise UserError(
-            f"{names.source}: rank {place.rank} of {place.size} does not know the host of rank 0. "
-            f"Give it to every rank, e.g. MASTER_ADDR=$(hostname) MASTER_PORT={DEFAULT_PORT} before mpirun (Open MPI: and -x MASTER_ADDR -x MASTER_PORT)."
+            f"{names.source}: rank {numbers.rank} of {numbers.size} does not know the host of rank 0. "
+            f"Give it to every rank, e.g. MASTER_ADDR=$(hostname) MASTER_PORT={DEFAULT_PORT} before mpirun "
+            "(Open MPI: and -x MASTER_ADDR -x MASTER_PORT)."
         )
-    return _identity(place, _store_at(environ, "127.0.0.1", DEFAULT_PORT), names.source, rank0_serves=True)
+    return _identity(numbers, _store_at(environ, "127.0.0.1", DEFAULT_PORT), names.source, rank0_serves=True)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Identity:
-    here = _tasks_on_node(
-        environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", "")), environ.get("SLURM_NODEID", "0")
-    )
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
+    here = _tasks_on_node(tasks, environ.get("SLURM_NODEID", "0"))
     step = {"SLURM_NTASKS": environ.get("SLURM_STEP_NUM_TASKS", ""), SLURM.local_size: here}
-    place = _place(SLURM, {**environ, **{name: value for name, value in step.items() if value}})
+    numbers = _numbers(SLURM, {**environ, **{name: value for name, value in step.items() if value}})
     nodelist = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if place.local_size == place.size else first_host(nodelist))
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if numbers.local_size == numbers.size else first_host(nodelist))
     job = _number(environ, "SLURM_JOB_ID") or 0
     step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
-    # 10000-29999 lies below the range from which Linux takes ephemeral ports; the steps of a job get ports of their own
+    # Linux takes ephemeral ports from above 10000-29999; the steps of a job get ports of their own
     port = 10000 + (16 * job + (int(step_id) if step_id.isdecimal() else 0)) % 20000
-    return _identity(place, _store_at(environ, host, port), SLURM.source, rank0_serves=True)
+    return _identity(numbers, _store_at(environ, host, port), SLURM.source, rank0_serves=True)
 
 
 def _tasks_on_node(tasks_per_node: str, node: str) -> str:
-    """The number of tasks on a node of Slurm's compressed list: ("4(x2),1", "2") -> "1"; empty if the list does not say."""
+    """Returns the number of tasks on a node of Slurm's compressed list: ("4(x2),1", "2") -> "1"; empty if unknown."""
     counts = [
         m[1]
         for part in tasks_per_node.split(",")
@@ -234,38 +248,32 @@ def _store_at(environ: Mapping[str, str], host: str, port: int) -> str:
 
 
 def _agreeing(identity: Identity, environ: Mapping[str, str]) -> Identity:
-    """WORLD_SIZE alone, as job scripts export it, must not contradict the launcher."""
+    """Returns `identity`. Raises UserError where WORLD_SIZE alone, as job scripts export it, contradicts it."""
     if environ.get(PLAIN.size, str(identity.size)) != str(identity.size):
         raise UserError(
-            f"WORLD_SIZE={environ[PLAIN.size]} but {identity.source} started {identity.size} ranks. Unset WORLD_SIZE, or set RANK and WORLD_SIZE both."
+            f"WORLD_SIZE={environ[PLAIN.size]} but {identity.source} started {identity.size} ranks. Unset WORLD_SIZE, "
+            "or set RANK and WORLD_SIZE both."
         )
     return identity
 
 
-def _identity(place: Place, store_url: str, source: str, *, generation: int = 0, rank0_serves: bool = False) -> Identity:
-    store_url = store_url if place.size > 1 or not rank0_serves else ""  # a store for rank 0 alone would only occupy a port
-    return Identity(
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        store_url,
-        generation,
-        source,
-        rank0_serves and bool(store_url),
-    )
+def _identity(
+    numbers: Numbers, store_url: str, source: str, *, generation: int = 0, rank0_serves: bool = False
+) -> Identity:
+    if numbers.size == 1 and rank0_serves:
+        store_url = ""  # a store for rank 0 alone would only occupy a port
+    local = numbers.local_rank, numbers.local_size
+    serves = rank0_serves and bool(store_url)
+    return Identity(numbers.rank, numbers.size, *local, store_url, generation, source, serves)
 
 
-def _place(names: Names, environ: Mapping[str, str]) -> Place:
-    """Reads and checks the four numbers; the local two may be absent."""
+def _numbers(names: Names, environ: Mapping[str, str]) -> Numbers:
+    """Reads and checks the four variables of `names`; the local two may be absent."""
     rank, size = _number(environ, names.rank), _number(environ, names.size)
     if rank is None or size is None:
         have, miss = (names.size, names.rank) if rank is None else (names.rank, names.size)
-        raise UserError(
-            f"{names.source}: {miss} is missing"
-            + (f" although {have}={environ[have]}." if have in environ else ".")
-            + " Give both."
-        )
+        although = f" although {have}={environ[have]}" if have in environ else ""
+        raise UserError(f"{names.source}: {miss} is missing{although}. Give both.")
     local_rank, local_size = _number(environ, names.local_rank), _number(environ, names.local_size)
     if size == 1:
         local_rank, local_size = local_rank or 0, 1
@@ -277,9 +285,10 @@ def _place(names: Names, environ: Mapping[str, str]) -> Place:
         if low is not None and high is not None and low >= high:
             bound = "at most" if low_name == names.local_size else "below"
             raise UserError(
-                f"{names.source}: {low_name}={environ.get(low_name, low)} must be {bound} {high_name}={environ.get(high_name, high)}."
+                f"{names.source}: {low_name}={environ.get(low_name, low)} must be {bound} "
+                f"{high_name}={environ.get(high_name, high)}."
             )
-    return Place(rank, size, local_rank, local_size)
+    return Numbers(rank, size, local_rank, local_size)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What a failed rank leaves for its launcher: one JSON file, from which the launcher tells the person what happened."""
+"""The report of a failed rank to its launcher: one JSON file, which the launcher turns into its message."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ _LOST_PEER = (
     "Broken pipe",
     "remote process exited",
     "NCCL communicator was aborted",
-    "wait timeout after",  # of the store: what the other rank was to leave there never came
+    "wait timeout after",  # the store's: another rank never set the key that this one waited for
 )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed. `traceback` is empty where `message` is the whole story; `seconds` is the time of day, to order the ranks.
+    """Why a rank failed.
 
-    `lost_peer`: the rank itself did nothing wrong, a collective or the store failed because another rank had gone.
+    seconds: Unix time of the failure, to order the ranks.
+    traceback: empty where `message` says all.
+    lost_peer: a collective or the store failed because another rank was gone; this rank is not at fault.
     """
 
     rank: int
@@ -43,34 +45,35 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """The Failure that `error`, raised by `rank`, stands for. Notes (`error.add_note`) belong to the message."""
-    shoal_error = isinstance(error, ShoalError)
-    message = "".join(traceback.TracebackException(type(error), error, None).format_exception_only()).strip()
+    """Returns the Failure for `error`, raised by `rank`. The message includes notes (`error.add_note`)."""
     if isinstance(error, ShoalError):
-        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        message, text, exit_code = "\n".join([str(error), *getattr(error, "__notes__", [])]), "", error.exit_code
+    else:
+        message = "".join(traceback.TracebackException(type(error), error, None).format_exception_only()).strip()
+        text, exit_code = folded_traceback(error), 1
     lost_peer = isinstance(error, LaunchError) or (
         isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER)
     )
-    text = "" if shoal_error else folded_traceback(error)
-    return Failure(
-        rank, socket.gethostname(), time.time(), message, text, error.exit_code if isinstance(error, ShoalError) else 1, lost_peer
-    )
+    return Failure(rank, socket.gethostname(), time.time(), message, text, exit_code, lost_peer)
 
 
 def write_failure(failure: Failure, path: Path) -> None:
-    """Written aside and renamed, so that the launcher never reads half of it."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(asdict(failure)))
-    aside.rename(path)
+    """Writes `failure` to `path` atomically, so that the launcher never reads half of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(failure)))
+    temporary.rename(path)
 
 
 def read_failure(path: Path) -> Failure | None:
-    """None if the rank wrote none."""
+    """Reads the Failure at `path`; None if the rank wrote none."""
     return Failure(**json.loads(path.read_text())) if path.exists() else None
 
 
 def folded_traceback(error: BaseException) -> str:
-    """The traceback of `error`; runs of frames inside Shoal and torch are one line each, unless Shoal itself is where it broke."""
+    """Returns the traceback of `error`, with successive frames of Shoal or torch folded to one line.
+
+    Nothing is folded where the last frame that is not torch's is Shoal's.
+    """
     summary = traceback.TracebackException.from_exception(error)
     if not _broke_in_shoal(summary):
         _fold(summary)
@@ -78,7 +81,7 @@ def folded_traceback(error: BaseException) -> str:
 
 
 class _Folded(traceback.StackSummary):
-    """A stack in which a frame whose name is a summary ("3 frames in torch") prints as that alone."""
+    """A stack that prints a folded frame as its name alone ("3 frames in torch")."""
 
     def format_frame_summary(self, frame: traceback.FrameSummary) -> str:
         return super().format_frame_summary(frame) if frame.lineno else f"  ... {frame.name}\n"
@@ -101,7 +104,7 @@ def _fold_frames(stack: traceback.StackSummary) -> Iterator[traceback.FrameSumma
             count = f"{len(frames)} frame{'s' if len(frames) > 1 else ''} in {owner}"
             yield traceback.FrameSummary(frames[0].filename, None, count, line="")
         elif owner == "user":
-            started = True  # what comes before is how the script was started
+            started = True  # the frames before it only started the script
             yield from frames
 
 
@@ -111,7 +114,7 @@ def _broke_in_shoal(summary: traceback.TracebackException) -> bool:
 
 
 def _owner(filename: str) -> str:
-    """Whose code a frame is: "shoal", "torch", "start" (how Python runs a script) or "user"."""
+    """Returns whose code a frame is: "shoal", "torch", "start" (how Python runs a script) or "user"."""
     if filename.startswith(_SHOAL + "/"):
         return "shoal"
     torch = sys.modules.get("torch")

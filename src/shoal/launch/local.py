@@ -1,10 +1,11 @@
-"""Starts N ranks on this host and sees them to their end.
+"""Starts N ranks on this host and waits for them.
 
     launcher (hosts the store) --+-- rank 0   output straight to the terminal
                                  +-- rank 1   output kept in a file, shown if it fails
                                  ...          each in a session of its own, killed by the kernel if the launcher dies
 
-When a rank fails, the others get a moment to notice the closed connections, then are ended. The rank at fault is shown first.
+When a rank fails, the others get a moment to notice the closed connections, then are ended. The rank at fault is shown
+first.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from shoal.launch.store import serve_on_loopback
 from shoal.launch.verdict import Ending, verdict
 from shoal.plan import MOST_RANKS_OF_A_HOST
 
-PEER_GRACE = 1.2  # seconds for the others once a rank has gone: a collective takes half a second to find out who is missing
-MISTAKE_GRACE = 8.0  # for the others to come to the same mistake of the user's, which all of them then say once
-SIGNAL_GRACE = 60.0  # seconds for the ranks to end by themselves after SIGINT or SIGTERM: a step, a checkpoint, a report
+PEER_GRACE = 1.2
+"""Seconds for the others once a rank has failed: a collective takes half a second to find out which rank is missing."""
+MISTAKE_GRACE = 8.0
+"""Seconds for the others after a UserError, so that all of them raise it and it is reported once."""
+SIGNAL_GRACE = 60.0
+"""Seconds for the ranks to end by themselves after SIGINT or SIGTERM: a step, a checkpoint, a report."""
 _TERM_GRACE = 0.4  # seconds between SIGTERM and SIGKILL
 _POLL = 0.02
 
@@ -44,14 +48,19 @@ def launch(
     threads: int | None = None,
     run_dir: Path | None = None,
 ) -> int:
-    """Runs `program` on `nproc` local ranks; returns the exit code, after telling on stderr what failed.
+    """Runs `program` on `nproc` local ranks; prints failures to stderr and returns the exit code.
 
-    `program` is what would follow `python`: ["script.py", ...] or ["-m", "module", ...]. `env` is added to this process's
-    environment. `threads` a rank: OMP_NUM_THREADS, by default that of the environment or else the cores shared out evenly.
-    `run_dir`: keeps the output of the ranks after 0 in run_dir/logs/rank1.log and so on.
-    Exit code: 0; that of the ShoalError (2 user, 3 training, 4 launch, 5 checkpoint) or 1 for another exception of the rank at fault;
-    its own if it exited; 4 if a signal killed it; 128 + n if this process got signal n,
-    unless the checkpoint that the ranks then write failed. Raises UserError if `program` does not exist.
+    program: the arguments for `python`: ["script.py", ...] or ["-m", "module", ...].
+    env: added to this process's environment.
+    threads: OMP_NUM_THREADS of a rank; by default the environment's, or else the cores divided evenly.
+    run_dir: keeps the output of ranks above 0 in run_dir/logs/rank1.log and so on.
+
+    The exit code is 0, or that of the rank at fault: its ShoalError's (2 user, 3 training, 4 launch, 5 checkpoint), 1
+        for another exception, its own if it exited, 4 if a signal killed it. It is 128 + n if this process got signal
+        n, unless
+    the checkpoint that the ranks then write failed.
+
+    Raises UserError if `program` does not exist, LaunchError if a rank cannot be started.
     """
     _check(program, nproc)
     server, secret = serve_on_loopback(), {VARIABLE: new_secret()}
@@ -70,7 +79,7 @@ def launch(
         finally:
             _end(ranks)
         report, exit_code = verdict([rank.ending() for rank in ranks])
-    if received and exit_code != CheckpointError.exit_code:  # what was trained until then is lost: that is said
+    if received and exit_code != CheckpointError.exit_code:  # a checkpoint that failed is reported below
         return 128 + received[0]
     if report:
         print(report, file=sys.stderr, flush=True)
@@ -99,8 +108,9 @@ class _Rank:
 
     @property
     def running(self) -> bool:
-        """Does not reap the process, so that its id, and the process group's, stays its own until `kill`."""
-        if self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        """True while the process runs. It is not reaped, so that its process and group ids stay valid until `_end`."""
+        ended = self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended:
             self.ended = time.time()
         return self.ended is None
 
@@ -115,7 +125,7 @@ class _Rank:
 
     @property
     def grace(self) -> float:
-        """Seconds for the other ranks once this one has failed."""
+        """Seconds for the other ranks to end by themselves once this one has failed."""
         failure = read_failure(self.failure_file)
         return MISTAKE_GRACE if failure is not None and failure.exit_code == UserError.exit_code else PEER_GRACE
 
@@ -124,19 +134,21 @@ class _Rank:
             os.kill(self.process.pid, signum)
 
     def signal_group(self, signum: int) -> None:
-        """The rank and the processes it started."""
+        """Sends a signal to the rank and the processes it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
 
     def ending(self) -> Ending:
         failure: Failure | None = read_failure(self.failure_file)
         assert self.process.returncode is not None and self.ended is not None
-        return Ending(self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log)
+        return Ending(
+            self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log
+        )
 
 
 @contextmanager
 def _terminal() -> Iterator[int]:
-    """This process's stderr under another number, for a rank whose own goes to a file."""
+    """Duplicates this process's stderr, for a rank whose own stderr is a file."""
     terminal = os.dup(2)
     try:
         yield terminal
@@ -156,7 +168,8 @@ def _check(program: list[str], nproc: int) -> None:
 
 
 def _variables(rank: int, size: int, port: int, scratch: Path) -> dict[str, str]:
-    """SHOAL_* for us; those of torchrun too, so that scripts that call `init_process_group` run, with our store as the agent's."""
+    """Returns the variables of a rank: SHOAL_*, and torchrun's, so that a script may call `init_process_group`, which
+    then takes our store for the agent's."""
     return {
         "SHOAL_RANK": str(rank),
         "SHOAL_SIZE": str(size),
@@ -180,13 +193,17 @@ def _variables(rank: int, size: int, port: int, scratch: Path) -> dict[str, str]
 def _threads(variables: Mapping[str, str], nproc: int, threads: int | None) -> dict[str, str]:
     if threads is None and "OMP_NUM_THREADS" in variables:
         return {}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(threads or max(1, cores // nproc))}
+    return {"OMP_NUM_THREADS": str(threads or max(1, usable_cores() // nproc))}
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM; only Python's main thread can."""
+    """Collects the numbers of SIGINT and SIGTERM; nothing outside the main thread, where Python has no handlers."""
     received: list[int] = []
 
     def collect(signum: int, frame: FrameType | None) -> None:
@@ -204,7 +221,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _watch(ranks: list[_Rank], received: list[int]) -> None:
-    """Returns when all ranks have ended, or when their time to do so is over: after a failure, a signal, or a second signal."""
+    """Waits until all ranks have ended, the grace after a failure or signal is over, or a second signal comes."""
     deadline = float("inf")
     forwarded = False
     failed: set[int] = set()
@@ -222,7 +239,7 @@ def _watch(ranks: list[_Rank], received: list[int]) -> None:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Ends the ranks still running, with SIGTERM and then SIGKILL, and whatever any rank started and left."""
+    """Ends the ranks that still run, with SIGTERM and then SIGKILL, and the processes that any rank left behind."""
     left = [rank for rank in ranks if rank.running]
     for rank in left:
         rank.stopped = True

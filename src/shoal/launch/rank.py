@@ -36,8 +36,8 @@ def main() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process after a failure, its at-exit functions included, but not Python itself: a thread that is in native code then, waiting for a rank
-    that is gone, would abort the process."""
+    """Ends the process after a failure: runs the at-exit functions, but does not finalize the interpreter, which would
+    abort where a thread waits in native code for a rank that is gone."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -45,7 +45,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def die_with_launcher(launcher: int) -> None:
-    """Asks Linux to kill this process when the launcher ends, however it ends; elsewhere only the launcher's own care is left."""
+    """Asks Linux to kill this process when the launcher ends in any way; on other systems only the launcher ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it ended before the request
@@ -53,7 +53,7 @@ def die_with_launcher(launcher: int) -> None:
 
 
 def run_program(program: list[str]) -> None:
-    """Runs ["script.py", ...] or ["-m", "module", ...] as `__main__` with `sys.argv` and `sys.path[0]` as `python` sets them."""
+    """Runs ["script.py", ...] or ["-m", "module", ...] as `__main__`; sets `sys.argv` and `sys.path` like `python`."""
     if program[0] == "-m":
         sys.argv = program[1:]
         sys.path[0] = os.getcwd()

@@ -1,7 +1,7 @@
-"""Temporary folders that go with their process; what killed ones have left is swept when the next folder is made.
+"""Temporary folders that are removed with their process. Folders of killed processes go when the next folder is made.
 
-A folder's name says whose it is: shoal-KIND-NAMESPACE-PID-START-RANDOM, with the namespace of processes in which the id means something
-(containers may share a temporary directory) and the clock tick at which the process started (ids come again).
+A folder's name identifies its process: shoal-KIND-NAMESPACE-PID-START-RANDOM, with the PID namespace (containers may
+share a temporary directory) and the clock tick at which the process started (process ids are used again).
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _NAME = re.compile(r"shoal-(?:run|doctor)-(\d+)-(\d+)-(\d+)-\w+")
 
 @contextmanager
 def scratch(kind: str) -> Iterator[Path]:
-    """A new folder that only this user can enter, gone at the end; first, those of dead processes go. `kind`: "run" or "doctor"."""
+    """Makes a folder that only this user can enter and removes it at the end, after sweeping those of dead processes.
+
+    kind: "run" or "doctor".
+    """
     sweep()
     own = f"shoal-{kind}-{_namespace()}-{os.getpid()}-{_started(os.getpid()) or 0}-"
     with tempfile.TemporaryDirectory(prefix=own) as folder:
@@ -28,9 +31,9 @@ def scratch(kind: str) -> Iterator[Path]:
 
 
 def sweep() -> list[Path]:
-    """Removes this user's folders whose process is no more; returns them. Whatever else has such a name is left alone."""
+    """Removes this user's folders whose process has ended and returns them; leaves everything else with such a name."""
     swept: list[Path] = []
-    if _started(os.getpid()) is None:  # nothing tells here who lives
+    if _started(os.getpid()) is None:  # this system does not tell which processes live
         return swept
     for path in Path(tempfile.gettempdir()).glob("shoal-*"):
         if (found := _NAME.fullmatch(path.name)) is None or found[1] != str(_namespace()):
@@ -46,7 +49,7 @@ def sweep() -> list[Path]:
 
 
 def _namespace() -> int:
-    """0 where there is none to be seen, which is then all that is swept."""
+    """Returns the PID namespace of this process, 0 where the system does not tell."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -54,7 +57,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """The tick since the boot at which the process started; None if there is none, as everywhere but on Linux."""
+    """Returns the clock tick since boot at which the process started; None without such a process, or without Linux."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):

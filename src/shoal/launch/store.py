@@ -1,4 +1,4 @@
-"""The ranks meet at their store: connecting, the roll call, and who stands on which host."""
+"""The ranks meet at their store: connecting, the roll call, and which ranks share a host."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ from shoal.launch.environment import Identity
 
 _RETRY_SECONDS = 0.2
 PARTING_SECONDS = 10.0
-"""How long rank 0 stays for the others when its process ends, where it has the store: they may still need it, say for the end of a save."""
+"""How long a rank 0 that serves the store waits at exit for the others, which may still need it, e.g. to end a save."""
 _met: list[tuple[dist.Store, int, int]] = []
-"""Of runs whose rank 0 has the store: this process's connection, its rank, and the number of ranks."""
+"""For runs whose rank 0 serves the store: this process's connection, its rank, and the number of ranks."""
 _LOOPBACK = ("127.0.0.1", "localhost")
-"""Addresses by which all ranks are on this host; the name of the host may stand for another one elsewhere."""
+"""Addresses that only ranks of this host can use; its host name may resolve to another interface."""
 
 
 def serve_on_loopback(port: int = 0) -> dist.TCPStore:
-    """A store's server on `port` (0: a free one) of 127.0.0.1 alone: by itself torch listens on every interface."""
+    """Starts a store's server on `port` (0: a free one) of 127.0.0.1 only; torch's default is every interface."""
     listener = socket.create_server(("127.0.0.1", port))
     port = listener.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = None) -> SignedStore | None:
-    """The store of `identity`'s ranks under a prefix of its generation, once all of them have come; None for a single process.
+    """Returns the store of `identity`'s ranks, once all of them have come; None for a single process.
 
-    `secret`: what all ranks know, and others who reach the store do not; by default see `comm.secret`. Raises LaunchError with host, port,
-    rank, the time waited and the ranks that are missing: if the address cannot be reached, the port is taken, a rank comes twice, not every
-    rank has come within `timeout` seconds, or one of them does not know the secret.
+    The keys have a prefix with the generation.
+
+    timeout: seconds to wait.
+    secret: shared by all ranks; by default see `comm.secret`.
+
+    Raises LaunchError with host, port, rank, the time waited and the missing ranks, if the address cannot be reached,
+    the port is taken, a rank comes twice, a rank does not come in time, or one does not know the secret.
     """
     if not identity.store_url:
         return None
@@ -63,19 +67,24 @@ def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = N
 
 @atexit.register
 def _part() -> None:
-    """This process needs its stores no more; one that has the store waits until nobody does. Not after an error, nor longer than
-    `PARTING_SECONDS` for a rank that was killed."""
+    """Tells the stores that this process no longer needs them. A rank 0 that serves a store waits until no rank needs
+    it, at most `PARTING_SECONDS`, and not after an error."""
     deadline = time.monotonic() + PARTING_SECONDS
     with suppress(RuntimeError):  # rank 0 is gone
         for store, _, _ in _met:
             store.add("parted", 1)
         for store, rank, size in _met:
-            while rank == 0 and store.add("parted", 0) < size and not hasattr(sys, "last_value") and time.monotonic() < deadline:
+            while (
+                rank == 0
+                and store.add("parted", 0) < size
+                and not hasattr(sys, "last_value")
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
 
 
 def locate(identity: Identity, store: dist.Store | None) -> Identity:
-    """`identity` with its local rank and size, by the ranks' host names where no launcher said them."""
+    """Returns `identity` with its local rank and size, from the ranks' host names where the launcher gave none."""
     if identity.local_rank is not None and identity.local_size is not None:
         return identity
     assert store is not None, "a single process knows its local rank"
@@ -85,7 +94,7 @@ def locate(identity: Identity, store: dist.Store | None) -> Identity:
 
 
 def rank_list(ranks: list[int]) -> str:
-    """Ascending ranks for a message: [0, 2, 3, 4] -> "0, 2-4"."""
+    """Formats ascending ranks for a message: [0, 2, 3, 4] -> "0, 2-4"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -102,7 +111,8 @@ def _file_store(identity: Identity) -> dist.Store:
         return dist.FileStore(str(path), identity.size)
     except (OSError, RuntimeError) as error:
         raise LaunchError(
-            f"rank {identity.rank}: the store file {path} cannot be opened: {_first_line(error)}. Name a file in a folder that every rank can write."
+            f"rank {identity.rank}: the store file {path} cannot be opened: {_first_line(error)}. "
+            "Name a file in a folder that every rank can write."
         ) from error
 
 
@@ -117,14 +127,15 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
         except (OSError, RuntimeError) as error:
             raise LaunchError(
                 f"rank 0 on {socket.gethostname()}: port {port} cannot be opened for the store ({_first_line(error)}). "
-                f"Another process or an earlier run may still hold it: end that one, or choose another MASTER_PORT on every rank."
+                "Another process or an earlier run may still hold it: end that one, or choose another MASTER_PORT on "
+                "every rank."
             ) from error
     _await_listener(identity, host, port, timeout)
     return _client(identity, host, port, timeout)
 
 
 def _await_listener(identity: Identity, host: str, port: int, timeout: float) -> None:
-    """Returns once something listens. torch's own client would wait as well, but prints a C++ stack trace at each attempt."""
+    """Waits until something listens. torch's client would wait too, but prints a C++ stack trace at each attempt."""
     deadline = time.monotonic() + timeout
     while True:
         try:
@@ -137,12 +148,14 @@ def _await_listener(identity: Identity, host: str, port: int, timeout: float) ->
 
 
 def _client(identity: Identity, host: str, port: int, timeout: float) -> dist.Store:
-    """A TCPStore client, made in a thread: against a listener that never answers, torch's constructor does not heed its time-out."""
+    """Makes a TCPStore client in a thread: torch's constructor ignores its time-out if the listener never answers."""
     made: list[dist.Store | RuntimeError] = []
 
     def make() -> None:
         try:
-            made.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)))
+            made.append(
+                dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+            )
         except RuntimeError as error:
             made.append(error)
 
@@ -153,7 +166,8 @@ def _client(identity: Identity, host: str, port: int, timeout: float) -> dist.St
         return made[0]
     cause = _first_line(made[0]) if made and isinstance(made[0], RuntimeError) else "no answer"
     raise LaunchError(
-        f"rank {identity.rank} on {socket.gethostname()}: {host}:{port} listens but is no store of this run ({cause}, waited {timeout:.0f} s). "
+        f"rank {identity.rank} on {socket.gethostname()}: {host}:{port} listens but is no store of this run ({cause}, "
+        f"waited {timeout:.0f} s). "
         f"Another program may hold the port: choose another MASTER_PORT on every rank."
     )
 
@@ -162,19 +176,22 @@ def _unreachable(identity: Identity, host: str, port: int, timeout: float, error
     server = "rank 0" if identity.rank0_serves else "the launcher"
     return (
         f"rank {identity.rank} of {identity.size} on {socket.gethostname()} did not reach the store at {host}:{port} "
-        f"within {timeout:.0f} s (last: {error}; from {identity.source}). Check that {server} runs there, that the address is the one "
+        f"within {timeout:.0f} s (last: {error}; from {identity.source}). Check that {server} runs there, that the "
+        "address is the one "
         f"other hosts see, and that no firewall closes the port."
     )
 
 
 def _roll_call(store: dist.Store, identity: Identity, timeout: float) -> None:
-    """Waits until every rank has come. The last to come tells the others, so that each waits for one key only."""
+    """Waits until every rank has come. The last one sets the key "complete", so that each waits for one key only."""
     rank, size = identity.rank, identity.size
     try:
         if store.add(f"arrived/{rank}", 1) > 1:
             raise LaunchError(
-                f"rank {rank} came twice to {identity.store_url}: two processes have this rank, or the store still holds an earlier run. "
-                f"Give each process its own rank, and a new {'file' if identity.store_url.startswith('file:') else 'port'} to each run."
+                f"rank {rank} came twice to {identity.store_url}: two processes have this rank, or the store still "
+                "holds an earlier run. "
+                "Give each process its own rank, and a new "
+                f"{'file' if identity.store_url.startswith('file:') else 'port'} to each run."
             )
         if store.add("arrived", 1) == size:
             store.set("complete", "1")
@@ -184,14 +201,17 @@ def _roll_call(store: dist.Store, identity: Identity, timeout: float) -> None:
 
 
 def _incomplete(store: dist.Store, identity: Identity, timeout: float, error: RuntimeError) -> str:
-    waited = f"rank {identity.rank} of {identity.size} on {socket.gethostname()} waited {timeout:.0f} s at {identity.store_url}"
+    who = f"rank {identity.rank} of {identity.size} on {socket.gethostname()}"
+    waited = f"{who} waited {timeout:.0f} s at {identity.store_url}"
     try:
-        missing = [rank for rank in range(identity.size) if not store.check([f"arrived/{rank}"])]
+        missing = rank_list([rank for rank in range(identity.size) if not store.check([f"arrived/{rank}"])])
     except RuntimeError:
-        return f"{waited} and lost the store: {_first_line(error)}. Rank 0 or the launcher may have ended: see its output."
+        ended = "Rank 0 or the launcher may have ended: see its output."
+        return f"{waited} and lost the store: {_first_line(error)}. {ended}"
     if not missing:
-        return f"{waited}; all have come, and one of them did not go on: {_first_line(error)}. See the output of the others."
-    return f"{waited}; missing: rank {rank_list(missing)}. See the output of those ranks, or whether they were started at all."
+        cause = f"one of them did not go on: {_first_line(error)}"
+        return f"{waited}; all have come, and {cause}. See the output of the others."
+    return f"{waited}; missing: rank {missing}. See the output of those ranks, or whether they were started at all."
 
 
 def _first_line(error: Exception) -> str:

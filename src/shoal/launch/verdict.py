@@ -1,4 +1,4 @@
-"""What a run that failed says: the rank at fault first and in full, the others in a line each, and the exit code."""
+"""The report of a failed run: the rank at fault first and in full, the others in a line each, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from shoal.launch.failure import Failure
 from shoal.launch.store import rank_list
 
 _TAIL = 20  # lines of captured output that are shown
-_LEAVING = 2.0  # seconds from the moment in which a process closes its groups, as others notice, to its end
+_LEAVING = 2.0  # seconds from the moment a process closes its groups, which others notice, to its end
 _HINTS = {
-    signal.SIGKILL: "often the kernel's out-of-memory killer: look at `dmesg`, take a smaller microbatch or fewer ranks",
+    signal.SIGKILL: "often the kernel's out-of-memory killer: look at `dmesg`, take a smaller microbatch "
+    "or fewer ranks",
     signal.SIGBUS: "often shared memory is full: look at `df /dev/shm`",
     signal.SIGSEGV: "a crash in native code: its Python stack is in the rank's output",
     signal.SIGABRT: "an assertion in native code: the reason is in the rank's output",
@@ -23,9 +24,12 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank ended. `returncode` is negative for a signal; `stopped`: the launcher ended it; `seconds`: the time of day.
+    """The end of one rank.
 
-    `log` is the file with its output, None where that went straight to the terminal.
+    returncode: negative for a signal.
+    seconds: Unix time of the end.
+    stopped: the launcher ended it.
+    log: the file with its output; None where that went to the terminal.
     """
 
     rank: int
@@ -48,9 +52,9 @@ class Ending:
 
 
 def verdict(endings: list[Ending]) -> tuple[str, int]:
-    """The report and the exit code of a run: ("", 0) if no rank failed.
+    """Returns the report and the exit code of a run; ("", 0) if no rank failed.
 
-    At fault is the first rank that failed by itself; a rank whose peer had vanished only if there is no other.
+    The rank at fault is the first that failed by itself, or else the first that lost a peer.
     """
     failed = sorted((ending for ending in endings if ending.failed), key=_blame)
     if not failed:
@@ -72,7 +76,7 @@ def verdict(endings: list[Ending]) -> tuple[str, int]:
 
 
 def _left_early(endings: list[Ending], failed: list[Ending]) -> Ending | None:
-    """The first rank that ended as if all were well, where the others failed only because one had gone."""
+    """Returns the first rank that ended without an error before the others, where those only failed because it left."""
     if not all(ending.failure is not None and ending.failure.lost_peer for ending in failed):
         return None
     since = min(_blame(ending)[1] for ending in failed) + _LEAVING
@@ -105,7 +109,8 @@ def _one_line(ending: Ending, first: Ending) -> str:
 
 def _cause(returncode: int) -> str:
     if returncode == 0:
-        return "ended with exit code 0 while the others were still at work: every rank runs the script to its end (look for sys.exit or return)"
+        remedy = "every rank runs the script to its end (look for sys.exit or return)"
+        return f"ended with exit code 0 while the others were still at work: {remedy}"
     if returncode > 0:
         return f"ended with exit code {returncode}"
     name = signal.Signals(-returncode)

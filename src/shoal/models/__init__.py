@@ -1,4 +1,5 @@
-"""Models written for one device: a GPT with presets, BERT, ResNet, LSTM, MLP, and any causal language model of `transformers`.
+"""Models written for one device: a GPT with presets, BERT, ResNet, LSTM, MLP, and any causal language model of
+`transformers`.
 
 Importing this does not import `transformers`; `shoal.models.hf` does where it is used.
 """

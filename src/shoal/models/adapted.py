@@ -1,4 +1,4 @@
-"""Models of `peft`: one of `transformers` inside, with adapters."""
+"""Models of `peft`, which wrap a model of `transformers` with adapters."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def unadapted(model: Any) -> Any:
-    """The model inside one of `peft`, whose forward names what it takes; any other model is itself."""
+    """Returns the model inside a model of `peft`, whose forward names its inputs; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model

@@ -15,8 +15,8 @@ Rotation = tuple[Tensor, Tensor]
 def rotation(position_ids_BT: Tensor, head_size: int, theta: float, dtype: torch.dtype) -> Rotation:
     """Returns cos and sin, each [B, 1, T, K], of the rotary angles (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-    Angles are computed in fp32 and cast last, as `transformers` does. They are a function of the positions, not a buffer:
-    a model on the meta device has nothing to recompute when it becomes real.
+    Angles are computed in fp32 and cast last, as in `transformers`. They are a function of the positions, not a buffer,
+    so a model built on the meta device has nothing to recompute.
     """
     channels = torch.arange(0, head_size, 2, device=position_ids_BT.device, dtype=torch.float32)
     frequencies = 1.0 / theta ** (channels / head_size)
@@ -25,14 +25,14 @@ def rotation(position_ids_BT: Tensor, head_size: int, theta: float, dtype: torch
 
 
 def rotate(x_BHTK: Tensor, by: Rotation) -> Tensor:
-    """Rotates channel i with channel i + K/2 (the half-split convention of `transformers`, so its weights need no permutation)."""
+    """Rotates channel i with channel i + K/2, as `transformers` does, so that its weights need no permutation."""
     cos, sin = by
     first, second = x_BHTK.chunk(2, dim=-1)
     return x_BHTK * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def document_mask(document_ids_BT: Tensor, causal: bool) -> Tensor:
-    """Returns the boolean mask [B, 1, T, T] that is true where a query (row) may see a key: same document, and not later if `causal`."""
+    """Returns a mask [B, 1, T, T], true where a query (row) sees a key: same document, and not later if `causal`."""
     mask = document_ids_BT[:, None, :, None] == document_ids_BT[:, None, None, :]
     return mask.tril() if causal else mask
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=bias)
 
     def forward(self, x_BTD: Tensor, by: Rotation | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
-        """Returns [B, T, D]. A given mask is all there is: it holds the causality too."""
+        """Returns [B, T, D]. A mask replaces the causal mask, so it has to be causal itself where needed."""
         heads_BTHK = self.qkv(x_BTD).unflatten(-1, (-1, self.head_size))
         q, k, v = (x.transpose(1, 2) for x in heads_BTHK.split((self.heads, self.kv_heads, self.kv_heads), dim=2))
         if by is not None:

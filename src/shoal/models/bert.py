@@ -1,4 +1,5 @@
-"""BERT: a bidirectional encoder with a masked-language-model head (Devlin et al. 2018, https://arxiv.org/abs/1810.04805).
+"""BERT: a bidirectional encoder with a masked-language-model head (Devlin et al. 2018,
+https://arxiv.org/abs/1810.04805).
 
 There are no segment embeddings and no next-sentence task (dropped as in RoBERTa, Liu et al. 2019).
 
@@ -23,8 +24,11 @@ from shoal.models.losses import IGNORED
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The size of a BERT. The defaults but `vocab_size` are BERT-base. `pre_norm` moves the norms before the branches (and adds one at
-    the end), which trains without warm-up; BERT as published is post-norm. The last id of the vocabulary is the mask token."""
+    """The size of a BERT; the defaults are BERT-base. The last id of the vocabulary is the mask token.
+
+    pre_norm: moves the norms before the branches (and adds one at the end), which trains without warm-up; published
+        BERT is post-norm.
+    """
 
     vocab_size: int
     sequence: int = 512
@@ -48,7 +52,7 @@ class BertConfig:
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each a residual branch with its norm after the sum (post-norm) or before the branch (pre-norm)."""
+    """Attention and MLP as residual branches; norms after the sums (post-norm) or before the branches (pre-norm)."""
 
     def __init__(self, cfg: BertConfig) -> None:
         super().__init__()
@@ -73,7 +77,7 @@ class Layer(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """The transform, then the decoder, whose weight is the token embedding."""
+    """The head: a transform, then the decoder, whose weight is the token embedding."""
 
     def __init__(self, cfg: BertConfig) -> None:
         super().__init__()
@@ -86,7 +90,7 @@ class MaskedHead(nn.Module):
 
 
 class Bert(nn.Module):
-    """Token ids to the logits of the token at each place."""
+    """A model from token ids to the logits of the token at each position."""
 
     def __init__(self, cfg: BertConfig) -> None:
         super().__init__()
@@ -109,12 +113,15 @@ class Bert(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def forward(self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Returns logits [B, T, V]; with `document_ids` [B, T] a token sees only its own document (padding: a document of its own)."""
+    def forward(
+        self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits [B, T, V]. With `document_ids` [B, T] a token sees only its own document."""
         T = input_ids_BT.shape[1]
         if self.cfg.sequence < T:
             raise UserError(
-                f"Bert: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or raise `sequence`."
+                f"Bert: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or "
+                "raise `sequence`."
             )
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids_BT.device)[None]
@@ -134,10 +141,11 @@ class Rows(Protocol):
 
 
 class MaskedTokens:
-    """A text dataset as a masked-language-model one: hides 15% of each row's tokens and asks for them.
+    """A masked-language-model dataset over rows of text: hides 15% of each row's tokens.
 
-    Of the chosen places 80% show `mask_id`, 10% a random token, 10% the token itself (BERT, appendix A.1). `labels` are the hidden
-    tokens there and -100 elsewhere. A place whose own label is -100 (padding) is not chosen. The choice is a function of (seed, index) alone, so it is the same on every rank and every epoch.
+    Of the chosen positions 80% show `mask_id`, 10% a random token, 10% the token itself (BERT, appendix A.1). `labels`
+    are the hidden tokens there and -100 elsewhere. Positions with the label -100 (padding) are not chosen. The choice
+    is a function of (seed, index) alone, so it is the same on every rank and in every epoch.
     """
 
     def __init__(self, rows: Rows, vocab_size: int, mask_id: int, rate: float = 0.15, seed: int = 0) -> None:
@@ -150,7 +158,8 @@ class MaskedTokens:
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         ids_T = row["input_ids"]
-        # A generator needs one number: a large odd stride keeps the streams of two seeds apart for fewer rows than that.
+        # A generator needs one number: a large odd stride keeps the streams of two seeds apart for fewer rows than
+        # that.
         generator = torch.Generator().manual_seed(self.seed * 0x9E3779B1 + index)
         chosen_T = torch.rand(ids_T.shape, generator=generator) < self.rate
         if "labels" in row:

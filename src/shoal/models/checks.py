@@ -1,4 +1,4 @@
-"""Checks of the fields of a model's configuration. Each raises `UserError` with the field, its value and what it may be."""
+"""Checks of a model's configuration. Each raises `UserError` with the field, its value and the allowed values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A network that scores chess positions, and how it sees one: 773 numbers, 773-515-515-1 with tanh.
 
-12 piece planes x 64 squares + side to move + 4 castling rights = 773, the bitboard input of DeepChess (David et al. 2016,
-https://arxiv.org/abs/1711.09667).
+12 piece planes x 64 squares + side to move + 4 castling rights = 773, the bitboard input of DeepChess (David et al.
+2016, https://arxiv.org/abs/1711.09667).
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def chess_evaluator() -> nn.Module:
 def encode_fen(fen: str) -> Tensor:
     """Returns the position of `fen` as float [773], all 0 or 1.
 
-    Element 64 p + s: piece p of "PNBRQKpnbrqk" stands on square s, with a1 = 0, b1 = 1, ..., h8 = 63. Element 768: White is to move.
-    Elements 769 to 772: castling rights K, Q, k, q. The rest of the FEN (en passant, counters) is not seen. Raises `UserError`
-    for a text that is not a FEN.
+    Element 64 p + s: piece p of "PNBRQKpnbrqk" stands on square s, with a1 = 0, b1 = 1, ..., h8 = 63. Element 768:
+    White is to move.
+    Elements 769 to 772: castling rights K, Q, k, q. The rest of the FEN (en passant, counters) is not seen. Raises
+        `UserError` for a text that is not a FEN.
     """
     fields = fen.split()
     if len(fields) < 3 or fields[1] not in ("w", "b"):

@@ -1,4 +1,4 @@
-"""Weights on disk for others: Hugging Face layout where the model has one, plain safetensors by the model's own names elsewhere."""
+"""Exports weights: in Hugging Face layout where the model has one, else as safetensors with the model's own names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from shoal.models.pretrained import export_adapter
 
 
 def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> ShoalError | None:
-    """As `export_model`, beside `directory` and moved there once all of it is written: what was there before stays until then. Returns what went wrong, for
-    all ranks to raise."""
+    """Calls `export_model` on a temporary directory, and moves its files to `directory` once all of them are written.
+
+    Returns the error, if any, so that all ranks can raise it.
+    """
     directory = directory.resolve()
     fresh = directory.with_name(f"{directory.name}.tmp")
     try:
@@ -32,17 +34,21 @@ def export_whole(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
     except ShoalError as error:
         return error
     except Exception as error:  # safetensors has an error of its own for a full disk
-        return CheckpointError(f"the weights were not exported to {directory}: {error}; free space there, or export elsewhere")
+        return CheckpointError(
+            f"the weights were not exported to {directory}: {error}; free space there, or export elsewhere"
+        )
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return None
 
 
 def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes `weights` (parameters and buffers by the names of `model.state_dict()`, each tied one once) to `directory`.
+    """Writes `weights` (parameters and buffers by the names of `model.state_dict()`, each tied one once) to
+    `directory`.
 
-    Of a model of `peft` the adapters alone, for `PeftModel.from_pretrained`. A model of `transformers`, or a GPT whose configuration maps to one, is loaded by `AutoModelForCausalLM.from_pretrained`; any other
-    becomes `model.safetensors`, with the reason and the class in `model.json`.
+    For a model of `peft` only the adapters are written, for `PeftModel.from_pretrained`. A model of `transformers`, or
+    a GPT with an equivalent there, is written for `AutoModelForCausalLM.from_pretrained`. Any other model is written as
+    `model.safetensors`, with its class and the reason in `model.json`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if unadapted(model) is not model:
@@ -53,7 +59,9 @@ def export_model(model: nn.Module, weights: Mapping[str, Tensor], directory: Pat
         return
     from safetensors.torch import save_file  # the engine runs where only torch is installed
 
-    tensors = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     why = unmapped(model.cfg) if isinstance(model, GPT) else None
     about = {

@@ -1,4 +1,4 @@
-"""Sampling from a language model, the plain way: one full forward a token, no cache."""
+"""Samples from a language model with one full forward per token, without a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shoal.errors import UserError
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Returns the longest row that `model` takes, from its `cfg` (Shoal) or `config` (transformers); None where nothing bounds it."""
+    """Returns the longest row that `model` takes, from its `cfg` (Shoal) or `config` (transformers); None: no limit."""
     longest = getattr(getattr(model, "cfg", None), "sequence", None)
     return longest if longest is not None else getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
@@ -25,9 +25,12 @@ def generate(
 ) -> Tensor:
     """Returns `ids` [B, T] continued to [B, T + max_new_tokens].
 
-    `temperature` 0 takes the likeliest token. `top_k` draws among the k likeliest. Only the last `context_length(model)` tokens are
-    seen. `model` returns logits [B, T, V] or an object with `.logits`; it is put in evaluation mode and back. An empty prompt raises
-    `UserError`.
+    model: returns logits [B, T, V] or an object with `.logits`; runs in evaluation mode. It sees only the last
+        `context_length(model)` tokens.
+    temperature: 0 takes the likeliest token.
+    top_k: samples among the k likeliest tokens.
+
+    Raises `UserError` for an empty prompt.
     """
     if ids.shape[1] == 0:
         raise UserError("generate: the prompt has no token; give at least one, e.g. the end-of-text token.")
@@ -45,7 +48,7 @@ def generate(
 
 
 def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Returns one token a row, [B, 1]."""
+    """Samples one token for each row: [B, 1]."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     logits_BV = logits_BV / temperature

@@ -16,17 +16,22 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.models.attention import Attention, Rotation, document_mask, rotation
 from shoal.models.checks import divides, fraction, one_of, positive
-from shoal.models.moe import Experts, MoE, MoEConfig, Router, WithLosses
+from shoal.models.experts import Experts
+from shoal.models.moe import MoE, MoEConfig, Router, WithLosses
 
 
 @dataclass(frozen=True)
 class GPTConfig:
     """The size and the kind of a GPT.
 
-    `sequence` is the longest row that the model takes. `kv_heads` defaults to `heads`, `d_ff` to 4 d_model (GELU) or to 8/3 d_model
-    rounded up to a multiple of 64 (SwiGLU: three matrices with the weights of two). `tied` shares the embedding with the head.
-    `bias` is that of linear layers and LayerNorms; the head and experts have none. `dropout` acts on embeddings, attention and residual branches. `moe`: blocks
-    have a mixture of experts in place of the MLP.
+    sequence: the longest row that the model takes.
+    kv_heads: key/value heads; default `heads`.
+    d_ff: width of the MLP; default 4 d_model (GELU), or 8/3 d_model rounded up to a multiple of 64 (SwiGLU: three
+        matrices with the weights of two).
+    tied: the head shares the embedding's weight.
+    bias: of linear layers and LayerNorms; the head and experts have none.
+    dropout: acts on embeddings, attention and residual branches.
+    moe: blocks have a mixture of experts in place of the MLP.
     """
 
     vocab_size: int
@@ -47,7 +52,18 @@ class GPTConfig:
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "sequence", "layers", "d_model", "heads", "key_value_heads", "ff", "rope_theta", "norm_eps"):
+        sizes = (
+            "vocab_size",
+            "sequence",
+            "layers",
+            "d_model",
+            "heads",
+            "key_value_heads",
+            "ff",
+            "rope_theta",
+            "norm_eps",
+        )
+        for field in sizes:
             positive("GPTConfig", field, getattr(self, field))
         one_of("GPTConfig", "positions", self.positions, ("learned", "rotary"))
         one_of("GPTConfig", "mlp", self.mlp, ("gelu", "swiglu"))
@@ -57,7 +73,8 @@ class GPTConfig:
         divides("GPTConfig", "kv_heads", self.key_value_heads, "heads", self.heads)
         if self.moe is not None and self.moe.every > self.layers:
             raise UserError(
-                f"GPTConfig: of {self.layers} layers none is every {self.moe.every}th: moe.every must be at most layers."
+                f"GPTConfig: of {self.layers} layers none is every {self.moe.every}th: moe.every must be at most "
+                "layers."
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise UserError(
@@ -80,12 +97,12 @@ class GPTConfig:
         return 4 * self.d_model if self.mlp == "gelu" else 64 * math.ceil(8 * self.d_model / 3 / 64)
 
     def has_experts(self, block: int) -> bool:
-        """Whether that block has a mixture of experts: each `moe.every`-th one."""
+        """Returns whether that block has a mixture of experts: each `moe.every`-th one."""
         return self.moe is not None and block % self.moe.every == self.moe.every - 1
 
 
 class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with the tanh form of GELU, as GPT-2."""
+    """The MLP down(gelu(up(x))) with the tanh form of GELU, as in GPT-2."""
 
     def __init__(self, d_model: int, d_ff: int, bias: bool) -> None:
         super().__init__()
@@ -97,7 +114,7 @@ class GeluMLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """The MLP down(silu(gate(x)) * up(x)) (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, d_model: int, d_ff: int, bias: bool) -> None:
         super().__init__()
@@ -116,9 +133,9 @@ def _norm(cfg: GPTConfig) -> nn.Module:
 
 
 def _sum(x_BTD: Tensor, branch_BTD: Tensor) -> Tensor:
-    """x + branch, in place of the branch, which no backward needs: a short-lived tensor less, whose hole the C heap does not fill again.
-    Under autocast, where the branch is narrower than x, a new tensor as wide as x; a new one too where a dispatch mode may have kept the
-    branch (selective recompute does)."""
+    """Returns x + branch, computed in place in the branch, which no backward needs. That saves a short-lived tensor,
+    whose hole the C heap would not fill again. It is a new tensor under autocast, where the branch is narrower than x,
+    and where a dispatch mode may have saved the branch (selective recompute does)."""
     watched = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
     return x_BTD + branch_BTD if watched or branch_BTD.dtype != x_BTD.dtype else branch_BTD.add_(x_BTD)
 
@@ -128,12 +145,14 @@ def _mlp(cfg: GPTConfig, d_ff: int) -> GeluMLP | SwiGLU:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). One with experts returns the losses [2] of its router too."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)). With experts it also returns its router's losses [2]."""
 
     def __init__(self, cfg: GPTConfig, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = _norm(cfg)
-        self.attention = Attention(cfg.d_model, cfg.heads, cfg.key_value_heads, bias=cfg.bias, causal=True, dropout=cfg.dropout)
+        self.attention = Attention(
+            cfg.d_model, cfg.heads, cfg.key_value_heads, bias=cfg.bias, causal=True, dropout=cfg.dropout
+        )
         self.attention_dropout = nn.Dropout(cfg.dropout)
         self.mlp_norm = _norm(cfg)
         if has_experts and cfg.moe is not None:
@@ -153,7 +172,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids to next-token logits. It is written for one device and knows nothing of any other."""
+    """A model from token ids to next-token logits, written for one device."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -169,8 +188,9 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises as GPT-2: normal(0, 0.02), biases 0, and the 2 x layers matrices that write to the residual stream scaled by
-        1 / sqrt(2 x layers), so that the stream's variance does not grow with depth (Radford et al. 2019, section 2.3)."""
+        """Initialises as GPT-2: normal(0, 0.02), biases 0. The 2 x layers matrices that write to the residual stream
+        are scaled by 1 / sqrt(2 x layers), so that its variance does not grow with depth (Radford et al. 2019, section
+        2.3)."""
         residual = {id(m.out) for m in self.modules() if isinstance(m, Attention)}
         residual |= {id(m.down) for m in self.modules() if isinstance(m, GeluMLP | SwiGLU)}
         deep = math.sqrt(2 * self.cfg.layers)
@@ -183,16 +203,19 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    def forward(self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None) -> Any:
-        """Returns logits [B, T, V]; with experts `WithLosses`, whose losses are means over the blocks that have some.
+    def forward(
+        self, input_ids_BT: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> Any:
+        """Returns logits [B, T, V]; with experts `WithLosses`, whose losses are means over the blocks with experts.
 
-        `position_ids` [B, T] default to 0..T-1. With `document_ids` [B, T] a token sees only its own document. A row longer than
-        `cfg.sequence` raises `UserError`.
+        `position_ids` [B, T] default to 0..T-1. With `document_ids` [B, T] a token sees only its own document. Raises
+        `UserError` for a row longer than `cfg.sequence`.
         """
         T = input_ids_BT.shape[1]
         if self.cfg.sequence < T:
             raise UserError(
-                f"GPT: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or raise `sequence`."
+                f"GPT: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or "
+                "raise `sequence`."
             )
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids_BT.device)[None]

@@ -1,4 +1,4 @@
-"""Causal language models of `transformers` by configuration, without any download; and export that `from_pretrained` reads."""
+"""Builds causal language models of `transformers` from a configuration, without downloads, and exports them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from shoal.models.hf_map import to_hf
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# What a published config.json says that is not about the architecture. Precision belongs to the job, code is never fetched.
+# What a published config.json says that is not about the architecture. Precision belongs to the job, code is never
+# fetched.
 NOT_ARCHITECTURE = ("auto_map", "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 
 def from_config(config: str | Path | Mapping[str, Any], **overrides: Any) -> Callable[[], PreTrainedModel]:
     """Returns a factory of the model that `config` describes, freshly initialised, in fp32.
 
-    `config` is a JSON file, a directory with a `config.json`, or a dict; it holds `model_type` ("llama", "gpt2", "qwen3", ...).
-    `overrides` replace its values, e.g. `vocab_size=257`. The factory may run on the meta device. Attention is SDPA where the model
-    has it, the key/value cache is off, and a mixture of experts returns its balance loss.
+    config: a JSON file, a directory with a `config.json`, or a dict, with `model_type` ("llama", "gpt2", "qwen3", ...).
+    overrides: replace its values, e.g. `vocab_size=257`.
 
-    Raises `UserError` for a missing or broken file, an unknown `model_type`, an override that the model does not know, a quantised
-    model, or when `transformers` is not installed.
+    The factory may run on the meta device. Attention is SDPA where the model has it, the key/value cache is off, and a
+    mixture of experts returns its balance loss.
+
+    Raises `UserError` for a missing or broken file, an unknown `model_type`, an override that the model does not have,
+    a quantised model, or if `transformers` is not installed.
     """
     return partial(build_model, config_of(config, **overrides))
 
@@ -43,10 +46,12 @@ def config_of(config: str | Path | Mapping[str, Any], **overrides: Any) -> Pretr
 
 
 def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
-    """Returns the function from the length of a row to the FLOPs of one of its tokens, forward and backward.
+    """Returns a function from the length of a row to the FLOPs of one of its tokens, forward and backward.
 
-    6 N + 12 L W T as `presets.flops_per_token` (W: the width of all query heads), with N the matrices that a token meets: the head but
-    not the embedding, and of a mixture of experts those that it is routed to. The model is built on the meta device to count them.
+    6 N + 12 L W T as in `presets.flops_per_token` (W: the width of all query heads), where N counts the matrices that a
+    token
+    passes: the head but not the embedding, and of a mixture of experts those it is routed to. The model is built on the
+        meta device to count them.
     """
     with torch.device("meta"):
         model: Any = build_model(config)
@@ -63,13 +68,17 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
     return lambda sequence: 6.0 * weights + 12.0 * text.num_hidden_layers * width * sequence
 
 
-def export_hf(model: nn.Module | GPTConfig | PretrainedConfig, state_dict: Mapping[str, Tensor], directory: str | Path) -> None:
-    """Writes config.json, generation_config.json and safetensors (in parts of at most 5 GB) to `directory`, so that
-    `AutoModelForCausalLM.from_pretrained(directory)` loads them.
+def export_hf(
+    model: nn.Module | GPTConfig | PretrainedConfig, state_dict: Mapping[str, Tensor], directory: str | Path
+) -> None:
+    """Writes config.json, generation_config.json and safetensors (in parts of at most 5 GB) for
+    `AutoModelForCausalLM.from_pretrained(directory)`.
 
-    `model` tells the architecture alone: a module of `transformers`, a `GPT`, or the configuration of one. The weights are those of
-    `state_dict`, under the names of the model's own `state_dict()` and at full shape; a tied weight may be there once or twice. They
-    are written in their own dtype. Raises `UserError` for a model without equivalent in `transformers` or for names that do not fit.
+    model: gives only the architecture: a module of `transformers`, a `GPT`, or the configuration of one.
+    state_dict: the weights at full shape, by the names of the model's own `state_dict()`; a tied weight once or twice.
+        They are written in their own dtype.
+
+    Raises `UserError` for a model without an equivalent in `transformers`, and for names that do not match.
     """
     if isinstance(model, GPT | GPTConfig):
         config_dict, weights = to_hf(model.cfg if isinstance(model, GPT) else model, state_dict)
@@ -121,14 +130,16 @@ def _read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(
-            f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory with config.json; "
+            f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory "
+            "with config.json; "
             "nothing is downloaded."
         ) from error
     except ValueError as error:
         raise UserError(f"The model configuration {path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise UserError(
-            f"The model configuration {path} holds a {type(content).__name__}; it must be a JSON object with model_type."
+            f"The model configuration {path} holds a {type(content).__name__}; it must be a JSON object with "
+            "model_type."
         )
     return content
 
@@ -146,7 +157,8 @@ def _parse(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> Pretrain
         )
     if content.get("quantization_config"):
         raise UserError(
-            "The model configuration has a quantization_config: weights in a quantised format cannot be trained. Remove it."
+            "The model configuration has a quantization_config: weights in a quantised format cannot be trained. "
+            "Remove it."
         )
     fields = {key: value for key, value in content.items() if key not in (*NOT_ARCHITECTURE, "model_type")}
     known = transformers.AutoConfig.for_model(model_type)
@@ -175,7 +187,7 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) ->
 
 
 def load_model(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns the model of `config` with `weights`, which have the names of a published model, and transformers' report of what did not fit."""
+    """Returns the model of `config` with `weights`, named as published, and transformers' report on mismatches."""
     config, model_class, attention = _for_training(config)
     return model_class.from_pretrained(
         None,
@@ -189,7 +201,7 @@ def load_model(config: PretrainedConfig, weights: Mapping[str, Tensor]) -> tuple
 
 
 def _for_training(config: PretrainedConfig) -> tuple[PretrainedConfig, Any, str]:
-    """A copy of `config` with the settings of training, the class of its model, and the attention that it has."""
+    """Returns a copy of `config` with the settings of training, the class of its model, and its attention."""
     config = deepcopy(config)
     config.use_cache = False
     if hasattr(config, "output_router_logits") and hasattr(config, "router_aux_loss_coef"):
@@ -203,7 +215,8 @@ def _config_to_publish(model: Any) -> PretrainedConfig:
     config = model.config if isinstance(model, transformers.PreTrainedModel) else model
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(
-            f"A {type(model).__name__} has no equivalent in transformers, so it cannot be exported for from_pretrained; "
+            f"A {type(model).__name__} has no equivalent in transformers, so it cannot be exported for "
+            "from_pretrained; "
             "models 'gpt' and 'hf' can."
         )
     return config
@@ -220,7 +233,8 @@ def _own_tensors(architecture: PreTrainedModel, weights: dict[str, Tensor]) -> d
     if expected != given:
         missing, extra = sorted(expected - given)[:3], sorted(given - expected)[:3]
         raise UserError(
-            f"The weights do not fit a {type(architecture).__name__}: missing {missing}, unknown {extra} (three of each at most)."
+            f"The weights do not fit a {type(architecture).__name__}: missing {missing}, unknown {extra} (three of "
+            "each at most)."
         )
     own: dict[str, Tensor] = {}
     for name in given:

@@ -1,7 +1,7 @@
-"""A GPT of ours as a model of `transformers`, and back: the same function, other names and layouts of the weights.
+"""Converts our GPT to a model of `transformers` and back: the same function, with other names and layouts of weights.
 
-- learned positions, GELU, LayerNorm, bias, as many key/value heads as heads: GPT-2. Its `Conv1D` keeps matrices as [in, out], we
-  as [out, in].
+- learned positions, GELU, LayerNorm, bias, as many key/value heads as heads: GPT-2. Its `Conv1D` keeps matrices as
+  [in, out], ours are [out, in].
 - rotary positions, SwiGLU, RMSNorm: Llama. Its queries, keys and values are three matrices, ours the rows of one.
 
 Nothing here imports `transformers`: a configuration is the dict of a `config.json`.
@@ -60,7 +60,8 @@ def unmapped(cfg: GPTConfig) -> str | None:
         return None
     if kind != ("learned", "gelu", "layernorm"):
         return (
-            f"no model of transformers has positions={cfg.positions!r}, mlp={cfg.mlp!r} and norm={cfg.norm!r} together; "
+            f"no model of transformers has positions={cfg.positions!r}, mlp={cfg.mlp!r} and norm={cfg.norm!r} "
+            "together; "
             "learned + gelu + layernorm is GPT-2, rotary + swiglu + rmsnorm is Llama"
         )
     if not cfg.bias:
@@ -73,7 +74,8 @@ def unmapped(cfg: GPTConfig) -> str | None:
 def to_hf(cfg: GPTConfig, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Any], StateDict]:
     """Returns the `config.json` and the weights of the equivalent model, which gives the same logits.
 
-    A tied head is left out, as `transformers` expects. Raises `UserError` with `unmapped`'s reason where there is no equivalent.
+    A tied head is left out, as `transformers` expects. Raises `UserError` with `unmapped`'s reason where there is no
+    equivalent.
     """
     if reason := unmapped(cfg):
         raise UserError(f"This GPT cannot be written as a model of transformers: {reason}.")
@@ -87,15 +89,18 @@ def to_hf(cfg: GPTConfig, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, A
 
 
 def from_hf(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> tuple[GPTConfig, StateDict]:
-    """Returns the `GPTConfig` and the weights of a GPT-2 or Llama given by its `config.json` and the names of its `...ForCausalLM`.
+    """Returns the `GPTConfig` and the weights of a GPT-2 or Llama given by its `config.json` and the names of its
+    `...ForCausalLM`.
 
-    Raises `UserError` where the configuration has what our GPT has not (another `model_type`, scaled rotary positions, ...).
+    Raises `UserError` where the configuration has what our GPT has not (another `model_type`, scaled rotary positions,
+    ...).
     """
     readers = {"gpt2": _read_gpt2, "llama": _read_llama}
     kind = config.get("model_type")
     if kind not in readers:
         raise UserError(
-            f"A model of type {kind!r} cannot be read as a GPT of Shoal; gpt2 and llama can. Train it as it is: name = 'hf'."
+            f"A model of type {kind!r} cannot be read as a GPT of Shoal; gpt2 and llama can. Train it as it is: name "
+            "= 'hf'."
         )
     cfg, weights = readers[kind](config, state_dict)
     if cfg.tied:
@@ -181,7 +186,8 @@ def _llama_config(cfg: GPTConfig) -> dict[str, Any]:
         "rope_theta": cfg.rope_theta,  # where transformers < 5 looks
         "attention_bias": cfg.bias,
         "mlp_bias": cfg.bias,
-        # Llama drops nothing in the residual stream: `dropout` acts there only while training, so the function is the same.
+        # Llama drops nothing in the residual stream: `dropout` acts there only while training, so the function is the
+        # same.
         "attention_dropout": cfg.dropout,
         "rms_norm_eps": cfg.norm_eps,
         "tie_word_embeddings": cfg.tied,
@@ -197,7 +203,9 @@ def _llama_tensors(cfg: GPTConfig, name: str, tensor: Tensor) -> StateDict:
     if module != "attention.qkv":
         return {f"model.layers.{index}.{_LLAMA_BLOCK[module]}.{kind}": tensor}
     rows = [heads * cfg.head_size for heads in (cfg.heads, cfg.key_value_heads, cfg.key_value_heads)]
-    return {f"model.layers.{index}.{part}.{kind}": piece for part, piece in zip(_LLAMA_QKV, tensor.split(rows), strict=True)}
+    return {
+        f"model.layers.{index}.{part}.{kind}": piece for part, piece in zip(_LLAMA_QKV, tensor.split(rows), strict=True)
+    }
 
 
 def _read_llama(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> tuple[GPTConfig, StateDict]:
@@ -246,14 +254,14 @@ def _read_llama(config: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> 
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """'blocks.3.mlp.up.weight' -> ('3', 'mlp.up', 'weight')."""
+    """Splits 'blocks.3.mlp.up.weight' into ('3', 'mlp.up', 'weight')."""
     _, index, rest = name.split(".", 2)
     module, kind = rest.rsplit(".", 1)
     return index, module, kind
 
 
 def _our_names(cfg: GPTConfig, top: Mapping[str, str], modules: list[str], kinds: tuple[str, ...]) -> list[str]:
-    """Names of our parameters, but for a tied head; an RMSNorm has a weight alone."""
+    """Returns the names of our parameters without a tied head; an RMSNorm has only a weight."""
     names = [name for name in top if not (cfg.tied and name == "head.weight")]
     for index in range(cfg.layers):
         for module in modules:
@@ -266,5 +274,6 @@ def _expect(config: Mapping[str, Any], key: str, default: Any, *allowed: Any) ->
     value = config.get(key, default)
     if value not in allowed:
         raise UserError(
-            f"A GPT of Shoal has no {key}={value!r} (it has {' or '.join(map(repr, allowed))}). Train it as it is: name = 'hf'."
+            f"A GPT of Shoal has no {key}={value!r} (it has {' or '.join(map(repr, allowed))}). Train it as it is: "
+            "name = 'hf'."
         )

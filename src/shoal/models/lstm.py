@@ -15,7 +15,7 @@ from shoal.models.checks import fraction, positive
 
 @dataclass(frozen=True)
 class LSTMConfig:
-    """`tied` shares the embedding with the head and needs `embedding == hidden`. A row starts from a zero state."""
+    """The size of an LSTM. `tied` shares the embedding with the head and needs `embedding == hidden`."""
 
     vocab_size: int
     embedding: int = 256
@@ -33,10 +33,10 @@ class LSTMConfig:
 
 
 class LSTM(nn.Module):
-    """Token ids [B, T] to next-token logits [B, T, V].
+    """A model from token ids [B, T] to next-token logits [B, T, V]; a row starts from a zero state.
 
-    Each layer is an `nn.LSTM` of its own with `nn.Dropout` before it, not one stack with its inner dropout: a layer is then a place
-    where a model may be cut, and its dropout can be keyed by name.
+    Each layer is an `nn.LSTM` of its own after an `nn.Dropout`, so that the model can be cut between layers, and the
+    dropout can be keyed by name.
     """
 
     def __init__(self, cfg: LSTMConfig) -> None:
@@ -52,7 +52,7 @@ class LSTM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Embedding and head uniform(-0.1, 0.1), as Zaremba et al.; the LSTMs keep torch's uniform(-1/sqrt(H), 1/sqrt(H))."""
+        """Initialises embedding and head uniform(-0.1, 0.1), as Zaremba et al.; the LSTMs keep torch's own."""
         nn.init.uniform_(self.token_embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)

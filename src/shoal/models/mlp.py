@@ -14,7 +14,8 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "ge
 
 
 class MLP(nn.Module):
-    """Linear layers of the widths `sizes`; the activation, then dropout, stand between them, and nothing after the last.
+    """Linear layers of the widths `sizes`; the activation, then dropout, stand between them, and nothing after the
+    last.
 
     `MLP([773, 515, 515, 1], "tanh")` maps [B, 773] to [B, 1].
     """

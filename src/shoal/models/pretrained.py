@@ -1,7 +1,9 @@
-"""Trained weights of `transformers` models, from safetensors files on this machine, and adapters of `peft` on top of them.
+"""Trained weights of `transformers` models, from safetensors files on this machine, and adapters of `peft` on top of
+them.
 
-Reading a tensor is one operation of the recorded build (see `shoal.module.record`): so each rank reads, one at a time, the tensors that it
-has a part of, and what transformers and peft do to them on the way (renaming, stacking of experts, tying) is done to each alone.
+Reading a tensor is one operation of the recorded build (see `shoal.module.record`). So each rank reads, one at a time,
+the tensors of which it has a part, and what transformers and peft do to them (renaming, stacking of experts, tying) is
+replayed for each tensor alone.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _NO_FLOATS = {
     "I64": torch.int64,
     "C64": torch.complex64,
 }
-"""By the names that safetensors has for them."""
+"""Dtypes by their names in safetensors."""
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -49,11 +51,12 @@ def from_pretrained(
 ) -> Callable[[], nn.Module]:
     """Returns a factory of the model in `directory`, with its trained weights, in fp32.
 
-    `directory` holds `model.safetensors`, or its parts and their index, and `config.json`, unless `config` is given as to `from_config`,
-    whose `overrides` these are. `lora`: fields of `peft.LoraConfig`; then its adapters alone are trained.
+    directory: has `model.safetensors`, or its parts and their index, and `config.json` unless `config` is given.
+    config, overrides: as in `from_config`.
+    lora: fields of `peft.LoraConfig`; then only its adapters are trained.
 
-    Raises UserError for what is missing or broken, and the factory for tensors that the model has and the files have not, or in another
-    shape. A warning names those that the model has no place for.
+    Raises UserError for missing or broken files. The factory raises UserError for tensors that are missing or have
+    another shape, and warns of tensors that the model does not have.
     """
     if lora is not None:
         check_lora(lora)
@@ -63,29 +66,34 @@ def from_pretrained(
 def with_weights(
     config: PretrainedConfig, directory: str | Path | None, lora: Mapping[str, Any] | None = None
 ) -> Callable[[], nn.Module]:
-    """Returns a factory of the model of `config`: with the weights in `directory` (None: random ones) and the adapters of `lora`, if any."""
+    """Returns a factory of the model of `config`, with the weights in `directory` (None: random) and LoRA adapters."""
     if directory is not None:
         build: Callable[[], nn.Module] = partial(_load, config, str(directory), _files(Path(directory)))
     else:
         build = partial(hf.build_model, config)
-    return build if lora is None else partial(_adapted, build, dict(lora), None if directory is None else str(directory))
+    return (
+        build if lora is None else partial(_adapted, build, dict(lora), None if directory is None else str(directory))
+    )
 
 
 def check_said(config: Any, weights: str | None) -> None:
-    """Raises UserError where a model's configuration lies beside weights and nothing says whether it starts from them."""
+    """Raises UserError where there are weights beside `config` and `weights` does not say whether to use them."""
     if weights is not None or not isinstance(config, str | Path):
         return
     directory = Path(config) if Path(config).is_dir() else Path(config).parent
-    found = next((path.name for pattern in ("*.safetensors", *_PICKLES) for path in sorted(directory.glob(pattern))), None)
+    found = next(
+        (path.name for pattern in ("*.safetensors", *_PICKLES) for path in sorted(directory.glob(pattern))), None
+    )
     if found is not None:
         raise UserError(
-            f"model.config = {str(config)!r} lies beside weights ({found}), and nothing says whether to start from them: give "
+            f"model.config = {str(config)!r} lies beside weights ({found}), and nothing says whether to start from "
+            "them: give "
             f'weights = "{directory}" to train on from them, or weights = "{RANDOM}" for random ones'
         )
 
 
 def _files(directory: Path) -> dict[str, str]:
-    """The file of each tensor in `directory`, which may also be one file."""
+    """Returns the file of each tensor in `directory`, which may also be one file. Raises UserError for others."""
     if directory.is_file() and directory.suffix == ".safetensors":
         return dict.fromkeys(_header(directory), str(directory))
     index = directory / _INDEX
@@ -93,7 +101,9 @@ def _files(directory: Path) -> dict[str, str]:
         try:
             places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"the index {index} cannot be read ({error!r}): it must be JSON with a weight_map") from error
+            raise UserError(
+                f"the index {index} cannot be read ({error!r}): it must be JSON with a weight_map"
+            ) from error
         if gone := sorted({name for name in places.values() if not (directory / name).is_file()}):
             raise UserError(f"{index} names parts that are not there: {', '.join(gone)}. Copy all parts of the model")
         return {tensor: str(directory / name) for tensor, name in places.items()}
@@ -102,12 +112,14 @@ def _files(directory: Path) -> dict[str, str]:
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if directory.suffix in (".bin", ".pt", ".pth", ".ckpt") or pickles:
         raise UserError(
-            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run any code when it is read, so it is not read. "
+            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run "
+            "any code when it is read, so it is not read. "
             "If you trust it, write it anew as safetensors: "
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT), then weights = OUT"
         )
     raise UserError(
-        f"weights = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts and {_INDEX}, "
+        f"weights = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts "
+        f"and {_INDEX}, "
         f'or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"'
     )
 
@@ -130,7 +142,7 @@ def _opened(file: str | Path) -> Iterator[Any]:
 
 @torch.library.custom_op("shoal::read_tensor", mutates_args=())
 def _read_tensor(file: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor `name` of a safetensors file, as `dtype`. `shape` is what it has there, for those who only plan to read it."""
+    """Reads the tensor `name` of a safetensors file as `dtype`. `shape`: its shape, for fake tensors."""
     with _opened(file) as tensors:
         return tensors.get_tensor(name).to(dtype)
 
@@ -141,7 +153,7 @@ def _(file: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _to_read(files: Mapping[str, str]) -> dict[str, Tensor]:
-    """All tensors of `files`; floating ones in fp32, since precision belongs to the job."""
+    """Reads all tensors of `files`; floating-point ones in fp32, since precision belongs to the job."""
     found: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         with _opened(file) as tensors:
@@ -153,7 +165,7 @@ def _to_read(files: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _load(config: PretrainedConfig, directory: str, files: Mapping[str, str]) -> nn.Module:
-    """The model of `config` as `hf.build_model` makes it, with the tensors of `files`, by transformers' own rules for names and layouts."""
+    """Builds the model of `config` as `hf.build_model` does, with the tensors of `files`, by transformers' rules."""
     with _one_thread(), hf.quiet():
         model, report = hf.load_model(config, _to_read(files))
     lacking = [f"missing {name}" for name in sorted(report["missing_keys"])]
@@ -169,7 +181,8 @@ def _load(config: PretrainedConfig, directory: str, files: Mapping[str, str]) ->
         )
     if unknown:
         warnings.warn(
-            f"{len(unknown)} tensors in {directory} have no place in the model of {config.model_type} and are left out: "
+            f"{len(unknown)} tensors in {directory} have no place in the model of {config.model_type} and are left "
+            "out: "
             f"{', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}",
             stacklevel=2,
         )
@@ -178,7 +191,7 @@ def _load(config: PretrainedConfig, directory: str, files: Mapping[str, str]) ->
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Lets transformers load in this thread, whose operations are recorded, and tensor after tensor."""
+    """Makes transformers load one tensor after the other in this thread, whose operations are recorded."""
     key = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(key)
     os.environ[key] = "1"
@@ -206,7 +219,9 @@ def check_lora(settings: Mapping[str, Any]) -> None:
     """Raises UserError for what `peft.LoraConfig` does not take."""
     config = _peft().LoraConfig
     known = [
-        name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type", "inference_mode", "runtime_config")
+        name
+        for name in config.__dataclass_fields__
+        if name not in ("peft_type", "task_type", "inference_mode", "runtime_config")
     ]
     for key in settings:
         if key not in known:
@@ -218,7 +233,10 @@ def check_lora(settings: Mapping[str, Any]) -> None:
 
 
 def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str | None) -> nn.Module:
-    """What `build` gives with LoRA adapters, which alone are trained; `base`: where its weights come from, for those who load the adapters."""
+    """Returns the model of `build` with LoRA adapters, which alone are trained.
+
+    base: where its weights come from, recorded for those who load the adapters.
+    """
     peft = _peft()
     model: Any = build()
     model.name_or_path = base or ""
@@ -229,9 +247,9 @@ def _adapted(build: Callable[[], nn.Module], settings: dict[str, Any], base: str
 
 
 def export_adapter(model: nn.Module, weights: Mapping[str, Tensor], directory: Path) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors to `directory`, for `peft.PeftModel.from_pretrained(base, directory)`.
+    """Writes adapter_config.json and adapter_model.safetensors, for `peft.PeftModel.from_pretrained(base, directory)`.
 
-    `weights` as of `model.state_dict()`; those that are no adapter's are left out.
+    weights: as of `model.state_dict()`; only the adapters' weights are written.
     """
     from safetensors.torch import save_file
 
@@ -240,7 +258,9 @@ def export_adapter(model: nn.Module, weights: Mapping[str, Tensor], directory: P
         own = peft.get_peft_model_state_dict(adapted, dict(weights), name, save_embedding_layers=False)
         place = directory if name == "default" else directory / name
         place.mkdir(parents=True, exist_ok=True)
-        tensors = {key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in own.items()}
+        tensors = {
+            key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for key, tensor in own.items()
+        }
         save_file(tensors, place / "adapter_model.safetensors", metadata={"format": "pt"})
         training, config.inference_mode = config.inference_mode, True
         config.save_pretrained(place)

@@ -27,9 +27,12 @@ from shoal.models.resnet import ResNet, ResNetConfig
 class ModelSpec:
     """A model that is ready to be built.
 
-    `factory` builds it, on the meta device too. `loss` is the loss that it is trained with. `values` are all its settings with
-    defaults filled in, for the record. `vocab_size` and `sequence` are None where it reads no tokens, or rows of any length.
-    `flops_per_token(sequence)` is None where no formula is known. `prepare_data` turns the job's dataset into the model's.
+    factory: builds it, also on the meta device.
+    loss: the loss that it is trained with.
+    values: all its settings with defaults, for the record.
+    vocab_size, sequence: None where it reads no tokens, or rows of any length.
+    flops_per_token: returns the FLOPs of a token, given the length of a row; None where no formula is known.
+    prepare_data: turns the job's dataset into the model's.
     """
 
     name: str
@@ -56,17 +59,22 @@ class MLPConfig:
 
 
 def build(spec: Mapping[str, Any]) -> ModelSpec:
-    """Returns the model of a table with `name` and the settings of that model, and perhaps `loss`, which replaces the model's own.
+    """Returns the model of a `[model]` table.
 
-    An unknown name, preset or setting, a missing setting or one of a wrong type raises `UserError`. Settings by name:
-    gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it, `weights` and `lora`; bert, lstm, resnet: the fields of their
-    configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
+    spec: `name`, the settings of that model, and optionally `loss`, which replaces the model's own. Settings by name:
+        gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it, `weights` and `lora`; bert,
+            lstm,
+        resnet: the fields of their configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
+
+    Raises `UserError` for an unknown name, preset or setting, and for a missing or invalid setting.
     """
     settings = dict(spec)
     name, loss = settings.pop("name", None), settings.pop("loss", None)
     if not isinstance(name, str) or name not in BUILDERS:
         hint = did_you_mean(str(name), list(BUILDERS))
-        raise UserError(f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}{of_transformers(str(name))}")
+        raise UserError(
+            f"model.name = {name!r} is not a model of Shoal ({', '.join(BUILDERS)}).{hint}{of_transformers(str(name))}"
+        )
     model = BUILDERS[name](settings)
     return model if loss is None else replace(model, loss=find_loss(loss))
 
@@ -77,11 +85,18 @@ def _gpt(settings: dict[str, Any]) -> ModelSpec:
         raise UserError(f"model.preset = {preset!r} of gpt must be one text ({', '.join(PRESETS)}).")
     if preset is not None and preset not in PRESETS:
         raise UserError(
-            f"model.preset = {preset!r} is no preset of gpt ({', '.join(PRESETS)}).{did_you_mean(str(preset), list(PRESETS))}"
+            f"model.preset = {preset!r} is no preset of gpt "
+            f"({', '.join(PRESETS)}).{did_you_mean(str(preset), list(PRESETS))}"
         )
     cfg = _config(GPTConfig, "gpt", settings, PRESETS[preset] if preset else None)
     return ModelSpec(
-        "gpt", partial(GPT, cfg), find_loss("causal_lm"), asdict(cfg), cfg.vocab_size, cfg.sequence, partial(flops_per_token, cfg)
+        "gpt",
+        partial(GPT, cfg),
+        find_loss("causal_lm"),
+        asdict(cfg),
+        cfg.vocab_size,
+        cfg.sequence,
+        partial(flops_per_token, cfg),
     )
 
 
@@ -90,13 +105,19 @@ def _hf(settings: dict[str, Any]) -> ModelSpec:
 
     weights, lora = settings.pop("weights", None), settings.pop("lora", None)
     if not isinstance(weights, str | None):
-        raise UserError(f'model.weights = {weights!r} of hf must be a directory, or "{pretrained.RANDOM}" for random weights.')
+        raise UserError(
+            f'model.weights = {weights!r} of hf must be a directory, or "{pretrained.RANDOM}" for random weights.'
+        )
     directory = None if weights == pretrained.RANDOM else weights
     source = settings.pop("config", directory)
     if source is None:
-        raise UserError("model 'hf' needs `config`: a JSON file, a directory with config.json, or a table with model_type.")
+        raise UserError(
+            "model 'hf' needs `config`: a JSON file, a directory with config.json, or a table with model_type."
+        )
     if not isinstance(lora, Mapping | None):
-        raise UserError(f"model.lora = {lora!r} of hf must be a table of fields of peft's LoraConfig, such as {{r = 8}}.")
+        raise UserError(
+            f"model.lora = {lora!r} of hf must be a table of fields of peft's LoraConfig, such as {{r = 8}}."
+        )
     if lora is not None:
         pretrained.check_lora(lora)
     pretrained.check_said(source, weights)
@@ -117,7 +138,13 @@ def _bert(settings: dict[str, Any]) -> ModelSpec:
     cfg = _config(BertConfig, "bert", settings)
     masked = partial(MaskedTokens, vocab_size=cfg.vocab_size, mask_id=cfg.vocab_size - 1)
     return ModelSpec(
-        "bert", partial(Bert, cfg), find_loss("masked_lm"), asdict(cfg), cfg.vocab_size, cfg.sequence, prepare_data=masked
+        "bert",
+        partial(Bert, cfg),
+        find_loss("masked_lm"),
+        asdict(cfg),
+        cfg.vocab_size,
+        cfg.sequence,
+        prepare_data=masked,
     )
 
 
@@ -146,7 +173,8 @@ def _chess(settings: dict[str, Any]) -> ModelSpec:
 
 
 def of_transformers(name: str) -> str:
-    """How a job file names the causal language model of `transformers` that `name` seems to mean, such as "meta-llama/Llama-3-8B"; '' for none."""
+    """Returns a hint how a job file names the model of `transformers` that `name` seems to mean, such as
+    "meta-llama/Llama-3-8B"; empty for none."""
     try:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
@@ -157,7 +185,8 @@ def of_transformers(name: str) -> str:
         return ""
     kind = max(kinds, key=len)
     return (
-        f' One of transformers is written name = "hf", config = {{model_type = "{kind}"}}, with more of its configuration in that table, or '
+        f' One of transformers is written name = "hf", config = {{model_type = "{kind}"}}, with more of its '
+        "configuration in that table, or "
         "config = the path of its config.json."
     )
 
@@ -182,13 +211,17 @@ def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None
     hints, settings = get_type_hints(kind), dict(settings)
     for key, value in settings.items():
         if key not in hints:
-            raise UserError(f"model.{key} is not a setting of {name} ({', '.join(hints)}).{did_you_mean(key, list(hints))}")
+            raise UserError(
+                f"model.{key} is not a setting of {name} ({', '.join(hints)}).{did_you_mean(key, list(hints))}"
+            )
         inner = next((each for each in get_args(hints[key]) if is_dataclass(each)), None)
         if inner is not None and isinstance(value, Mapping):
             before = getattr(base, key, None)
             value = settings[key] = _config(inner, f"{name}, in model.{key}", value, before)  # type: ignore[arg-type]
         if not _fits(value, hints[key]):
-            raise UserError(f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}.")
+            raise UserError(
+                f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}."
+            )
     if base is not None:
         return replace(base, **settings)
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in settings]
@@ -199,7 +232,7 @@ def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from TOML or JSON is of the type of a field. An integer is a float too; a bool is no number."""
+    """Returns whether a value of TOML or JSON has the type `hint`. An int also fits float; a bool fits only bool."""
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, member) for member in get_args(hint))
     if get_origin(hint) is Literal:
@@ -214,7 +247,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _spoken(hint: Any) -> str:
-    """The type as a person says it: `int | None` -> "an integer"."""
+    """Describes a type for a message: `int | None` is "an integer"."""
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_spoken(member) for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is list:

@@ -1,4 +1,5 @@
-"""ResNets with BatchNorm (He et al. 2015, https://arxiv.org/abs/1512.03385): 18, 34, 50 for images, 20 for 32 x 32 ones.
+"""ResNets with BatchNorm (He et al. 2015, https://arxiv.org/abs/1512.03385): 18, 34, 50 for images, 20 for 32 x 32
+ones.
 
 The weights of 18, 34 and 50 have torchvision's shapes (stride on the 3 x 3 convolution of a bottleneck: "v1.5").
 
@@ -17,7 +18,8 @@ from shoal.models.checks import one_of, positive
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """`depth` is one of 18, 34, 50, 20. Depth 20 is the narrow network for CIFAR: no max pooling, three stages, projection shortcuts."""
+    """The size of a ResNet. `depth`: 18, 34, 50, or 20, the narrow network for CIFAR (no max pooling, three stages,
+    projection shortcuts)."""
 
     depth: int
     classes: int
@@ -30,7 +32,7 @@ class ResNetConfig:
 
 
 class Basic(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut."""
+    """A block of two 3 x 3 convolutions and a shortcut."""
 
     expansion = 1
 
@@ -48,7 +50,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3, 1 x 1 convolutions and a shortcut; four times as wide at the end."""
+    """A block of 1 x 1, 3 x 3, 1 x 1 convolutions and a shortcut; four times as wide at the end."""
 
     expansion = 4
 
@@ -80,11 +82,11 @@ STAGES: dict[int, tuple[type[Basic] | type[Bottleneck], tuple[int, ...], int]] =
     50: (Bottleneck, (3, 4, 6, 3), 64),
     20: (Basic, (3, 3, 3), 16),
 }
-"""For each depth: the block, how many a stage, the width of the first stage; each further stage halves the size, doubles the width."""
+"""By depth: the block, blocks per stage, width of the first stage; later stages halve the size and double the width."""
 
 
 class ResNet(nn.Module):
-    """Images [B, C, H, W] to class logits [B, classes]."""
+    """A model from images [B, C, H, W] to class logits [B, classes]."""
 
     def __init__(self, cfg: ResNetConfig) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""What a person sees of a run: its metrics, its progress line, its trackers, its timeline and its page."""
+"""The outputs of a run for people: metrics, the progress line, trackers, the timeline and the report page."""

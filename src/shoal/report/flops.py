@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the FLOPs of a step as a share of what this device's matrix multiplication reaches."""
+"""Model FLOPs utilisation (MFU): the FLOP/s of a step relative to this device's measured peak of matrix products."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ Shape = tuple[int, ...]
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The FLOP/s of the best of a few square matrix products in `dtype`, in about 0.3 s, with the current number of threads.
+    """Measures the FLOP/s of the best of a few square matrix products in `dtype`, in about 0.3 s.
 
-    Ranks that share a host share its cores and memory: all of them measure at the same time, and the sum is the peak of the run.
+    Ranks of one host share its cores and memory, so all of them measure at the same time, and the sum is the peak of
+    the run.
     """
     size = PEAK_SIZE[device.type]
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     best, began = math.inf, time.perf_counter()
     runs = 0
-    # The first product pays for the choice of a kernel and for page faults, so there is always a second one.
+    # The first product includes the choice of a kernel and page faults, so there is always a second one.
     while runs < 2 or time.perf_counter() - began < PEAK_SECONDS:
         best = min(best, _seconds_of(lambda: torch.mm(a, b), device))
         runs += 1
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # these matrices are no part of the run's peak
+        torch.cuda.reset_peak_memory_stats(device)  # the run's peak does not include these matrices
     return 2 * size**3 / best
 
 
@@ -49,28 +50,36 @@ def _seconds_of(operation: Callable[[], object], device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """The FLOPs of one call, and how they were found, as a sentence for a person."""
+    """The FLOPs of one call, and a note on how they were found."""
 
     flops: int
     note: str
 
 
 def count_flops(call: Callable[[], object], *, parameters: int, tokens: int) -> FlopCount:
-    """The FLOPs of `call`, which runs forward and backward of one microbatch of `tokens` tokens, once.
+    """Counts the FLOPs of one run of `call`: forward and backward of a microbatch of `tokens` tokens.
 
-    What counts is what the mathematics asks for, as in the MFU of PaLM (Chowdhery et al. 2022, appendix B): attention in full,
-    causal or not, and without the recomputation of scores that fused backward kernels do. Element-wise operations count as 0.
-    Where nothing can be counted, the estimate is 6 x parameters x tokens (Kaplan et al. 2020). Errors of `call` pass through.
+    Counts what the mathematics needs, as in the MFU of PaLM (Chowdhery et al. 2022, appendix B): attention in full,
+    causal or not, without the scores that fused backward kernels recompute. Element-wise operations count as 0. Where
+    nothing can be counted, returns the estimate 6 x parameters x tokens (Kaplan et al. 2020). Errors of `call` pass
+    through.
     """
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         call()
     if counted := counter.get_total_flops():
         return FlopCount(counted, "counted operation by operation; causal attention counted in full")
-    return FlopCount(6 * parameters * tokens, "estimated as 6 x parameters x tokens: no operation with a known count was seen")
+    return FlopCount(
+        6 * parameters * tokens, "estimated as 6 x parameters x tokens: no operation with a known count was seen"
+    )
 
 
 def mfu(step_flops: float, seconds: float, peak_flops: float) -> float | None:
-    """The share, 0 to 1, of `peak_flops` that `step_flops` in `seconds` reach; both of all ranks. None where it has no meaning."""
+    """Returns the MFU, 0 to 1; None where it is undefined.
+
+    step_flops: FLOPs of a step, of all ranks.
+    seconds: duration of the step.
+    peak_flops: FLOP/s, of all ranks.
+    """
     return step_flops / (seconds * peak_flops) if seconds > 0 and peak_flops > 0 else None
 
 
@@ -79,12 +88,12 @@ def _attention(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any
 
 
 def _attention_backward(grad: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    """Two products for each of the forward pass; torch's own formula adds the recomputed scores, a fifth one."""
+    """Counts two products for each product of the forward; torch's formula also counts the recomputed scores."""
     return 2 * sdpa_flop_count(query, key, value)
 
 
 def _rnn(input: Shape, *args: Any, **kwargs: Any) -> int:
-    """Every weight meets every position once: 2 x positions x elements. Weights are the 2-D tensors before the state."""
+    """Counts 2 x positions x elements of the weights, which are the 2-D tensors before the state."""
     weights = args[0] if isinstance(args[0], list) else args[:2]
     return 2 * math.prod(input[:-1]) * sum(math.prod(shape) for shape in weights if len(shape) == 2)
 
@@ -104,4 +113,4 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten._cudnn_rnn: _rnn,
     aten._cudnn_rnn_backward: _rnn_backward,
 }
-"""Added to those of torch, which knows no fused attention on CPU and no fused recurrent layer."""
+"""Additions to torch's formulas, which lack fused attention on CPU and fused recurrent layers."""

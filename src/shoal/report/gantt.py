@@ -1,4 +1,4 @@
-"""A step of a pipeline: what each rank ran when, and what its schedule says, timed with what the actions took."""
+"""A step of a pipeline: when each rank ran which action, as measured and as simulated with the measured costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.pipeline import Action, Costs, Kind, Schedule, check, simulate
 from shoal.pipeline.files import action_of
 
 from . import units
-from .figures import BARS, INK, PAPER, RULE, WIDE, Chart, draw_chart
+from .drawing import BARS, PAPER, RULE, WIDE, Chart, draw_chart, write_names
 from .timeline import Span
 
 LANE = "stage"
@@ -22,12 +22,17 @@ COLOURS = {"forward": BARS[0], "backward, or its input half": BARS[1], "weights'
 _OF = {"F": BARS[0], "B": BARS[1], "I": BARS[1], "W": BARS[2]}
 
 Row = Sequence[tuple[Action, float, float]]
-"""What a rank ran: action, start and stop in seconds from the step's first one."""
+"""The actions of a rank: action, start and stop in seconds since the step's first action."""
 
 
 @dataclass(frozen=True)
 class Gantt:
-    """Of one step: its charts and the share of the ranks' time between first and last action in which they waited. Nothing is predicted of a schedule without a flush, of which a step is no whole."""
+    """The charts of one step.
+
+    measured, predicted: charts of the recorded and of the simulated step; no prediction for a schedule without a flush,
+        whose steps overlap.
+    waited, expected: share of the ranks' time that they waited between the first and last action, in each of them.
+    """
 
     step: int
     measured: Chart
@@ -37,7 +42,7 @@ class Gantt:
 
 
 def gantt(spans: Sequence[Span]) -> Gantt | None:
-    """Of the spans of one step; None without stages. Of replicas, and of ranks that share a stage, the first is shown."""
+    """Makes the Gantt charts of the spans of one step; None without stages. Shows the first rank of each stage."""
     rows = _rows([span for span in spans if span.lane == LANE])
     if not rows:
         return None
@@ -47,7 +52,7 @@ def gantt(spans: Sequence[Span]) -> Gantt | None:
     try:
         check(schedule)
         predicted = simulate(schedule, _costs(rows))
-    except UserError:  # of another step the rest of what these actions need
+    except UserError:  # without a flush, other actions of this schedule are in other steps
         pass
     longest = max(whole, predicted.seconds if predicted else 0.0)
     return Gantt(
@@ -60,7 +65,7 @@ def gantt(spans: Sequence[Span]) -> Gantt | None:
 
 
 def _rows(spans: Sequence[Span]) -> list[Row]:
-    """By place in the pipeline."""
+    """Returns the actions of each rank along pp."""
     by_rank: dict[int, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
         by_rank.setdefault(span.rank, []).append(span)
@@ -81,7 +86,7 @@ def _schedule(rows: Sequence[Row]) -> Schedule:
 
 
 def _costs(rows: Sequence[Row]) -> Costs:
-    """Medians of what each kind of action of a stage took."""
+    """Returns the median time of each kind of action of each stage."""
     taken: dict[tuple[Kind, int], list[float]] = {}
     for row in rows:
         for action, start, stop in row:
@@ -91,24 +96,24 @@ def _costs(rows: Sequence[Row]) -> Costs:
 
 def _chart(title: str, rows: Sequence[Row], longest: float) -> Chart:
     label = f"{title}: {len(rows)} ranks of a pipeline over {units.duration(longest)}"
-    return draw_chart(title, label, partial(_draw, rows, longest), height=40 + 30 * len(rows), wide=WIDE, first_tick="{:g} ms")
+    return draw_chart(
+        title, label, partial(_draw, rows, longest), height=40 + 30 * len(rows), wide=WIDE, first_tick="{:g} ms"
+    )
 
 
 def _draw(rows: Sequence[Row], longest: float, axes: Axes) -> None:
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         extents = [(1e3 * start, 1e3 * (stop - start)) for _, start, stop in row]
-        axes.broken_barh(
-            extents, (place - 0.4, 0.8), facecolors=[_OF[action.kind] for action, _, _ in row], edgecolor=PAPER, linewidth=0.7
-        )
+        faces = [_OF[action.kind] for action, _, _ in row]
+        axes.broken_barh(extents, (index - 0.4, 0.8), facecolors=faces, edgecolor=PAPER, linewidth=0.7)
     axes.set_yticks(range(len(rows)), [f"place {place}" for place in range(len(rows))])
     axes.set_ylim(len(rows) - 0.45, -0.55)
     axes.set_xlim(0, 1e3 * longest)
     axes.grid(False, axis="y")
     axes.grid(True, axis="x", color=RULE, linewidth=0.8)
-    axes.figure.canvas.draw()  # the layout, on which the room for names depends
-    pixels = axes.bbox.width / axes.figure.dpi * 72 / (longest or 1.0)
-    for place, row in enumerate(rows):
-        for action, start, stop in row:
-            name = str(action.microbatch)
-            if (stop - start) * pixels > 6.4 * len(name) + 6:
-                axes.text(1e3 * (start + stop) / 2, place, name, ha="center", va="center_baseline", size=11, color=INK)
+    names = (
+        (1e3 * start, 1e3 * stop, index, str(action.microbatch))
+        for index, row in enumerate(rows)
+        for action, start, stop in row
+    )
+    write_names(axes, names)

@@ -1,4 +1,4 @@
-"""Append-only JSON Lines that a crash can tear only at the end."""
+"""Append-only JSON Lines files, of which a crash can damage only the last line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from shoal.errors import UserError
 
 
 def open_for_append(path: Path) -> io.FileIO:
-    """Opens `path` for appending, unbuffered: one `write` is one system call, so a killed process loses at most its last line.
+    """Opens `path` for appending, unbuffered: one `write` is one system call, so a crash damages at most the last line.
 
-    A last line that an earlier process left torn is cut off, as the next line would be glued to it and lost as well.
+    Removes an incomplete last line of an earlier process, since the next line would be joined to it and lost as well.
+    Raises UserError where the file cannot be opened.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = io.FileIO(path, "a+")
     except OSError as error:
-        raise UserError(f"{path} cannot be opened for writing: {error.strerror}. Choose another run directory") from error
+        raise UserError(
+            f"{path} cannot be opened for writing: {error.strerror}. Choose another run directory"
+        ) from error
     file.seek(0)
     content = file.read()
     tail = content[content.rfind(b"\n") + 1 :]
@@ -35,17 +39,32 @@ def open_for_append(path: Path) -> io.FileIO:
 
 
 def encode_lines(objects: Iterable[dict[str, Any]]) -> bytes:
-    """One line an object of strict JSON: NaN and the infinities, which JSON lacks, become "NaN", "Infinity", "-Infinity"."""
+    """Encodes each object as a line of strict JSON; NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
     return b"".join(
-        json.dumps(_finite(each), allow_nan=False, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+        json.dumps(_finite(each), allow_nan=False, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")
+        + b"\n"
         for each in objects
     )
+
+
+class JsonLog:
+    """Appends dataclasses to `path`, one JSON object per line."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open_for_append(Path(path))
+
+    def write(self, records: Iterable[Any]) -> None:
+        """Appends `records` in one write of whole lines, so that several ranks may append to one file."""
+        self._file.write(encode_lines(map(asdict, records)))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """Returns the objects of `path` in order, and the numbers (from 1) of lines that are not JSON objects.
 
-    A torn last line is the trace of a killed or a running process, not damage: it is left out of both.
+    Neither includes an incomplete last line, which a killed or a running process leaves.
     """
     lines = path.read_bytes().split(b"\n")
     objects, damaged = [], []
@@ -59,7 +78,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def as_float(value: Any) -> Any:
-    """Turns the strings that `encode_lines` writes for floats outside JSON back, also those in a dict; other values pass through."""
+    """Decodes the strings of `encode_lines` for NaN and infinities, also in a dict; returns other values unchanged."""
     if isinstance(value, dict):
         return {key: as_float(each) for key, each in value.items()}
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

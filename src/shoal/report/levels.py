@@ -1,32 +1,36 @@
-"""What one rank held of each memory, by role, over a recorded step."""
+"""The bytes that a rank held in each tier of memory, by role, over a recorded step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..comm.wire import sent
-from .jsonl import encode_lines, open_for_append, read_lines
+from .jsonl import read_lines
 
 MOMENTS = 300
-"""Of a step: a line of the file then has some tens of kilobytes, and the picture as many points as pixels in two."""
+"""Moments of a step in a trace at most: a line of the file then has some tens of kilobytes."""
 
 RANKS = 8
-"""Of so many ranks the file has traces."""
+"""Number of ranks whose traces the file has."""
 
 TIERS = ("device", "host", "disk")
 
 Change = tuple[float, str, str, int]
-"""(moment, tier, role, bytes from then on)."""
+"""(Unix time, tier, role, bytes from then on)"""
 
 
 @sent
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrace:
-    """From the moment `at[i]` (Unix time in seconds) on, `levels[tier][role][i]` bytes were held. `budgets`: bytes of the tiers that have one. `counts_all`:
-    whether activations are among them, as where there is a device tier, or a GPU."""
+    """The memory of one rank over one step: from `at[i]` on, `levels[tier][role][i]` bytes were held.
+
+    at: Unix times in seconds.
+    budgets: bytes, of the tiers that have a budget.
+    counts_all: whether activations are included, which they are with a device tier or a GPU.
+    """
 
     step: int
     rank: int
@@ -36,22 +40,29 @@ class MemoryTrace:
     counts_all: bool
 
     def total(self, tier: str) -> list[int]:
-        """All roles together, at each moment."""
+        """Returns the bytes of all roles together, at each moment."""
         return [sum(each) for each in zip(*self.levels[tier].values(), strict=True)]
 
     @property
     def most(self) -> int:
-        """The most that a tier held at a time; of the first of them, the device where there is one."""
+        """The peak of the first tier in bytes: the device where there is one."""
         return max(self.total(next(iter(self.levels))), default=0)
 
 
 def memory_trace(
     step: int, rank: int, changes: Iterable[Change], budgets: Mapping[str, int], counts_all: bool
 ) -> MemoryTrace | None:
-    """The trace of all `changes`, at most MOMENTS of them: the extremes of each tier and the peak of each role are kept, with all that was held at that
-    moment. Roles that never held anything are left out. None if nothing was held."""
+    """Makes the trace of `changes`, thinned to about MOMENTS moments: those of each tier's extremes and each role's
+    peak.
+
+    step, rank, budgets, counts_all: as in `MemoryTrace`.
+
+    Roles that never held anything are left out. Returns None if nothing was held.
+    """
     changes = sorted(changes, key=lambda change: change[0])
-    names = sorted(dict.fromkeys((tier, role) for _, tier, role, size in changes if size), key=lambda name: TIERS.index(name[0]))
+    names = sorted(
+        dict.fromkeys((tier, role) for _, tier, role, size in changes if size), key=lambda name: TIERS.index(name[0])
+    )
     now, at, rows = dict.fromkeys(names, 0), list[float](), list[list[int]]()
     for moment, tier, role, size in changes:
         if (tier, role) in now:
@@ -78,13 +89,15 @@ def memory_trace(
 
 
 def _kept(rows: Sequence[Sequence[int]], tiers: Sequence[str]) -> list[int]:
-    """Which of `rows` stay."""
+    """Returns the indices of the `rows` (bytes of each role at a moment) to keep. `tiers`: the tier of each column."""
     if len(rows) <= MOMENTS:
         return list(range(len(rows)))
-    totals = [[sum(row[i] for i, of in enumerate(tiers) if of == tier) for row in rows] for tier in dict.fromkeys(tiers)]
+    totals = [
+        [sum(row[i] for i, of in enumerate(tiers) if of == tier) for row in rows] for tier in dict.fromkeys(tiers)
+    ]
     totals = [total for total in totals if len(set(total)) > 1]
     keep = {0, len(rows) - 1}
-    keep |= {max(range(len(rows)), key=lambda i, column=column: rows[i][column]) for column in range(len(tiers))}  # type: ignore[misc]
+    keep |= {max(range(len(rows)), key=[row[column] for row in rows].__getitem__) for column in range(len(tiers))}
     stretch = math.ceil(len(rows) / max(1, (MOMENTS - len(keep)) // (2 * max(1, len(totals)))))
     for start in range(0, len(rows), stretch):
         moments = range(start, min(start + stretch, len(rows)))
@@ -92,21 +105,11 @@ def _kept(rows: Sequence[Sequence[int]], tiers: Sequence[str]) -> list[int]:
     return sorted(keep)
 
 
-class MemoryLog:
-    """Appends traces to `path`, one JSON object a line."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._file = open_for_append(Path(path))
-
-    def write(self, traces: Iterable[MemoryTrace]) -> None:
-        self._file.write(encode_lines(map(asdict, traces)))
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_memory_traces(path: Path | str) -> list[MemoryTrace]:
-    """The traces in `path`, of each step and rank the last one; none when there is no such file. Lines of another form are left out."""
+    """Reads the traces in `path`, the last one of each step and rank; none when there is no such file.
+
+    Lines of another form are left out.
+    """
     path = Path(path)
     if not path.exists():
         return []
@@ -116,7 +119,10 @@ def read_memory_traces(path: Path | str) -> list[MemoryTrace]:
 
 
 def counter_events(traces: Sequence[MemoryTrace], origin: float) -> list[dict[str, object]]:
-    """The traces as counters of a Chrome trace whose time begins at `origin`: one a tier, stacked by role; a point where something changes."""
+    """Returns the traces as counter events of a Chrome trace: a counter for each tier, stacked by role.
+
+    origin: Unix time at which the Chrome trace begins.
+    """
     return [
         {
             "ph": "C",

@@ -1,4 +1,4 @@
-"""How much memory this process, and its GPU, use."""
+"""The memory that this process and its GPU use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes. `rss` counts shared pages in full; `pss`, where the system tells it, splits them among the processes that map them.
+    """Memory use in bytes.
 
-    `cuda` is the allocator's `max_memory_allocated`, None without a GPU.
+    rss: counts shared pages in full.
+    pss: divides shared pages among the processes that map them; None where the system does not tell.
+    cuda: the allocator's `max_memory_allocated`; None without a GPU.
     """
 
     rss: int
@@ -26,12 +28,12 @@ class MemoryUse:
 
     @property
     def bytes(self) -> int:
-        """The one figure to report: that of the GPU where there is one, else PSS, so that ranks of one host add up, else RSS."""
+        """The figure to report: the GPU's, else PSS (so that ranks of one host add up), else RSS."""
         return next(value for value in (self.cuda, self.pss, self.rss) if value is not None)
 
 
 def read_memory(device: torch.device) -> MemoryUse:
-    """The use at this moment; `cuda` is the peak so far. Reading PSS walks the page table: about 10 ms for a gigabyte."""
+    """Reads the use at this moment, and the GPU's peak so far. Reading PSS takes about 10 ms per gigabyte."""
     cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     if ROLLUP.exists():
         kilobytes = _kilobytes(ROLLUP)
@@ -40,7 +42,7 @@ def read_memory(device: torch.device) -> MemoryUse:
 
 
 class MemoryMeter:
-    """Memory for a caller that asks at every step: reads at most once in `interval` seconds and keeps the peak of its readings."""
+    """Memory use for a caller that asks at every step: reads at most once in `interval` seconds and keeps the peak."""
 
     def __init__(self, device: torch.device, interval: float = 1.0) -> None:
         self._device = device
@@ -58,15 +60,15 @@ class MemoryMeter:
 
     @property
     def peak(self) -> MemoryUse:
-        """The highest values seen; `rss` is the kernel's own high-water mark where it keeps one, so it misses no spike."""
+        """The highest values seen; `rss` is the kernel's high-water mark where there is one, so it misses no spike."""
         if STATUS.exists() and (high_water := _kilobytes(STATUS).get("VmHWM")):
-            # The kernel batches its counters, so that its mark can be some pages behind what we read.
+            # The kernel batches its counters, so its mark can lag some pages behind.
             return replace(self._peak, rss=max(high_water * 1024, self._peak.rss))
         return self._peak
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """The "Name:   123 kB" lines of a file under /proc."""
+    """Parses the "Name:   123 kB" lines of a file under /proc."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) == 3 and row[2] == "kB"}
 

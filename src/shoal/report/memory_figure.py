@@ -1,4 +1,4 @@
-"""Who held how much of a memory over one step: stacked areas by role, the budget as a line, the step's phases as a band below."""
+"""A chart of one tier's memory over a step: stacked areas by role, the budget as a line, the step's phases below."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from . import units
-from .figures import INK, MUTED, PAPER, ROLES, SECOND, WIDE, Chart, draw_chart
+from .drawing import MUTED, PAPER, ROLES, SECOND, WIDE, Chart, draw_chart, write_names
 from .levels import MemoryTrace
 from .timeline import Span
 from .timeline_figure import bar_colours, family
@@ -21,12 +21,12 @@ COLOUR_OF = dict(
         strict=True,
     )
 ) | {"weights in use": ROLES[5], "gradients on loan": ROLES[6], "activations": ROLES[7]}
-"""From what stays, at the bottom, to what comes and goes."""
+"""Stacked from the bottom: permanent roles first, then temporary ones."""
 OTHER = ROLES[8]
 TALL, LOW, AXIS, BAND = 270, 150, 30, 20
-"""Pixels: the height of a picture in which something changes, and of one in which nothing does; of the time's axis and of the phases in it."""
+"""Heights in pixels: of a chart in which memory changes, of one in which it does not, of the axis, of the phases."""
 FAR = 2.0
-"""A budget that is more than so many times the peak is left out of the picture, which it would squash."""
+"""A budget above this multiple of the peak is not drawn, since it would squash the chart."""
 
 
 def colour(role: str) -> str:
@@ -34,13 +34,13 @@ def colour(role: str) -> str:
 
 
 def in_order(roles: Sequence[str]) -> list[str]:
-    """As they are stacked, from the bottom."""
+    """Returns the roles in the order in which they are stacked, from the bottom."""
     return sorted(roles, key=lambda role: [*COLOUR_OF, role].index(role))
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of a role in a tier, and when: a phase of the step and a time in it."""
+    """The peak of a role in a tier in bytes, and when: a phase and a time of the step."""
 
     tier: str
     role: str
@@ -49,7 +49,7 @@ class Peak:
 
 
 def peaks(trace: MemoryTrace, spans: Sequence[Span]) -> list[Peak]:
-    """One for each role, tier by tier, from what stays to what comes and goes. `spans`: of the trace's step and rank."""
+    """Returns the peak of each role, tier by tier, permanent roles first. `spans`: of the trace's step and rank."""
     phases = _phases(spans)
     found = []
     for tier, roles in trace.levels.items():
@@ -59,12 +59,14 @@ def peaks(trace: MemoryTrace, spans: Sequence[Span]) -> list[Peak]:
             moment = trace.at[sizes.index(most)]
             phase = next((span.name for span in phases if span.start <= moment <= span.stop), "")
             time = f"at {units.duration(moment - trace.at[0])}"
-            found.append(Peak(tier, role, most, "always" if min(sizes) == most else f"{phase}, {time}" if phase else time))
+            found.append(
+                Peak(tier, role, most, "always" if min(sizes) == most else f"{phase}, {time}" if phase else time)
+            )
     return found
 
 
 def memory_chart(trace: MemoryTrace, tier: str, spans: Sequence[Span]) -> Chart:
-    """One tier over one step. `spans`: of the trace's step and rank."""
+    """Draws one tier over one step. `spans`: of the trace's step and rank."""
     total, roles = trace.total(tier), in_order(list(trace.levels[tier]))
     unit, scale = ("GiB", 2**30) if max(total) >= 2**30 else ("MiB", 2**20)
     budget = trace.budgets.get(tier)
@@ -101,8 +103,13 @@ def memory_chart(trace: MemoryTrace, tier: str, spans: Sequence[Span]) -> Chart:
     return draw_chart(title, label, draw, height=height, wide=WIDE, first_tick="{:g} ms")
 
 
-def _steps(times: Sequence[float], low: Sequence[float], high: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
-    """The corners of an area whose edges `low` and `high` change at `times` only, and hold until the next; `times` has the end too."""
+def _steps(
+    times: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> tuple[list[float], list[float], list[float]]:
+    """Returns the corners (x, bottom, top) of an area whose edges `low` and `high` are constant between `times`.
+
+    times: one more than `low` and `high`: the last is the end.
+    """
     corners: list[tuple[float, float, float]] = []
     for i, (a, b) in enumerate(zip(low, high, strict=True)):
         if not corners or corners[-1][1:] != (a, b):
@@ -118,16 +125,12 @@ def _phases(spans: Sequence[Span]) -> list[Span]:
 
 
 def _draw_phases(axes: Axes, phases: Sequence[Span], begin: float, band: float) -> None:
-    """A band from zero to minus `band`: forward, backward and whatever else the trainer's thread did, with names where there is room."""
+    """Draws the phases of the trainer's thread as a band from 0 to -`band`, with names where there is room."""
     colours = bar_colours(phases)
     extents = [(1e3 * (span.start - begin), 1e3 * span.seconds) for span in phases]
     faces = [colours[family(span.name)] for span in phases]
     axes.broken_barh(extents, (-0.95 * band, 0.8 * band), facecolors=faces, edgecolor=PAPER, linewidth=0.7)
     axes.axhline(0, color=MUTED, linewidth=0.8)
     axes.set_xlim(0, max((start + length for start, length in extents), default=1.0))
-    axes.figure.canvas.draw()  # the layout, on which the room for names depends
-    left, right = axes.get_xlim()
-    pixels = axes.bbox.width / axes.figure.dpi * 72 / ((right - left) or 1.0)
-    for span, (start, length) in zip(phases, extents, strict=True):
-        if length * pixels > 6.4 * len(span.name) + 6:
-            axes.text(start + length / 2, -0.55 * band, span.name, ha="center", va="center_baseline", size=11, color=INK)
+    named = zip(phases, extents, strict=True)
+    write_names(axes, ((start, start + length, -0.55 * band, span.name) for span, (start, length) in named))

@@ -1,4 +1,4 @@
-"""The record of a run, `metrics.jsonl`: the source of truth that the trackers, the summary and the page are drawn from."""
+"""The record of a run, `metrics.jsonl`: the source of truth for the trackers, the summary and the page."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from shoal.errors import UserError
 from .jsonl import as_float, encode_lines, open_for_append, read_lines
 
 COUNTS = 512
-"""The most numbers that a step's record has of experts."""
+"""The most counts of tokens per expert in a step's record."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One attempt begins: the first one, or one that resumes.
+    """The beginning of an attempt: the first one, or one that resumes.
 
-    `world` is the number of ranks, `parameters` the size of the whole model, `peak_flops` the measured matmul peak of all
-    ranks together in FLOP/s. `config` maps a key to {"value": ..., "origin": "default" | "file" | "cli" | "planner"}.
+    world: number of ranks.
+    parameters: number of parameters of the whole model.
+    peak_flops: measured peak of matrix products of all ranks together, FLOP/s.
+    config: {"value": ..., "origin": "default" | "file" | "cli" | "planner"} by dotted key.
     """
 
     host: str
@@ -37,11 +39,17 @@ class RunRecord:
 class StepRecord:
     """One committed step of the whole global batch.
 
-    `loss` is the mean over `tokens` (or samples), `seconds` the wall time of the step, `memory_bytes` the use of rank 0,
-    `time` the Unix time at its end. `grad_norm` and `mfu` (0 to 1) are None where they are not known. `loss_scale`: what the loss was multiplied
-    with, None without loss scaling; `skipped`: gradients overflowed under it, so that nothing was updated. `imbalance`: how many times the mean of its layer
-    the busiest expert was chosen, a mean over the layers with experts; `dropped`: the part (0 to 1) of those choices that capacity has not let through; `tokens_per_expert`: all
-    counts, where they are not too many (COUNTS). `norms`: of the gradient by layer, of which `grad_norm` is that of all, in steps that are asked for them.
+    loss: mean over `tokens` (or samples).
+    grad_norm, mfu: None where not known; MFU is 0 to 1.
+    seconds: wall time of the step.
+    memory_bytes: memory use of rank 0.
+    time: Unix time at its end.
+    loss_scale: factor of the loss; None without loss scaling.
+    skipped: gradients overflowed under the loss scale, so nothing was updated.
+    imbalance: choices of the busiest expert of a layer relative to the mean, averaged over layers with experts.
+    dropped: share (0 to 1) of the choices of experts that were over capacity.
+    tokens_per_expert: counts by layer and expert, where there are at most COUNTS.
+    norms: gradient norms by layer, in the steps for which they were requested.
     """
 
     step: int
@@ -65,8 +73,10 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MovesRecord:
-    """Bytes that rank 0 `moved` between tiers in a step, by what moves, beside those `planned` (None: there was no plan for this step). `otherwise`: what
-    other rules than the plan's would have brought to the device, by rule. Written for the first step of each plan and for recorded steps.
+    """The bytes that rank 0 moved between tiers in a step, for the first step of each plan and for recorded steps.
+
+    planned, moved: bytes by what moves; planned is None without a plan for this step.
+    otherwise: bytes that would have been brought to the device under other rules, by rule.
     """
 
     step: int
@@ -77,7 +87,7 @@ class MovesRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRecord:
-    """The validation loss, a mean over `tokens`, of the weights at `step`. `accuracy` (0 to 1): of a model that tells classes."""
+    """The validation loss at `step`, a mean over `tokens`, and the `accuracy` (0 to 1) of a classifier."""
 
     step: int
     loss: float
@@ -87,7 +97,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRecord:
-    """What the model wrote after `prompt` at `step`; `text` is without the prompt."""
+    """A text by the model at `step`: the continuation of `prompt`, without the prompt."""
 
     step: int
     prompt: str
@@ -96,7 +106,7 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """A checkpoint was completed; `path` is relative to the run directory, `seconds` the time training was held up."""
+    """A completed checkpoint. `path` is relative to the run directory; `seconds`: how long training waited for it."""
 
     step: int
     path: str
@@ -105,14 +115,14 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class WarningRecord:
-    """Something that a person should know, and that did not stop the training."""
+    """A problem that did not stop the training."""
 
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndRecord:
-    """The attempt ended by itself, `seconds` after it began; `reason` is a sentence for a person."""
+    """The end of an attempt, unless it was killed: `reason` as a sentence, `seconds` since its beginning."""
 
     reason: str
     seconds: float
@@ -134,7 +144,7 @@ KIND_OF = {record_type: kind for kind, record_type in KINDS.items()}
 
 
 class MetricsLog:
-    """Appends records to `path`, one line each, in the file before `write` returns. A new attempt appends to the same file."""
+    """Appends records to `path`, one line each; a line is in the file when `write` returns."""
 
     def __init__(self, path: Path | str) -> None:
         self._file = open_for_append(Path(path))
@@ -148,9 +158,12 @@ class MetricsLog:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """A run as its last attempt left it: what an earlier attempt did after the step at which a later one resumed is gone.
+    """A run as its last attempt left it, without the steps of earlier attempts that a later attempt repeated.
 
-    `resumed`: after which steps later attempts went on. `run` is None before the first attempt has begun, `end` None while the last attempt runs or if it was killed.
+    run: None before the first attempt has begun.
+    end: None while the last attempt runs, or if it was killed.
+    attempts: number of attempts.
+    resumed: the steps after which attempts resumed.
     """
 
     run: RunRecord | None = None
@@ -166,14 +179,16 @@ class RunRecords:
 
 
 def read_metrics(path: Path | str) -> RunRecords:
-    """Reads what `MetricsLog` wrote, also while it is being written.
+    """Reads the records of `MetricsLog`, also while they are being written.
 
-    A torn last line is left out; a damaged line elsewhere is left out too and named in a warning. Of records of one step the
-    last one counts. Raises UserError when there is no such file.
+    An incomplete last line is left out; other damaged lines are left out with a warning. The last of several records of
+    one step counts. Raises UserError when there is no such file.
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"{path} does not exist: {path.parent} is not the directory of a run. Give the directory of a run")
+        raise UserError(
+            f"{path} does not exist: {path.parent} is not the directory of a run. Give the directory of a run"
+        )
     objects, damaged = read_lines(path)
     records = [record for record in map(_decode, objects) if record is not None]
     unknown = len(objects) - len(records)
@@ -184,7 +199,7 @@ def read_metrics(path: Path | str) -> RunRecords:
 
 
 def _decode(line: dict[str, Any]) -> Record | None:
-    """The record of a line, or None when it is of a kind, or lacks a field, that this version does not know."""
+    """Returns the record of a line; None for an unknown kind, or where a field is missing."""
     record_type = KINDS.get(line.get("kind", ""))
     if record_type is None:
         return None
@@ -222,13 +237,19 @@ def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunR
 
 
 def _resumed(attempts: Sequence[Sequence[Record]]) -> tuple[int, ...]:
-    """The step before the first one of each later attempt, but where a still later one began there or before."""
-    begun = [min(steps) for attempt in attempts if (steps := [each.step for each in attempt if isinstance(each, StepRecord)])]
-    return tuple(step - 1 for number, step in enumerate(begun) if number and step < min(begun[number + 1 :], default=math.inf) and step > 1)
+    """Returns the step before the first step of each later attempt, unless a still later one began there or before."""
+    begun = [
+        min(steps) for attempt in attempts if (steps := [each.step for each in attempt if isinstance(each, StepRecord)])
+    ]
+    return tuple(
+        step - 1
+        for number, step in enumerate(begun)
+        if number and step < min(begun[number + 1 :], default=math.inf) and step > 1
+    )
 
 
 def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:
-    """Drops what an attempt recorded at or after the first step that a later attempt committed."""
+    """Drops the records of an attempt from the first step on that a later attempt committed."""
     kept: list[Record] = []
     resumed_at = float("inf")
     for attempt in reversed(attempts):
@@ -249,37 +270,3 @@ HasStep = TypeVar("HasStep", bound=_HasStep)
 def _last_of_a_step(records: Sequence[HasStep]) -> tuple[HasStep, ...]:
     by_step = {record.step: record for record in records}
     return tuple(by_step[step] for step in sorted(by_step))
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What came out: the loss of `measure` ("validation", or "training" without evaluations) at the first and last record.
-
-    `tokens` and `seconds` are sums over the steps, `tokens_per_second` their ratio: evaluations and checkpoints are not in it.
-    """
-
-    measure: str
-    loss_before: float
-    loss_after: float
-    steps: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-def summarize(records: RunRecords) -> RunResult | None:
-    """The result so far, or None before the first step."""
-    if not records.steps:
-        return None
-    measured: Sequence[EvalRecord | StepRecord] = records.evals if len(records.evals) > 1 else records.steps
-    return RunResult(
-        measure="validation" if len(records.evals) > 1 else "training",
-        loss_before=measured[0].loss,
-        loss_after=measured[-1].loss,
-        steps=records.steps[-1].step,
-        tokens=sum(record.tokens for record in records.steps),
-        seconds=sum(record.seconds for record in records.steps),
-    )

@@ -1,4 +1,4 @@
-"""The norms of a gradient by layer, as the page's table shows them."""
+"""The gradient norms by layer, for the page's table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from .metrics import StepRecord
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Of a layer the norm in the `first` and the `last` step that has norms, the `largest` of all and its part (0 to 1) of the largest of the last step."""
+    """The gradient norms of a layer.
+
+    first, last: in the first and in the last step with norms.
+    largest: over all steps.
+    part: `last` relative to the largest layer's, 0 to 1.
+    """
 
     layer: str
     first: float
@@ -22,7 +27,7 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """All layers, from the `first` to the `last` step."""
+    """The gradient norms of all layers, from the `first` to the `last` step with norms."""
 
     first: int
     last: int
@@ -30,7 +35,7 @@ class LayerNorms:
 
 
 def layer_norms(steps: Sequence[StepRecord]) -> LayerNorms | None:
-    """What the steps say of their layers; None where none has norms."""
+    """Collects the gradient norms of `steps` by layer; None where no step has norms."""
     found = [(record.step, record.norms) for record in steps if record.norms]
     if not found:
         return None

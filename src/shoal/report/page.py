@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, and that can be made at any moment of the run."""
+"""The report of a run: one self-contained HTML file, which can be made at any moment of the run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import figures, units
-from .figures import Chart
+from .drawing import COLOURS, WAIT, Chart
 from .gantt import COLOURS as STAGE_COLOURS
 from .gantt import LANE, gantt
 from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
-from .metrics import RunRecords, read_metrics, summarize
+from .metrics import RunRecords, read_metrics
 from .norms_table import layer_norms
+from .result import summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart
 
@@ -33,10 +34,10 @@ SAMPLES = 6
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Draws `run_dir`/report.html from metrics.jsonl, timeline.jsonl and memory.jsonl, and returns its path. The last two also become trace.json, for
-    chrome://tracing and Perfetto.
+    """Writes `run_dir`/report.html from metrics.jsonl, timeline.jsonl and memory.jsonl, and returns its path. The last
+    two also become trace.json, for chrome://tracing and Perfetto.
 
-    The run may be empty, going on, killed or finished. Raises UserError when the directory holds no metrics.jsonl.
+    The run may be empty, running, killed or finished. Raises UserError when the directory has no metrics.jsonl.
     """
     run_dir = Path(run_dir)
     records = read_metrics(run_dir / "metrics.jsonl")
@@ -48,20 +49,22 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def _put(path: Path, text: str) -> Path:
-    """Replaces the file at once: who reads it while the run goes on never sees half of it."""
+    """Replaces the file atomically, so that nobody reads half of it."""
     temporary = path.with_suffix(f"{path.suffix}.tmp")
-    # What a model writes may hold half a character, which UTF-8 has no bytes for.
+    # A text by a model may end within a character, which UTF-8 cannot encode.
     temporary.write_text(text, encoding="utf-8", errors="replace")
     os.replace(temporary, path)
     return path
 
 
 def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequence[MemoryTrace]) -> str:
-    """The page's HTML. Everything that comes from a run is escaped; only our own SVG goes in as it is."""
+    """Returns the page's HTML. Everything from the run is escaped, except our own SVG."""
     loader = PackageLoader("shoal.report", package_path="")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    filters = {"count": units.count, "size": units.size, "flops_rate": units.flops_rate, "duration": units.duration, "utc": _utc}
-    environment.filters |= filters
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {each.__name__: each for each in (units.count, units.size, units.flops_rate, units.duration)}
+    environment.filters["utc"] = _utc
     script = files("shoal.report").joinpath("page.js").read_text(encoding="utf-8")
     stages = _last_recorded([span for span in spans if span.lane == LANE])
     recorded = _last_recorded([span for span in spans if span.lane in (*LANES, "wait")])
@@ -74,9 +77,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         charts=_charts(records),
         timelines=[timeline_chart(step) for step in recorded],
         overlaps=[overlap(step) for step in recorded],
-        waits=[
-            {WORDS.get(cause, cause): seconds for cause, seconds in stalls(step).items()} for step in recorded
-        ],
+        waits=[{WORDS.get(cause, cause): seconds for cause, seconds in stalls(step).items()} for step in recorded],
         legend=_legend([span for step in recorded for span in step]),
         gantts=[found for step in stages[-1:] if (found := gantt(step)) is not None],
         stage_colours=STAGE_COLOURS,
@@ -94,7 +95,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
 
 @dataclass(frozen=True)
 class _Memory:
-    """What the page shows of the fullest rank in the last step that was recorded."""
+    """The memory section: the rank with the highest peak in the last recorded step."""
 
     trace: MemoryTrace
     legend: dict[str, str]
@@ -111,24 +112,26 @@ def _memory(traces: Sequence[MemoryTrace], spans: Sequence[Span]) -> _Memory | N
     roles = in_order(list(dict.fromkeys(role for roles in trace.levels.values() for role in roles)))
     return _Memory(
         trace,
-        {role: figures.COLOURS[colour(role)] for role in roles},
+        {role: COLOURS[colour(role)] for role in roles},
         [memory_chart(trace, tier, beside) for tier in trace.levels],
         peaks(trace, beside),
     )
 
 
 def _status(records: RunRecords) -> dict[str, str]:
-    """How the run stands: a word, and the sentence behind it."""
+    """Returns the state of the run: a word, and a sentence."""
     if records.end is not None:
-        return {"word": "ended", "text": f"{records.end.reason.rstrip('.')}, after {units.duration(records.end.seconds)}."}
-    if not records.steps:
-        return {"word": "no steps yet", "text": "There are no steps yet."}
-    last = records.steps[-1]
-    return {"word": "not ended", "text": f"Still running, or killed: its last step, {last.step}, ended at {_utc(last.time)}."}
+        word, text = "ended", f"{records.end.reason.rstrip('.')}, after {units.duration(records.end.seconds)}."
+    elif not records.steps:
+        word, text = "no steps yet", "There are no steps yet."
+    else:
+        last = records.steps[-1]
+        word, text = "not ended", f"Still running, or killed: its last step, {last.step}, ended at {_utc(last.time)}."
+    return {"word": word, "text": text}
 
 
 def _charts(records: RunRecords) -> list[Chart]:
-    """Loss first, then the quantities that were recorded."""
+    """Draws the loss, then the other quantities that were recorded."""
     steps = records.steps
     if not steps:
         return []
@@ -143,20 +146,23 @@ def _charts(records: RunRecords) -> list[Chart]:
         curve("Dropped by experts, %", value=lambda r: r.dropped and 100 * r.dropped, show="{:.1f}".format),
         curve(f"Memory of rank 0, {unit}", value=lambda r: r.memory_bytes / unit_bytes, show="{:.3g}".format),
     ]
-    return [figures.loss_chart(steps, records.evals, records.resumed), *(chart for chart in curves if chart is not None)]
+    return [
+        figures.loss_chart(steps, records.evals, records.resumed),
+        *(chart for chart in curves if chart is not None),
+    ]
 
 
 def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:
-    """The spans of the last few steps that the timeline holds, a list a step."""
+    """Returns the spans of the last few recorded steps, a list for each step."""
     steps = sorted({span.step for span in spans})[-TIMELINE_STEPS:]
     return [[span for span in spans if span.step == step] for step in steps]
 
 
 def _legend(spans: Sequence[Span]) -> dict[str, str]:
-    """What the colours of a timeline stand for."""
-    waits = {"waiting": figures.WAIT} if any(span.lane == "wait" for span in spans) else {}
+    """Returns the legend of a timeline: colours by name."""
+    waits = {"waiting": WAIT} if any(span.lane == "wait" for span in spans) else {}
     named = {WORDS.get(name, name): colour for name, colour in bar_colours(spans).items()}
-    return {name: figures.COLOURS[colour] for name, colour in (named | waits).items()}
+    return {name: COLOURS[colour] for name, colour in (named | waits).items()}
 
 
 def _mean(values: Sequence[float]) -> float | None:

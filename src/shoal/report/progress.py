@@ -1,4 +1,4 @@
-"""One line that lives while training runs, and the table at its end."""
+"""The progress line of a run, and the table at its end."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .metrics import RunRecords, StepRecord, summarize
+from .metrics import RunRecords, StepRecord
+from .result import summarize
 
 SMOOTHING = 0.9
-"""The weight that a step's tokens and seconds keep at the next step: the rate shown covers about the last ten steps."""
+"""Decay of a step's tokens and seconds at each further step: the rate shown covers about the last ten steps."""
 
 FRAMES_PER_SECOND = 10
 BAR_WIDTH, SHORTEST_BAR = 24, 4
 
 
 class Progress:
-    """The progress line, on `stream`, of rank 0; the other ranks make none.
+    """The progress line of rank 0.
 
-    On a terminal the line is redrawn in place. Elsewhere, or with TERM=dumb, a plain line is written at the first step, then
-    every `plain_interval` seconds, and at the last step. `total` is the number of steps, None when it is not known.
+    On a terminal the line is redrawn in place. Elsewhere, or with TERM=dumb, a plain line is written at the first step,
+    then every `plain_interval` seconds, and at the last step.
+
+    total: number of steps; None when it is not known.
+    stream: where the line is written.
     """
 
     def __init__(self, total: int | None, stream: TextIO, plain_interval: float = 10.0) -> None:
@@ -42,19 +46,19 @@ class Progress:
             self._interval = 1 / FRAMES_PER_SECOND
 
     def update(self, record: StepRecord) -> None:
-        """Takes in a step, and redraws if it is time to."""
+        """Takes in a step, and redraws the line if the interval has passed."""
         self._pace.add(record)
         self._last = record
         if time.monotonic() - self._drawn_at >= self._interval or record.step == self._total:
             self._draw(record)
 
     def message(self, text: str) -> None:
-        """Prints `text` above the line: a warning, an evaluation."""
+        """Prints `text` above the progress line: a warning, an evaluation."""
         self._console.print(Text(text), soft_wrap=True)
 
     def under_way(self, text: str) -> None:
-        """Shows what goes on between steps: instead of the line, or where that is plain as one of its own, but of lines that differ only behind a colon
-        no more than the interval allows."""
+        """Shows what is happening between steps: in place of the progress line, or as a line of its own without a
+        terminal. Texts that differ only after a colon are shown there at most once per interval."""
         what = text.partition(":")[0]
         if self._live is not None:
             self._live.update(_fitting(Text(text)), refresh=True)
@@ -64,7 +68,7 @@ class Progress:
         self._doing = what
 
     def close(self) -> None:
-        """Leaves the last state on the screen."""
+        """Draws the last state, which stays on the screen."""
         if self._last is not None:
             self._draw(self._last)
         if self._live is not None:
@@ -84,7 +88,7 @@ class Progress:
 
 
 class Pace:
-    """Smoothed tokens per second, and the time that is left."""
+    """The smoothed tokens per second, and the remaining time."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
@@ -94,7 +98,7 @@ class Pace:
         self._latest: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
-        """Both sums decay alike, so their ratio needs no correction at the start."""
+        """Takes in a step. Both sums decay equally, so their ratio needs no correction at the start."""
         self._tokens = SMOOTHING * self._tokens + record.tokens
         self._seconds = SMOOTHING * self._seconds + record.seconds
         self._first = self._first or record
@@ -106,7 +110,8 @@ class Pace:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """At the mean pace since the first step, evaluations and checkpoints included, but not the slow first step itself."""
+        """The remaining time at the mean pace since the first step, with evaluations and checkpoints, but without the
+        slow first step itself; None where the number of steps is not known."""
         if self._total is None or self._first is None or self._latest is None:
             return None
         done = self._latest.step - self._first.step
@@ -115,13 +120,13 @@ class Pace:
 
 
 def _fitting(line: Text) -> Text:
-    """A terminal's line is one line: two could not be redrawn in place."""
+    """Cuts `line` to one line of the terminal, since two could not be redrawn in place."""
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 
 
 def status_line(record: StepRecord, total: int | None, pace: Pace, width: int | None = None) -> str:
-    """The line's text, what matters most first: whole parts, as many as `width` characters hold (None: all of them)."""
+    """Returns the text of the progress line: the most important parts that fit `width` characters (None: all)."""
     remaining = pace.remaining_seconds
     parts = [
         f"step {record.step}" if total is None else f"step {record.step:>{len(str(total))}}/{total}",
@@ -149,12 +154,12 @@ def _bar(step: int, total: int | None, width: int) -> Text:
 
 
 def print_summary(records: RunRecords, stream: TextIO) -> None:
-    """The table at the end of a run."""
+    """Prints the table at the end of a run."""
     Console(file=stream, highlight=False).print(summary_table(records))
 
 
 def summary_table(records: RunRecords) -> Table:
-    """What came out of the run, one line a quantity."""
+    """Makes a table of the outcome of a run, one row per quantity."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bright_black")
     table.add_column()

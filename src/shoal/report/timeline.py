@@ -1,28 +1,32 @@
-"""What each rank computed and sent when, in a few recorded steps."""
+"""The computation and communication of each rank over time, in a few recorded steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ..comm.wire import sent
-from .jsonl import encode_lines, open_for_append, read_lines
+from .jsonl import read_lines
 from .levels import MemoryTrace, counter_events
 
 LANES = ("compute", "comm")
-"""Lanes of work, which the page draws."""
+"""Lanes of work, shown on the page."""
 
 TRACE_LANES = (*LANES, "wait", "queue", "stage")
-"""Those of the trace: also the trainer waiting for communication, work lying in the queue of a lane (one span each, overlapping), and the actions of a pipeline's schedule."""
+"""Lanes of the trace: also the trainer's waits for communication, work in the queue of a lane (overlapping spans), and
+the actions of a pipeline's schedule."""
 
 
 @sent
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One piece of work. `start` is Unix time in seconds, so that the ranks of a step stand beside each other; `bytes` is what
-    a collective carries, 0 for compute. `phase` says what a span of communication is: transfer, encode, decode, queue, wait.
+    """One piece of work of a rank.
+
+    start: Unix time in seconds, comparable between ranks.
+    bytes: payload of a collective, 0 for compute.
+    phase: "compute", or of communication "transfer", "encode", "decode", "queue" or "wait".
     """
 
     step: int
@@ -39,25 +43,11 @@ class Span:
         return self.start + self.seconds
 
 
-class TimelineLog:
-    """Appends spans to `path`, one JSON object a line."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._file = open_for_append(Path(path))
-
-    def write(self, spans: Iterable[Span]) -> None:
-        """Several ranks may append to one file: a call is one write of whole lines."""
-        self._file.write(encode_lines(map(asdict, spans)))
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_timeline(path: Path | str) -> list[Span]:
-    """The spans in `path`, rank by rank in the order in which they were written; none when there is no such file.
+    """Reads the spans in `path`, rank by rank in the order in which they were written; none when there is no such file.
 
-    Lines that are torn or of another form are left out. When a rank records an earlier step than the one before, its run was
-    resumed there, and what it had recorded from that step on is dropped.
+    Incomplete lines and lines of another form are left out. Where a rank's steps go back, its run was resumed there,
+    and its earlier spans from that step on are dropped.
     """
     path = Path(path)
     if not path.exists():
@@ -77,8 +67,12 @@ def read_timeline(path: Path | str) -> list[Span]:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Of one step, in seconds: from its first span to its last, and means over ranks of the time in which compute, comm, and comm
-    without compute beside it ("exposed") ran. `bytes` is the mean of a rank.
+    """The overlap of communication and computation in one step.
+
+    seconds: from the first span to the last.
+    compute, comm: seconds of each lane, means over ranks.
+    exposed: seconds of communication without computation beside it, mean over ranks.
+    bytes: bytes of communication, mean over ranks.
     """
 
     step: int
@@ -91,7 +85,7 @@ class StepOverlap:
 
 
 def overlap(spans: Sequence[Span]) -> StepOverlap:
-    """How much of the communication of one step is hidden behind compute. `spans` are those of that step, at least one."""
+    """Measures how much communication of one step is hidden behind computation. `spans`: of that step, at least one."""
     spans = [span for span in spans if span.lane in LANES]
     ranks = sorted({span.rank for span in spans})
     compute = comm = both = 0.0
@@ -113,7 +107,7 @@ def overlap(spans: Sequence[Span]) -> StepOverlap:
 
 
 def stalls(spans: Sequence[Span]) -> dict[str, float]:
-    """How long the ranks waited in the one step of `spans`, by cause: seconds, means over the ranks, the longest first."""
+    """Returns the seconds that ranks waited in the step of `spans`, by cause: means over ranks, longest first."""
     ranks = {span.rank for span in spans}
     waits: dict[str, float] = {}
     for span in spans:
@@ -123,7 +117,7 @@ def stalls(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _union(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """The time covered by the spans, as intervals that do not touch."""
+    """Returns the time covered by the spans, as disjoint intervals."""
     merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if merged and span.start <= merged[-1][1]:
@@ -138,7 +132,8 @@ def _length(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def to_chrome_trace(spans: Sequence[Span], traces: Sequence[MemoryTrace] = ()) -> dict[str, Any]:
-    """The spans as a trace for chrome://tracing or ui.perfetto.dev, to be written as JSON: a process a rank, a thread a lane, a counter a tier of memory.
+    """Returns the JSON object of a trace for chrome://tracing or ui.perfetto.dev: a process for each rank, a thread for
+    each lane, a counter for each tier of memory.
 
     Times are microseconds from the beginning ("Trace Event Format", Google; complete, counter and metadata events).
     """

@@ -1,4 +1,4 @@
-"""Other places that show a run while it goes on. They get copies: `metrics.jsonl` stays the source of truth."""
+"""Trackers that show a run while it goes on. They get copies: `metrics.jsonl` stays the source of truth."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shoal.errors import UserError, did_you_mean
 from .metrics import EvalRecord, Record, RunRecord, SampleRecord, StepRecord
 
 BEHIND = 10_000
-"""Records that may wait for a tracker, whose server may be away."""
+"""Number of records that may wait for a tracker whose server does not answer."""
 CLOSING = 30.0
-"""Seconds that the end of a run waits for its trackers."""
+"""Seconds that the end of a run waits for its trackers at most."""
 
 
 class Tracker(Protocol):
-    """Gets the run first, then its other records in order. It may raise what it likes: `Trackers` then switches it off."""
+    """A receiver of the records of a run, the RunRecord first. `Trackers` switches it off if it raises anything."""
 
     def start(self, run: RunRecord) -> None: ...
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The curves that a record adds a point to, by name; none for records that are not a point."""
+    """Returns the points that a record adds to curves, by name of the curve."""
     if isinstance(record, EvalRecord):
         return {"validation/loss": record.loss}
     if not isinstance(record, StepRecord):
@@ -54,7 +54,7 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in `directory`, for `tensorboard --logdir`."""
+    """Writes event files to `directory`, for `tensorboard --logdir`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,7 +69,7 @@ class TensorBoard:
         for name, value in scalars(record).items():
             self._writer_from(record).add_scalar(name, value, record.step)  # type: ignore[union-attr]
         if isinstance(record, SampleRecord):
-            # Four blanks make it a block of code for TensorBoard, which otherwise reads Markdown.
+            # TensorBoard reads Markdown: four blanks make a block of code.
             text = "\n".join(f"    {line}" for line in (record.prompt + record.text).splitlines())
             self._writer_from(record).add_text("samples", text, record.step)
 
@@ -78,7 +78,7 @@ class TensorBoard:
             self._writer.close()
 
     def _writer_from(self, record: Any) -> Any:
-        """Opened by the first record with a step: what a killed attempt wrote from that step on is hidden (`purge_step`)."""
+        """Returns the writer, opened at the first record with a step, which hides later points of a killed attempt."""
         if self._writer is None:
             assert self._run is not None, "start() comes first"
             module = _import("torch.utils.tensorboard", "tensorboard")
@@ -88,7 +88,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run named after the run directory; `WANDB_MODE=offline` and its other variables work as usual."""
+    """Logs to one W&B run named after the run directory; `WANDB_MODE=offline` and its other variables work as usual."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -98,7 +98,9 @@ class WeightsAndBiases:
         wandb = _import("wandb", "wandb")
         name = self._directory.name
         project = os.environ.get("WANDB_PROJECT", "shoal")
-        self._run = wandb.init(dir=str(self._directory), project=project, name=name, id=name, resume="allow", config=_flat(run))
+        self._run = wandb.init(
+            dir=str(self._directory), project=project, name=name, id=name, resume="allow", config=_flat(run)
+        )
 
     def log(self, record: Record) -> None:
         if points := scalars(record):
@@ -110,7 +112,7 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """One MLflow run named after the run directory, at the tracking URI that MLflow's own variables set."""
+    """Logs to one MLflow run named after the run directory, at the tracking URI of MLflow's own variables."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -123,7 +125,7 @@ class MLflow:
 
     def log(self, record: Record) -> None:
         if points := scalars(record):
-            # Synchronous calls would hold up the step while a server that does not answer is tried again and again.
+            # Synchronous calls would block while a server that does not answer is retried.
             self._mlflow.log_metrics(points, step=record.step, synchronous=False)  # type: ignore[union-attr]
 
     def close(self) -> None:
@@ -139,27 +141,29 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError for a name that is none."""
+    """Raises UserError for an unknown name."""
     for name in names:
         if name not in TRACKERS:
             known = ", ".join(TRACKERS)
-            raise UserError(f'run.trackers: unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}')
+            raise UserError(
+                f'run.trackers: unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}'
+            )
 
 
 def make_trackers(names: Sequence[str], run_dir: Path) -> dict[str, Tracker]:
-    """The trackers of those names, not started."""
+    """Makes the trackers of those names, without starting them."""
     return {name: TRACKERS[name](run_dir) for name in names}
 
 
 class Trackers:
-    """Hands every record to each tracker, which runs in a thread of its own: none of them holds up or ends a training.
+    """Passes every record to each tracker, which runs in a thread of its own, so that none delays or ends a training.
 
-    One that raises, whose package is not there, or that is more than BEHIND records late is switched off. That is reported through `warn`, once, in the thread
-    that calls these methods.
+    A tracker that raises, whose package is missing, or that is more than BEHIND records late is switched off, and
+    reported once through `warn`, in the thread that calls these methods.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
-        self._working = [_Aside(name, tracker) for name, tracker in trackers.items()]
+        self._working = [_Worker(name, tracker) for name, tracker in trackers.items()]
         self._warn = warn
 
     def start(self, run: RunRecord) -> None:
@@ -172,7 +176,7 @@ class Trackers:
         self._tell()
 
     def close(self) -> None:
-        """Waits for what is under way, CLOSING seconds at most for all."""
+        """Waits for all trackers to finish, at most CLOSING seconds."""
         until = time.monotonic() + CLOSING
         for each in self._working:
             each.put("close")
@@ -182,14 +186,14 @@ class Trackers:
 
     def _tell(self) -> None:
         failed = [each for each in self._working if each.failure is not None]
-        # First taken out: `warn` may log a record, which comes back here.
+        # Removed before the warnings: `warn` may log a record, which calls this method again.
         self._working = [each for each in self._working if each.failure is None]
         for each in failed:
             self._warn(f"tracker {each.name} {each.failure}")
 
 
-class _Aside:
-    """A tracker and its thread, which calls it until something raises. `failure`: what then happened, for a person."""
+class _Worker:
+    """A thread that calls a tracker until it raises. `failure`: why it was switched off, or None."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name = name
@@ -208,7 +212,8 @@ class _Aside:
     def end(self, until: float) -> None:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and self.failure is None:
-            self.failure = f"has not answered for {CLOSING:.0f} s at the end of the run and is left behind: its last records may be missing"
+            waited = f"has not answered for {CLOSING:.0f} s at the end of the run"
+            self.failure = f"{waited} and is left behind: its last records may be missing"
 
     def _run(self) -> None:
         action = ""
@@ -216,9 +221,9 @@ class _Aside:
             while action != "close" and self.failure is None:
                 action, values = self._calls.get()
                 getattr(self._tracker, action)(*values)
-        except BaseException as error:  # of a thread, in which nobody else would see it
-            said = str(error) if isinstance(error, UserError) else f"failed in {action}() ({type(error).__name__}: {error})"
-            self.failure = f"{said} and is switched off; training goes on"
+        except BaseException as error:  # in a thread nobody else would see it
+            said = f"failed in {action}() ({type(error).__name__}: {error})"
+            self.failure = f"{error if isinstance(error, UserError) else said} and is switched off; training goes on"
 
 
 def _import(module: str, package: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Quantities as a person reads them."""
+"""Formats quantities for people."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import math
 
 
 def count(value: float) -> str:
-    """Three significant digits and a decimal prefix: 950, 12.3k, 4.56M."""
+    """Formats a number with three significant digits and a decimal prefix: 950, 12.3k, 4.56M."""
     return _scaled(value, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def size(num_bytes: float) -> str:
-    """Three significant digits and a binary unit: 512 B, 1.20 GiB."""
+    """Formats bytes with three significant digits and a binary unit: 512 B, 1.20 GiB."""
     return _scaled(num_bytes, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
 def flops_rate(flops_per_second: float) -> str:
-    """190 GFLOP/s, 1.25 TFLOP/s."""
+    """Formats FLOP/s with a decimal prefix: 190 GFLOP/s, 1.25 TFLOP/s."""
     return _scaled(flops_per_second, 1000, tuple(f" {prefix}FLOP/s" for prefix in ("", "k", "M", "G", "T", "P")))
 
 
 def duration(seconds: float) -> str:
-    """The two largest parts: 850 ms, 4.2 s, 2 min 05 s, 3 h 20 min, 2 d 04 h."""
+    """Formats seconds by their two largest units: 850 ms, 4.2 s, 2 min 05 s, 3 h 20 min, 2 d 04 h."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 0.9995:
@@ -42,7 +42,7 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     if not math.isfinite(value):
         return str(value)
     power = 0
-    # What would be printed as 1000 of one unit is 1 of the next.
+    # A value that would be printed as 1000 of one unit is 1 of the next.
     while abs(value) >= 999.5 and power < len(units) - 1:
         value /= base
         power += 1

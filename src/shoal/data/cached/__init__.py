@@ -1,4 +1,4 @@
-"""Samples computed once and then served from a store: a file of this host, or Redis servers."""
+"""Samples that are computed once and then read from a store: a file of this host, or Redis servers."""
 
 from .dataset import CachedDataset
 from .local import LocalStore

@@ -18,22 +18,26 @@ CAPACITY_BYTES = 32 << 30
 
 
 class Store(Protocol):
-    """Payloads by sample index, shared by processes. What it does not have, or not whole, is None."""
+    """Payloads by sample index, shared by processes. `get` returns None for a missing or damaged payload."""
 
     def get(self, index: int) -> bytes | None: ...
     def put(self, index: int, payload: bytes) -> None: ...
 
 
 class CachedDataset:
-    """`dataset` with `dataset[i]` computed once, by whichever process asks first, and then read from a store.
+    """A map-style dataset that computes `dataset[i]` once, in whichever process asks first, then reads it from a store.
 
-    Samples are dicts of tensors, arrays, numbers, strings and None, and come back as they were; every read is a copy of its own. Random
-    augmentation belongs after the cache.
+    Samples are dicts of tensors, arrays, numbers, strings and None; every read returns a copy. Random augmentation
+    belongs after the cache.
 
-    `name` says what the samples are, such as "imagenet/resized-224": caches of another name or number of samples are apart, and nothing
-    else tells that the dataset or its processing has changed. By default the store is a file of this host under `path` (default: the
-    cache directory of the user), of at most `capacity_bytes` (default: 32 GiB); see LocalStore. With `url`, one or several of Redis
-    servers, it is those, and their own limits hold; see RedisStore.
+    dataset: the dataset to cache.
+    name: identifies the samples, such as "imagenet/resized-224". Another name or number of samples is another cache;
+        nothing else detects that the dataset or its processing has changed.
+    path: directory of the store, a file of this host (see LocalStore); by default the user's cache directory.
+    url: one or several Redis servers to use instead, with their own limits (see RedisStore).
+    capacity_bytes: size of the file at most; by default 32 GiB.
+
+    Raises UserError for contradictory arguments, and where the store cannot be opened.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class CachedDataset:
         if url:
             if path is not None or capacity_bytes is not None:
                 raise UserError(
-                    "url was given with path or capacity_bytes, which are of the local file: leave them out, and set the "
+                    "url was given with path or capacity_bytes, which are of the local file: leave them out, and set "
+                    "the "
                     "servers' capacity by their maxmemory and maxmemory-policy"
                 )
             self._store = RedisStore([url] if isinstance(url, str) else list(url), f"shoal:{identity}")
@@ -71,7 +76,7 @@ class CachedDataset:
             raise IndexError(f"sample {index} of {self._samples}")
         payload = self._store.get(index)
         sample = None if payload is None else unpack(payload)
-        if sample is None:  # not there, or not one that `pack` wrote
+        if sample is None:  # missing, or not written by `pack`
             payload = pack(self._dataset[index])
             self._store.put(index, payload)
             sample = unpack(payload)

@@ -1,12 +1,13 @@
 """Records in a file of this host, shared by its processes through memory maps.
 
-    records.bin   sealed records, one after the other, each at a multiple of 8 bytes; only ever appended to
-    index.bin     int64 [1 + samples]: where records end, then for each sample 1 + where its record starts, or 0
-    lock          held by the one process that appends
+    records.bin   sealed records, one after the other, each at a multiple of 8 bytes; append-only
+    index.bin     int64 [1 + samples]: the end of the records, then for each sample 1 + the start of its record, or 0
+    lock          held by the process that appends
 
-Readers take no lock. A record is referred to only when it is written, and a place in the index is one aligned word, so they see a whole
-record or none. A writer that is killed leaves at most bytes that nothing refers to; the next one writes over them. After a power cut
-the index may have reached the disk before the records: a checksum that does not fit makes the sample a miss, and it is written anew.
+Readers take no lock. A record enters the index only after it is written, and an entry of the index is one aligned word,
+so readers see a whole record or none. A killed writer leaves at most bytes without an entry, which the next writer
+overwrites. After a power cut the index may have reached the disk before the records: a sample with a wrong checksum is
+a miss, and is written again.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from .record import HEADER, opened, seal
 
 
 class LocalStore:
-    """The records of `samples` samples under `directory`, which is made; at most `capacity_bytes` of them.
+    """Records of samples in a directory of this host. Threads, forked and pickled copies may all read and write.
 
-    Nothing is evicted: an epoch reads every sample once, so the one to be read next is never the one read last. Threads, forked and
-    pickled copies may all read and write.
+    directory: where the files are; made if missing.
+    samples: number of samples.
+    capacity_bytes: size of the records at most. Nothing is evicted, since an epoch reads every sample once, which
+        defeats every rule of eviction.
+
+    Raises UserError where the directory cannot be opened.
     """
 
     def __init__(self, directory: Path, samples: int, capacity_bytes: int) -> None:
@@ -43,12 +48,13 @@ class LocalStore:
                 self._records = os.open(directory / "records.bin", os.O_RDWR | os.O_CREAT, 0o600)
                 size = 8 * (1 + samples)
                 with open(directory / "index.bin", "ab") as index:
-                    if index.tell() < size:  # a new file, or one whose maker was killed: zeros are an empty index
+                    if index.tell() < size:  # new, or its maker was killed: zeros are an empty index
                         index.truncate(size)
             self._index: NDArray[np.int64] = np.memmap(directory / "index.bin", np.int64, "r+", shape=(1 + samples,))
         except OSError as error:
             raise UserError(
-                f"the sample cache {directory} cannot be opened: {error}. Allow writing there, or give another place by path"
+                f"the sample cache {directory} cannot be opened: {error}. Allow writing there, or give another place "
+                "by path"
             ) from error
         self._map: mmap.mmap | bytes = b""
 
@@ -61,34 +67,34 @@ class LocalStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps out other processes, threads and forks: a lock belongs to the open file, so each takes one of its own."""
+        """Excludes other processes, threads and forks: the lock belongs to the open file, which each caller opens."""
         lock = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(lock)  # which releases it
+            os.close(lock)  # releases the lock
 
     def get(self, index: int) -> bytes | None:
-        """The payload of sample `index`, or None if it is not here."""
+        """Returns the payload of sample `index`, or None if there is none."""
         start = int(self._index[1 + index]) - 1
         if start < 0:
             return None
         mapped = self._mapped(start + HEADER.size)
         if start + HEADER.size > len(mapped):
-            return None  # a file cut short
+            return None  # the file is truncated
         end = start + HEADER.size + HEADER.unpack_from(mapped, start)[1]
         with memoryview(self._mapped(end)) as view:
             return opened(index, view[start:end])
 
     def _mapped(self, end: int) -> mmap.mmap | bytes:
-        """The file as mapped, mapped anew if it has grown beyond `end` since."""
+        """Returns the mapped file, mapped again if the map is shorter than `end` and the file has grown."""
         if end > len(self._map) and os.fstat(self._records).st_size > len(self._map):
             self._map = mmap.mmap(self._records, 0, prot=mmap.PROT_READ)
         return self._map
 
     def put(self, index: int, payload: bytes) -> None:
-        """Appends the payload of sample `index`, unless it is here; a store that is full or not writable warns of it once."""
+        """Appends the payload of sample `index`, unless there is one; warns once if the store cannot take more."""
         if self._stopped:
             return
         record = seal(index, payload)
@@ -108,9 +114,11 @@ class LocalStore:
         if os.pwrite(self._records, record, start) < len(record):
             self._stop("has no space left on its disk")
             return
-        self._index[0] = end  # before the reference: if killed between the two, nobody writes over what is referred to
+        self._index[0] = end  # before the entry, so that a kill between the two leaves no entry to overwritten bytes
         self._index[1 + index] = 1 + start
 
     def _stop(self, why: str) -> None:
         self._stopped = True
-        warnings.warn(f"the sample cache {self._directory} {why}: samples not in it are computed each time", stacklevel=5)
+        warnings.warn(
+            f"the sample cache {self._directory} {why}: samples not in it are computed each time", stacklevel=5
+        )

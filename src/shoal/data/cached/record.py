@@ -1,8 +1,8 @@
-"""A sample as bytes: a safetensors file with the values that are no tensors in its header. Nothing in it can be executed.
+"""Samples as bytes: a safetensors file whose header has the values that are not tensors. Nothing in it is executable.
 
     sealed  | index (u64) | payload bytes (u64) | crc32 of both and the payload (u32) | 0 (u32) | payload ... |
 
-A sealed record is served only whole and for its own index, whatever a killed writer or a disk has left of it.
+The seal shows whether a record is complete and belongs to its index.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = struct.Struct("<QQ")
 
 
 def pack(sample: Any) -> bytes:
-    """A dict of tensors, arrays, numbers, strings and None as bytes. Raises UserError for anything else, with its key."""
+    """Serialises a dict of tensors, arrays, numbers, strings and None. Raises UserError, with the key, for others."""
     from safetensors.torch import save  # the engine runs where only torch is installed
 
     if not isinstance(sample, Mapping):
@@ -39,7 +39,9 @@ def pack(sample: Any) -> bytes:
             raise UserError(f"a sample has the key {key!r}: only text is taken for keys of cached samples")
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.device.type != "cpu":
-                raise UserError(f"sample[{key!r}] is a {value.layout} tensor on {value.device}: cache dense tensors on the CPU")
+                raise UserError(
+                    f"sample[{key!r}] is a {value.layout} tensor on {value.device}: cache dense tensors on the CPU"
+                )
             kinds[key], tensors[key] = "tensor", value.detach().clone(memory_format=torch.contiguous_format)
         elif isinstance(value, np.ndarray | np.number | np.bool_) and value.dtype.kind in "biufc":
             kinds[key] = "array" if isinstance(value, np.ndarray) else "scalar"
@@ -48,13 +50,16 @@ def pack(sample: Any) -> bytes:
             kinds[key], plain[key] = "plain", value
         else:
             raise UserError(
-                f"sample[{key!r}] is a {type(value).__name__}: cache tensors, arrays, numbers and strings, and make the rest of "
+                f"sample[{key!r}] is a {type(value).__name__}: cache tensors, arrays, numbers and strings, and make "
+                "the rest of "
                 "them after the cache"
             )
     try:
         return save(tensors, {"kinds": json.dumps(kinds), "plain": json.dumps(plain)})
     except KeyError as error:
-        raise UserError(f"a sample holds {error}, which safetensors do not have: convert it before the cache") from error
+        raise UserError(
+            f"a sample holds {error}, which safetensors do not have: convert it before the cache"
+        ) from error
 
 
 def _as_tensor(key: str, value: Any) -> Tensor:
@@ -67,8 +72,8 @@ def _as_tensor(key: str, value: Any) -> Tensor:
 
 
 def unpack(payload: bytes) -> dict[str, Any] | None:
-    """The sample that `pack` was given, or None for what it did not write: who reaches a server may put there what he likes. Tensors and arrays have
-    memory of their own."""
+    """Deserialises a sample of `pack`, with new tensors and arrays. Returns None for any other bytes, since whoever
+    reaches a server may write anything there."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -76,8 +81,12 @@ def unpack(payload: bytes) -> dict[str, Any] | None:
         (length,) = struct.unpack_from("<Q", payload)
         about = json.loads(payload[8 : 8 + length])["__metadata__"]
         tensors, plain = load(payload), json.loads(about["plain"])
-        return {key: _as_it_was(kind, tensors.get(key), plain.get(key)) for key, kind in json.loads(about["kinds"]).items()}
-    except (SafetensorError, struct.error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
+        return {
+            key: _as_it_was(kind, tensors.get(key), plain.get(key)) for key, kind in json.loads(about["kinds"]).items()
+        }
+    except (SafetensorError, struct.error, ValueError, TypeError, LookupError):
+        return None
+    except (AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -88,12 +97,12 @@ def _as_it_was(kind: str, tensor: Tensor | None, plain: Any) -> Any:
 
 
 def seal(index: int, payload: bytes) -> bytes:
-    """`payload` with what shows later that it is whole, and that of sample `index`."""
+    """Prefixes `payload` with a header for `opened`: index, length and checksum."""
     return HEADER.pack(index, len(payload), _checksum(index, payload)) + payload
 
 
 def opened(index: int, record: bytes | memoryview) -> bytes | None:
-    """The payload at the start of `record`, or None if that is not an intact record of sample `index`."""
+    """Returns the payload of `record`, or None if that is not an intact record of sample `index`."""
     if len(record) < HEADER.size:
         return None
     whose, length, checksum = HEADER.unpack_from(record)

@@ -1,4 +1,4 @@
-"""Records on Redis servers, shared by all hosts that reach them."""
+"""Records on Redis servers, shared by several hosts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from ..keyed import derive_key
 from .record import opened, seal
 
 RETRY_SECONDS = 30.0
-"""How long a server that failed is left alone: each call to one that is gone may wait for a time-out of its own."""
+"""How long a server that failed is not called again, since each call to it may wait for a time-out."""
 
 
 class RedisStore:
-    """Records under keys `<prefix>:<index>` on the servers `urls` (redis://, rediss:// or unix://), each key on one of them.
+    """Records under keys `<prefix>:<index>` on Redis servers, each key on one of them.
 
-    How much is kept, and what goes first, is the servers' own `maxmemory` and `maxmemory-policy`. A key's server is the one with the
-    highest hash of (url, key), so that a further server takes over its share of the keys and leaves the others where they are.
+    urls: addresses of the servers (redis://, rediss:// or unix://).
+    prefix: of the keys.
+    timeout: seconds to wait for an answer.
 
-    A server that cannot be reached at first is a UserError: the URL is wrong or nobody started it. One that is lost later, or is full, costs speed only: its samples are computed, a warning says so once, and it is tried again after RETRY_SECONDS.
+    Capacity and eviction are the servers' own `maxmemory` and `maxmemory-policy`. A key's server is the one with the
+    highest hash of (url, key) (rendezvous hashing), so that adding a server moves only its share of the keys.
+
+    Raises UserError where a server cannot be reached at first: the URL is wrong or nobody started it. A server that is
+    lost later, or is full, costs only speed: its samples are computed, with one warning, and it is tried again after
+    RETRY_SECONDS.
     """
 
     def __init__(self, urls: Sequence[str], prefix: str, timeout: float = 5.0) -> None:
@@ -35,12 +41,12 @@ class RedisStore:
         return RedisStore, self._arguments
 
     def get(self, index: int) -> bytes | None:
-        """The payload of sample `index`, or None if it is not there or its server is lost."""
+        """Returns the payload of sample `index`, or None if there is none or its server is lost."""
         record = self._call(index, "get")
         return None if record is None else opened(index, record)
 
     def put(self, index: int, payload: bytes) -> None:
-        """Stores the payload of sample `index`, if its server takes it."""
+        """Stores the payload of sample `index`, if its server accepts it."""
         self._call(index, "set", seal(index, payload))
 
     def _call(self, index: int, command: str, *arguments: bytes) -> Any:
@@ -58,13 +64,14 @@ class RedisStore:
             if url not in self._warned:
                 self._warned.add(url)
                 warnings.warn(
-                    f"{_describe(url)} failed: {str(error).rstrip('.')}. Its samples are computed while it does", stacklevel=5
+                    f"{_describe(url)} failed: {str(error).rstrip('.')}. Its samples are computed while it does",
+                    stacklevel=5,
                 )
             return None
 
 
 def _client(url: str, timeout: float) -> Any:
-    """A client whose server answered. Its pool opens new connections in a forked process."""
+    """Connects to a server. The client's pool opens new connections in a forked process."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -75,15 +82,18 @@ def _client(url: str, timeout: float) -> Any:
         ) from error
     try:
         # One retry: an idle connection may have been closed by the server.
-        client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 1))
+        client = redis.Redis.from_url(
+            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 1)
+        )
         client.ping()
     except (redis.RedisError, ValueError) as error:
         raise UserError(
-            f"{_describe(url)} cannot be used: {str(error).rstrip('.')}. Start it, or correct url, e.g. redis://127.0.0.1:6379/0"
+            f"{_describe(url)} cannot be used: {str(error).rstrip('.')}. Start it, or correct url, e.g. "
+            "redis://127.0.0.1:6379/0"
         ) from error
     return client
 
 
 def _describe(url: str) -> str:
-    """The server without its password."""
+    """Names the server without its password."""
     return f"the Redis server {url.rpartition('@')[2].removeprefix('redis://')}"

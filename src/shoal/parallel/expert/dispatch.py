@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm import Group, Lane
 from shoal.comm.functional import deal_into, deal_out
 from shoal.comm.lane import Ticket
-from shoal.models.moe import Pairs
+from shoal.models.experts import Pairs
 
 PURPOSE = "experts"
 
