@@ -47,12 +47,12 @@ def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0
     """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer. `apart`: each rank as if on a
     host of its own, so that they share no memory."""
     from shoal import Engine, Plan
-    from shoal.comm import World
+    from shoal.comm import Seat, World
     from shoal.launch import join
 
     ranks, world = int(os.environ["WORLD_SIZE"]), join()
     if apart:
-        world = World(world.rank, world.size, store=world.store, host_id=f"host {world.rank}")
+        world = World(world.rank, world.size, store=world.store, seat=Seat(host_id=f"host {world.rank}"))
     engine = Engine(
         build_model,
         sum_loss,

@@ -70,7 +70,7 @@ def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = Fa
     """Shoal's engine with plan.cp over `cp` ranks; "gathered" in place of plan.context's."""
     import shoal.parallel.parallelized as parallelized
     from shoal import Engine, Plan
-    from shoal.comm import World
+    from shoal.comm import Seat, World
     from shoal.launch import join
 
     workload.MODEL = replace(workload.PRESETS["33m"], sequence=case.sequence, layers=2)
@@ -78,7 +78,7 @@ def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = Fa
         vars(parallelized)["Context"] = Gathering
     world = join() if cp > 1 else World.single()
     if alone:
-        world = Silenced(world.rank, world.size, local_rank=world.local_rank, local_size=world.local_size, store=world.store)
+        world = Silenced(world.rank, world.size, seat=Seat(world.local_rank, world.local_size), store=world.store)
     engine = Engine(
         build_model,
         row_loss,

@@ -53,6 +53,7 @@ def _set_model(per_token: int) -> None:
 def shoal(case: Case, precision: str, per_token: int, alone: bool = False, drop: bool = True) -> Step:
     """Shoal's engine with plan.ep over all ranks. bf16: weights in bf16, fp32 masters in the optimizer."""
     from shoal import Engine, Plan
+    from shoal.comm import Seat
     from shoal.launch import join
     from shoal.models import causal_lm
 
@@ -62,7 +63,7 @@ def shoal(case: Case, precision: str, per_token: int, alone: bool = False, drop:
         workload.MODEL = replace(workload.MODEL, moe=replace(workload.MODEL.moe, capacity_factor=None))
     world = join()
     if alone:
-        world = AloneInAll(world.rank, world.size, local_rank=world.local_rank, local_size=world.local_size, store=world.store)
+        world = AloneInAll(world.rank, world.size, seat=Seat(world.local_rank, world.local_size), store=world.store)
     engine = Engine(
         workload.build_model,
         causal_lm,

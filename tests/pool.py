@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.world import World
+from shoal.comm.world import Seat, World
 from shoal.launch.store import serve_on_loopback
 
 TIMEOUT = 120.0  # seconds a call may take
@@ -223,10 +223,10 @@ def _answer(call: bytes, rank: int, size: int, store: dist.Store) -> Any:
 def apart(world: World) -> World:
     """The same ranks as if each were on a host of its own: they share no memory and talk over sockets."""
     store = dist.PrefixStore("apart", world.store) if world.store is not None else None
-    hosts = {"host_id": f"host {world.rank}", "device": "cpu", "timeout": world.timeout}
-    return World(world.rank, world.size, local_rank=0, local_size=1, store=store, **hosts)
+    seat = Seat(host_id=f"host {world.rank}")
+    return World(world.rank, world.size, seat=seat, store=store, device="cpu", timeout=world.timeout)
 
 
 def make_world(rank: int, size: int, store: dist.Store | None) -> World:
     """The world of a test's rank: all on this host, on the CPU, giving up on a hung collective after a minute."""
-    return World(rank, size, local_rank=rank, local_size=size, store=store, device="cpu", timeout=timedelta(minutes=1))
+    return World(rank, size, seat=Seat(rank, size), store=store, device="cpu", timeout=timedelta(minutes=1))

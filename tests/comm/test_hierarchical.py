@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import Group, World, hierarchical
+from shoal.comm import Group, Seat, World, hierarchical
 from shoal.comm.hierarchical import Hierarchical
 from shoal.comm.shm import Shared
 from tests.comm.operations import differing, every_operation, expected
@@ -15,7 +15,7 @@ from tests.pool import run_ranks
 
 def world_on(world: World, hosts: str) -> World:
     """The same ranks, rank r on the host that is the r-th letter."""
-    return World(world.rank, world.size, store=dist.PrefixStore(hosts, world.store), device="cpu", host_id=hosts[world.rank])
+    return World(world.rank, world.size, store=dist.PrefixStore(hosts, world.store), device="cpu", seat=Seat(host_id=hosts[world.rank]))
 
 
 def everything(

@@ -9,7 +9,7 @@ import torch
 
 from shoal.comm import Group, Link
 from shoal.comm.emulate import Throttled, simulate
-from shoal.comm.links import SIZES, measure
+from shoal.comm.links import SIZES, link_of, measure
 from tests.pool import run_ranks
 
 CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ def test_a_slow_link_is_measured_with_few_bytes_and_found_slow():
 
 def measured(world) -> tuple[Link, bool, int]:
     group = world.everyone
-    link = group.link(CPU)
-    return link, group.link(CPU) is link, group.ledger.total(purpose="measure").calls
+    link = link_of(group, CPU)
+    return link, link_of(group, CPU) is link, group.ledger.total(purpose="measure").calls
 
 
 def test_real_ranks_agree_and_measure_once():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.comm.reductions import COMBINE, finish
-from shoal.comm.shm import _DTYPES, _OPS, _REDUCTIONS
+from shoal.comm.shm_reductions import DTYPES, OPS, REDUCTIONS
 from shoal.native import library
 
 pytestmark = pytest.mark.fast
@@ -20,7 +20,7 @@ def reduce_in_c(sources: list[torch.Tensor], op: str, out: torch.Tensor) -> torc
     kernels = library()
     assert kernels is not None
     pointers = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
-    codes = [ctypes.c_int64(code) for code in _REDUCTIONS[sources[0].dtype, op]]
+    codes = [ctypes.c_int64(code) for code in REDUCTIONS[sources[0].dtype, op]]
     outs = (ctypes.c_void_p * 1)(out.data_ptr())
     kernels.shoal_reduce(outs, ctypes.c_int64(1), pointers, ctypes.c_int64(len(sources)), ctypes.c_int64(out.nbytes), *codes)
     return out
@@ -53,7 +53,7 @@ def test_every_16_bit_number_with_special_ones(dtype, op):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_dtype_length_and_number_of_sources_in_place_too(data):
-    dtype, op = data.draw(st.sampled_from(sorted(_REDUCTIONS, key=str)))
+    dtype, op = data.draw(st.sampled_from(sorted(REDUCTIONS, key=str)))
     numel, num_sources = data.draw(st.integers(0, 5000)), data.draw(st.integers(2, 5))
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     if dtype.is_floating_point:
@@ -73,7 +73,7 @@ def test_nan_wins_from_either_side():
 
 
 def test_the_tables_of_c_and_python_have_the_same_order():
-    for dtype in _DTYPES:
-        for op in _OPS:
-            if (dtype, op) in _REDUCTIONS:
+    for dtype in DTYPES:
+        for op in OPS:
+            if (dtype, op) in REDUCTIONS:
                 assert_like_torch([torch.tensor([3, 5], dtype=dtype), torch.tensor([2, 7], dtype=dtype)], op)

@@ -161,7 +161,7 @@ def in_allocated_memory(world: World) -> dict[str, bool]:
 def _meetings(shared: Shared) -> int:
     """How many meetings this rank has been to: the only thing seen from outside that tells copying from not copying."""
     assert shared._view is not None
-    return struct.unpack_from("q", shared._view.state, 32)[0]
+    return struct.unpack_from("q", shared._view.state, 40)[0]
 
 
 def _mappings() -> int:

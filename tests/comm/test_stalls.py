@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import World, stalls
+from shoal.comm import Seat, World, stalls
 from shoal.comm.stalls import Calls
 from tests.pool import apart, disposable_ranks, make_world, run_ranks
 
@@ -108,7 +108,7 @@ def test_when_all_have_come_nothing_is_said_and_a_failure_does_not_go_on():
 
 def patience(world: World) -> tuple[float, float, int]:
     """Of a world whose maker names no time: how long operations wait, how long connecting does, and after how many idle seconds a host is asked for."""
-    world = World(world.rank, world.size, store=world.store, host_id=f"host {world.rank}", device="cpu", say=lambda line: None)
+    world = World(world.rank, world.size, store=world.store, seat=Seat(host_id=f"host {world.rank}"), device="cpu", say=lambda line: None)
     mesh = world.everyone.transports["cpu"]._mesh  # type: ignore[attr-defined]
     (connection, *_) = mesh._peers.values()
     return mesh._timeout, mesh._meeting_seconds, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)

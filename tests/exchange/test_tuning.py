@@ -11,7 +11,7 @@ from torch import nn
 from shoal import Engine, Plan
 from shoal.chunks import ChunkKey, assign
 from shoal.chunks.assign import departure
-from shoal.comm import Link
+from shoal.comm import Link, links
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.named import algorithm
 from shoal.exchange.tuning import LARGEST, SMALLEST, chunk_bytes
@@ -77,7 +77,7 @@ class Rows(torch.utils.data.Dataset):
 def give_a_link(world) -> None:
     """One for which the smallest chunks are best, whatever this machine is busy with."""
     rows = ((1000, 1e-6), (10**6, 2e-3))
-    world.group("dp", list(range(world.size)))._links["cpu"] = Link("dp", world.size, "shared memory", rows)
+    links._measured[world.group("dp", list(range(world.size)))] = {"cpu": Link("dp", world.size, "shared memory", rows)}
 
 
 def train(world, exchange, optimizer, precision, clip, directory=None) -> tuple[list, dict, list, bool]:

@@ -17,6 +17,7 @@ from shoal.chunks import Chunk, ChunkMaker, Passing, adopt
 from shoal.chunks.allocate import Private
 from shoal.chunks.make import groups_of
 from shoal.comm import Link
+from shoal.comm.links import link_of
 from shoal.exchange import Algorithm
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
@@ -92,7 +93,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
     sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision.grad.itemsize)
     gradient_bytes = tp.broadcast_object(maker.gradient_bytes)
     measured = sized is None and worth_measuring(exchange, gradient_bytes, replicas.size)
-    link = replicas.link(device) if measured else None
+    link = link_of(replicas, device) if measured else None
     size = tp.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, link))
     if pipeline is not None:  # what is tied lies in chunks of one size
         size = pipeline.group.broadcast_object(size)

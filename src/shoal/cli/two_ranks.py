@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.comm import Group, World
+from shoal.comm import Group, World, link_of
 from shoal.comm.sockets import Sockets
 from shoal.launch import join
 
@@ -27,7 +27,7 @@ def main(result: Path) -> None:
     world = join(timeout=TIMEOUT.total_seconds())
     total = world.everyone.all_reduce(torch.ones(2**18, device=world.device))
     assert bool((total == world.size).all()), f"{world.size} ones sum to {total.unique().tolist()}"
-    links = [world.everyone.link(world.device), _sockets(world).link(torch.device("cpu"))]
+    links = [link_of(world.everyone, world.device), link_of(_sockets(world), torch.device("cpu"))]
     if world.rank == 0:
         result.write_text(json.dumps([asdict(link) for link in links]))
 

@@ -1,12 +1,12 @@
-"""Ranks, groups and what they say to each other."""
+"""The ranks of a job, groups among them, and the transports that carry their collectives."""
 
 from shoal.comm.backend import register
 from shoal.comm.collectives import Group
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger, Span
-from shoal.comm.links import Link
-from shoal.comm.world import World
+from shoal.comm.links import Link, link_of
+from shoal.comm.world import Seat, World
 
-__all__ = ["Group", "Lane", "Ledger", "Link", "Span", "World"]
+__all__ = ["Group", "Lane", "Ledger", "Link", "Seat", "Span", "World", "link_of"]
 
 register()

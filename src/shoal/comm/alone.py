@@ -10,7 +10,7 @@ from shoal.comm.transport import NoSharedMemory
 
 
 class Alone(NoSharedMemory):
-    """See `transport.Transport`. Sending to oneself is only possible as an `exchange`."""
+    """A `transport.Transport` of one rank. Sending to oneself is only possible as an `exchange`."""
 
     carrier = "nobody else"
     rank = 0

@@ -1,13 +1,13 @@
-"""torch.distributed over shared memory: `import shoal.comm`, then `init_process_group("shm")` or `"cpu:shm"`.
+"""The torch.distributed backend "shm": `import shoal.comm`, then `init_process_group("shm")` or `"cpu:shm"`.
 
-For the CPU ranks of one host. torch accepts a process group written in Python only in the place of the whole group, so it cannot stand
-beside another backend ("cpu:shm,cuda:nccl" would leave CUDA without one). Messages between two ranks come in the order in which they were
-sent: a tag that is received out of order is an error, not awaited.
+It serves the CPU ranks of one host. torch accepts a process group written in Python only as the whole group, so it
+cannot be combined with another backend ("cpu:shm,cuda:nccl" would leave CUDA without one). Messages between two ranks
+arrive in the order in which they were sent: receiving a tag out of order is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,24 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.alone import Alone
-from shoal.comm.backend_work import Line
+from shoal.comm.backend_group import ANY, OrderedProcessGroup
 from shoal.comm.flat import flat_of, write_back
+from shoal.comm.reductions import TORCH_OPS
 from shoal.comm.shm import Shared
 from shoal.comm.signed import signed
 from shoal.comm.sparse import sum_sparse
 from shoal.errors import UserError
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.PRODUCT: "product",
-}
+_OPS = {op: name for name, op in TORCH_OPS.items()}
 
 
 def register() -> None:
-    """Makes torch.distributed know the backend "shm"."""
+    """Registers the backend "shm" with torch.distributed."""
     if "SHM" not in dist.Backend._plugins:
         dist.Backend.register_backend("shm", _create, devices=["cpu"])
 
@@ -43,66 +38,18 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
     transport = Shared.open(own, rank, size, timeout) if size > 1 else Alone()
     if transport is None:
         raise UserError(
-            f'rank {rank} of {size}: the backend "shm" is for ranks of one host that can share memory, and one of them cannot '
-            '(rank 0\'s warning says why). Use the backend "gloo"'
+            f'rank {rank} of {size}: the backend "shm" is for ranks of one host that can share memory, and one of them '
+            'cannot (rank 0\'s warning says why). Use the backend "gloo"'
         )
     group = SharedProcessGroup(store, rank, size, transport)
-    group.signed = own  # held as long as the group, since a PrefixStore does not keep it alive
+    group.signed = own  # kept as long as the group, since a PrefixStore does not keep it alive
     return group
 
 
-_ANY = -1  # in the place of a peer: any of them
-
-_ProcessGroup: Any = dist.ProcessGroup  # its stubs declare overloads of which torch calls one: the one with lists and options
-
-
-class SharedProcessGroup(_ProcessGroup):
-    """torch's collectives, each run in the order of the calls: at once if the caller waits anyway, else in a thread of the group.
-
-    Messages have a thread a peer and direction, so that those who send to each other first and receive later do not wait in a circle.
-    """
+class SharedProcessGroup(OrderedProcessGroup):
+    """torch's collectives over shared memory."""
 
     signed: dist.Store
-
-    def __init__(self, store: dist.Store, rank: int, size: int, transport: Any) -> None:
-        super().__init__(rank, size)
-        self._store, self._transport = store, transport
-        self._collectives = Line("shm-collectives")
-        self._messages: dict[tuple[str, int], Line] = {}
-
-    def getBackendName(self) -> str:
-        return "shm"
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def get_group_store(self) -> dist.Store:
-        return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> SharedProcessGroup:
-        """torch asks for the part that serves a device; this group is its own."""
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f'the backend "shm" has no collectives for tensors on {device}, only for those on the CPU')
-        return self
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """FSDP2 asks whether it can have memory from here; its allocations are not collective, as those of shared memory must be."""
-        return False
 
     # Reductions
 
@@ -135,12 +82,7 @@ class SharedProcessGroup(_ProcessGroup):
     def reduce_scatter_single(self, out: Tensor, flat: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_single_coalesced([out], [flat], opts)
 
-    def reduce_scatter_single_coalesced(
-        self,
-        outs: list[Tensor],
-        flats: list[Tensor],
-        opts: Any = None,
-    ) -> dist.Work:
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], flats: list[Tensor], opts: Any = None) -> dist.Work:
         op = _op(opts)
 
         def run() -> None:
@@ -168,18 +110,13 @@ class SharedProcessGroup(_ProcessGroup):
         return self._collective(opts, outputs, run)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """Here `outputs` has a list a rank, with a tensor for each of `inputs`."""
+        """Gathers several tensors; `outputs` has a list for each rank, with a tensor for each of `inputs`."""
         return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([out], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self,
-        outs: list[Tensor],
-        tensors: list[Tensor],
-        opts: Any = None,
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         def run() -> None:
             for out, tensor in zip(outs, tensors, strict=True):
                 into = _flat(out)
@@ -216,12 +153,7 @@ class SharedProcessGroup(_ProcessGroup):
         return self._collective(opts, outputs, run)
 
     def all_to_all_single(
-        self,
-        out: Tensor,
-        tensor: Tensor,
-        out_splits: list[int] | None,
-        in_splits: list[int] | None,
-        opts: Any = None,
+        self, out: Tensor, tensor: Tensor, out_splits: list[int] | None, in_splits: list[int] | None, opts: Any = None
     ) -> dist.Work:
         receives, sends = self._splits(out, out_splits), self._splits(tensor, in_splits)
 
@@ -257,19 +189,7 @@ class SharedProcessGroup(_ProcessGroup):
             source = self._transport.recv_any(flat, tag)
             write_back(tensors[0], flat)
 
-        return self._message("recv", _ANY, tensors, run, lambda: source)
-
-    # The end
-
-    def shutdown(self) -> None:
-        """Finishes the collectives that are under way, and breaks off the messages that are."""
-        self._collectives.close()
-        self.abort()
-
-    def abort(self) -> None:
-        self._transport.close()
-        for line in (self._collectives, *self._messages.values()):
-            line.close()
+        return self._message("recv", ANY, tensors, run, lambda: source)
 
     # torch before 2.13 calls these operations by other names
     _allgather_base = all_gather_single
@@ -303,27 +223,11 @@ class SharedProcessGroup(_ProcessGroup):
         return into
 
     def _splits(self, tensor: Tensor, splits: Sequence[int] | None) -> list[int]:
-        """Elements a rank; `splits`: rows a rank, or nothing for even ones."""
+        """Returns the elements of `tensor` for each rank. `splits`: rows for each rank; None or empty for even ones."""
         if splits:
             row = tensor.numel() // max(1, tensor.size(0))
             return [count * row for count in splits]
         return [tensor.numel() // self.size()] * self.size()
-
-    def _collective(self, opts: Any, result: Any, run: Callable[[], object]) -> dist.Work:
-        return self._collectives.run(run, result, wait=not getattr(opts, "asyncOp", True))
-
-    def _message(
-        self,
-        direction: str,
-        peer: int,
-        result: Any,
-        run: Callable[[], object],
-        source: Callable[[], int] | None = None,
-    ) -> dist.Work:
-        line = self._messages.setdefault((direction, peer), Line(f"shm-{direction}-{peer}"))
-        work = line.run(run, result, wait=False)
-        work.source = source or (lambda: peer)
-        return work
 
 
 def _op(opts: Any) -> str:
@@ -334,7 +238,7 @@ def _op(opts: Any) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements in a row: a view where they lie so, else a copy; see `flat.flat_of`."""
+    """Returns the elements as a contiguous 1-D tensor: a view where possible, else a copy (see `flat.flat_of`)."""
     if tensor.is_sparse or tensor.device.type != "cpu":
         raise TypeError(f'the backend "shm" is for dense CPU tensors, not for a {tensor.layout} one on {tensor.device}')
     return flat_of(tensor)

@@ -1,4 +1,4 @@
-"""Works of torch.distributed: calls that run in order, in a thread where nobody waits for them."""
+"""Works of torch.distributed: calls that run in order, in a thread of their own where nobody waits for them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Pending(dist.Work):
         super().__init__()
         self._future = future
         self.source: Callable[[], int] | None = None
-        """Of a receive that is done: the sender's rank in the group."""
+        """Returns the sender's rank in the group, for a receive that is done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises RuntimeError if the call failed. The group's timeout is that of the call; a shorter one is not kept here."""
+        """Waits for the call and raises RuntimeError if it failed. The timeout is the group's; `timeout` is ignored."""
         self._future.wait()
         return True
 
@@ -54,7 +54,10 @@ class Pending(dist.Work):
 
 
 class Line:
-    """Runs calls one after the other, in the order in which threads made them: here if the caller waits anyway, else in a thread of the line."""
+    """Runs calls one after the other, in the order in which threads made them.
+
+    A call runs in the caller's thread if the caller waits anyway, else in a thread of the line.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,7 +67,9 @@ class Line:
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], object], result: Any, wait: bool) -> Pending:
-        """The work whose future gets `result`, or the error of `call`. With `wait` it has been done, or has raised, when this returns."""
+        """Returns the work of `call`; its future gets `result`, or the error of `call`. With `wait`, `call` has
+        returned or raised when this method does.
+        """
         if wait:
             self._free_thread()
             with self._turns:
@@ -76,14 +81,14 @@ class Line:
         def body(_: Future) -> Any:
             try:
                 call()
-            finally:  # before the caller hears of it
+            finally:  # before the future completes
                 self._turns.leave()
             return result
 
         start: Future = Future()
-        future = start.then(body)  # whose errors C++ sees too, as it does not those of Future.set_exception
+        future = start.then(body)  # C++ sees the errors of `then`, but not those of Future.set_exception
         self._free_thread()
-        with self._lock:  # the order of the places is that of the queue
+        with self._lock:  # so that turns are asked for in the order of the queue
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
@@ -91,7 +96,7 @@ class Line:
         return Pending(future)
 
     def close(self) -> None:
-        """Returns when what is under way has been done or has failed."""
+        """Waits until the calls under way have finished or failed, and ends the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -100,7 +105,9 @@ class Line:
             thread.join()
 
     def _free_thread(self) -> None:
-        """Lets another thread go on with the line if this one is its thread: what a future calls then (DDP's PowerSGD hook) may wait for a later call."""
+        """Starts another thread for the line if this one is its thread: what a future calls then (DDP's PowerSGD hook)
+        may wait for a later call.
+        """
         if self._thread is not None and self._thread is threading.current_thread():
             with self._lock:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -108,7 +115,7 @@ class Line:
 
     def _work(self) -> None:
         while self._thread is threading.current_thread() and (entry := self._starts.get()) is not None:
-            start, place = entry
-            self._turns.take(place)
+            start, turn = entry
+            self._turns.take(turn)
             start.set_result(None)
-            del start, entry  # its tensors are not held until the next call
+            del start, entry  # do not hold the call's tensors until the next call

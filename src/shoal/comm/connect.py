@@ -1,4 +1,4 @@
-"""Which transport carries a group, and how its ranks meet."""
+"""Chooses the transport that carries a group, and lets its ranks meet."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from shoal.comm.sockets import Sockets
 from shoal.comm.transport import Transport
 
 NCCL_TIMEOUT = timedelta(minutes=10)
-"""NCCL does not notice that a rank has died: this is when its operations give up."""
+"""After this time NCCL's operations give up: NCCL does not notice that a rank has died."""
 
 
 def connect(
     store: dist.Store | None, rank: int, hosts: list[str], device: torch.device, timeout: timedelta
 ) -> dict[str, Transport]:
-    """The transports of the group's `rank` by device type: "cpu", and "cuda" where `device` is one. All ranks of the group call it.
+    """Returns the group's transports by device type: "cpu", and "cuda" for a GPU. All its ranks call it.
 
-    `hosts`: of each rank of the group, what `this_host` says there. `store`: the group's own; None for a group of one.
+    - `store`: the group's own; None for a group of one
+    - `rank`: this rank in the group
+    - `hosts`: for each rank of the group, what `this_host` returns there
+    - `device`: the device of this rank
+    - `timeout`: how long an operation waits for a rank that lives
     """
     if len(hosts) == 1:
         return {"cpu": Alone(), "cuda": Alone()}
@@ -37,9 +41,9 @@ def connect(
 
 
 def this_host() -> str:
-    """What tells hosts apart: ranks that have it in common reach each other through shared memory and the loopback network.
+    """Returns an identifier of this host. Ranks with the same one reach each other by shared memory and loopback.
 
-    A name may be given twice (clones of one image), and containers share a kernel but not its network: hence three parts.
+    Host names may repeat (clones of one image), and containers share a kernel but not its network: hence three parts.
     """
     parts = [socket.gethostname()]
     for read in (
@@ -62,13 +66,13 @@ def _connect_cpu(store: dist.Store, rank: int, hosts: list[str], timeout: timede
     if len(names) == len(hosts):
         return flat
     here = names.index(hosts[rank])
-    place, local = members[here].index(rank), len(members[here])
+    index, local = members[here].index(rank), len(members[here])
     inside: Transport = Alone()
     if local > 1:
-        inside = _connect_inside(dist.PrefixStore(f"host{here}", store), place, local, timeout)
+        inside = _connect_inside(dist.PrefixStore(f"host{here}", store), index, local, timeout)
     across = None
-    if place == 0 or len({len(ranks) for ranks in members}) == 1:
-        across = Sockets(dist.PrefixStore(f"place{place}", store), here, len(names), loopback=False, timeout=timeout)
+    if index == 0 or len({len(ranks) for ranks in members}) == 1:
+        across = Sockets(dist.PrefixStore(f"place{index}", store), here, len(names), loopback=False, timeout=timeout)
     return Hierarchical(rank, members, inside, across, flat)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and links that are slow: an exchange algorithm runs unchanged, with the same bits as real ranks.
+"""Simulated ranks (threads of one process) and slow links: algorithms run unchanged, with the same bits.
 
     results = simulate(4, lambda group: group.all_reduce(torch.ones(3)))
 
@@ -24,19 +24,21 @@ Result = TypeVar("Result")
 
 
 def simulate(size: int, fn: Callable[..., Result], *args: Any, timeout: float = 60.0) -> list[Result]:
-    """Calls `fn(group, *args)` as `size` ranks at once; returns their results in rank order.
+    """Calls `fn(group, *args)` in `size` threads that play the ranks; returns their results in rank order.
 
-    `timeout`: seconds that a rank waits for another one in an operation. If ranks raise, the others end with an error that names the
-    first of them, and its exception is raised here.
+    `timeout`: seconds that a rank waits for another one in an operation. If ranks raise, the others end with an error
+    that names the first of them, and its exception is raised here.
     """
     room = Room(size, timeout)
     return in_threads(size, lambda rank: fn(Group.of(Simulated(room, rank), name="simulated"), *args), room.leave)
 
 
-def in_threads(size: int, fn: Callable[[int], Result], leave: Callable[[int, BaseException | None], None]) -> list[Result]:
-    """Calls `fn(rank)` in `size` threads; returns their results in rank order, or raises what the first that failed raised.
+def in_threads(
+    size: int, fn: Callable[[int], Result], leave: Callable[[int, BaseException | None], None]
+) -> list[Result]:
+    """Calls `fn(rank)` in `size` threads; returns their results in rank order, or raises the first exception.
 
-    `leave(rank, error)` is called as each ends, so that the others learn of it.
+    `leave(rank, error)` is called as each thread ends, so that the others learn of it.
     """
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
@@ -60,7 +62,7 @@ def in_threads(size: int, fn: Callable[[int], Result], leave: Callable[[int, Bas
 
 
 class Simulated(NoSharedMemory):
-    """One rank's transport in a room of threads; see `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..."""
+    """The `transport.Transport` of one thread in a `Room`. Reduces in rank order: ((r0 + r1) + r2) + ..."""
 
     carrier = "threads"
 
@@ -75,7 +77,9 @@ class Simulated(NoSharedMemory):
         _finish_stream()
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        mine = _reduced([tensor.view(self.size, -1)[self.rank] for tensor in self._meet(f"reduce_scatter {op}", flat)], op)
+        mine = _reduced(
+            [tensor.view(self.size, -1)[self.rank] for tensor in self._meet(f"reduce_scatter {op}", flat)], op
+        )
         self._meet("read", None)  # `out` may be a part of `flat`
         out.copy_(mine)
 
@@ -133,11 +137,17 @@ class Simulated(NoSharedMemory):
 
 
 class Throttled:
-    """`transport` behind links of `bits_per_second` each way and `latency` seconds a message; see `transport.Transport`.
+    """A `transport.Transport` that delays `transport` as slow links would.
 
-    Before each operation a rank sleeps as long as its link would be busy: the bytes of `sent_bytes` (the root of a gather: those that it
-    receives), and a latency for each of the messages that follow on each other: 2 (size - 1) in an all-reduce, size - 1 in a reduce-scatter
-    or an all-gather, else 1. `slow`: ranks whose links take `factor` times as long. `sleep`: takes the seconds; for tests.
+    - `transport`: carries the operations
+    - `bits_per_second`: rate of a rank's link, each way
+    - `latency`: seconds for a message
+    - `slow`: factor by which the links of some ranks are slower
+    - `sleep`: takes the seconds; replaced in tests
+
+    Before each operation a rank sleeps as long as its link would be busy: the bytes of `sent_bytes` (the root of a
+    gather: those that it receives), and a latency for each of the messages that follow on each other: 2 (size - 1) in
+    an all-reduce, size - 1 in a reduce-scatter or an all-gather, else 1.
     """
 
     def __init__(
@@ -217,7 +227,7 @@ class Throttled:
 
 
 class Room:
-    """Where the threads meet. `meet` and `fetch` raise RuntimeError that names who is late, has failed, has left or does something else."""
+    """Where the threads meet. `meet` and `fetch` raise RuntimeError that names who is late, failed, left or differs."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self._timeout = size, timeout
@@ -227,7 +237,7 @@ class Room:
         self._letters: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
 
     def meet(self, rank: int, what: str, mine: Any) -> list[Any]:
-        """Returns, once all ranks have come, what each of them brought."""
+        """Waits for all ranks; returns what each of them brought, in rank order."""
         with self._changed:
             meeting = self._brought
             meeting[rank] = (what, mine)
@@ -238,7 +248,9 @@ class Room:
                 self._wait(what, lambda: set(range(self.size)) - set(meeting))
         others = [f"rank {other} is in {theirs!r}" for other, (theirs, _) in meeting.items() if theirs != what]
         if others:
-            raise RuntimeError(f"rank {rank} is in {what!r}, but {', '.join(others)}: all ranks must call the same operations")
+            raise RuntimeError(
+                f"rank {rank} is in {what!r}, but {', '.join(others)}: all ranks must call the same operations"
+            )
         return [meeting[other][1] for other in range(self.size)]
 
     def post(self, src: int, dst: int, letter: Tensor) -> None:
@@ -253,7 +265,7 @@ class Room:
             return letters.popleft()
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """`rank` comes to no more meetings, because of `error` or because its function has returned."""
+        """Notes that `rank` will not come again, because of `error`, or None if its function has returned."""
         with self._changed:
             self._gone[rank] = "has returned" if error is None else f"has failed: {type(error).__name__}: {error}"
             self._changed.notify_all()
@@ -261,13 +273,15 @@ class Room:
     def _wait(self, what: str, missing: Callable[[], set[int]]) -> None:
         lost = self._changed.wait_for(lambda: not missing() or missing() & set(self._gone), self._timeout)
         if not lost:
-            raise RuntimeError(f"timed out after {self._timeout:.0f} s in {what!r}, waiting for ranks {sorted(missing())}")
+            raise RuntimeError(
+                f"timed out after {self._timeout:.0f} s in {what!r}, waiting for ranks {sorted(missing())}"
+            )
         for rank in missing() & set(self._gone):
             raise RuntimeError(f"{what!r} cannot end: rank {rank} {self._gone[rank]}")
 
 
 def _finish_stream() -> None:
-    """What this thread has given its GPU is done before another thread, on a stream of its own, goes on with it."""
+    """Waits for the GPU work of this thread, before another thread, on a stream of its own, goes on with its result."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
 

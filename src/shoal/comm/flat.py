@@ -1,4 +1,4 @@
-"""Tensors of any shape and strides as the contiguous 1-D tensors that transports take, and back."""
+"""Conversion of tensors of any shape and strides to the contiguous 1-D tensors that transports take, and back."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from torch import Tensor
 
 
 def flat_of(tensor: Tensor) -> Tensor:
-    """The elements in a row: a view where they lie so, else a copy (see `write_back`). Detached: leaves may be written."""
+    """Returns the elements as a contiguous 1-D tensor: a view where possible, else a copy (see `write_back`).
+
+    The result is detached, so that leaves can be written.
+    """
     if tensor.dim() == 1 and not tensor.requires_grad and tensor.is_contiguous():
-        return tensor  # as most are, and a small operation feels three calls of torch
+        return tensor  # most are flat already, and three calls of torch would slow down a small operation
     return tensor.detach().contiguous().view(-1)
 
 
 def write_back(tensor: Tensor, flat: Tensor) -> Tensor:
-    """Gives `tensor` the values of its flat form, unless they share their memory; returns it."""
+    """Copies the values of `flat` into `tensor`, unless they share memory; returns `tensor`."""
     if tensor is not flat and _place(tensor) != _place(flat):
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where it begins; fake tensors have such a place, too, and no address."""
+    """Identifies the tensor's first element. Fake tensors have no address, but they have this."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())

@@ -1,16 +1,16 @@
-"""Collectives that autograd passes through, in pairs that are each other's derivative (Megatron-LM's f and g, arXiv 1909.08053).
+"""Differentiable collectives, in pairs that are each other's derivative (f and g of Megatron-LM, arXiv 1909.08053).
 
-copy_to       enters a region that the ranks of a group compute in parts: identity forward, sum backward
-reduce_from   leaves it: sum forward, identity backward
-gather_from   puts the ranks' parts of a dim together for uses that differ: all-gather forward, reduce-scatter backward
-scatter_sum   sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
-gather_alike  puts parts together where all ranks then do the same: all-gather forward, each takes its own part of the gradient backward
-swap          each rank has a part of one dim and wants a part of another: all-to-all both ways
-deal_out      rows go to the ranks that want them: all-to-all both ways
-sum_everywhere  sums what each rank then makes its own part of a loss of: sum both ways
+copy_to         enters a region that the ranks of a group compute in parts: identity forward, sum backward
+reduce_from     leaves it: sum forward, identity backward
+gather_from     joins the parts of a dim for uses that differ by rank: all-gather forward, reduce-scatter backward
+scatter_sum     sums, and leaves each rank its part of a dim: reduce-scatter forward, all-gather backward
+gather_alike    joins parts where all ranks then do the same: all-gather forward, own part of the gradient backward
+swap            exchanges a part of one dim for a part of another: all-to-all both ways
+deal_out        sends rows to the ranks that want them: all-to-all both ways
+sum_everywhere  sums values from which each rank computes a part of the loss: sum both ways
 
-All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward is made of the other one of a pair, so
-gradients of gradients pass too. Parts of a dim need not be even: `lengths[r]` is that of rank r.
+All are linear, so forward mode (`torch.func.jvp`) applies the same map to tangents, and backward consists of the other
+map of the pair, so higher derivatives work too. Parts of a dim need not be even: `lengths[r]` is the length on rank r.
 """
 
 from __future__ import annotations
@@ -61,44 +61,44 @@ class _Linear(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, group: Group, purpose: str = "") -> Tensor:
-    """A tensor equal on all ranks enters their parallel region: gradients that flow back are summed over `group`. A view of `x`."""
+    """Returns a view of `x`, equal on all ranks, for their parallel region: its gradients are summed over `group`."""
     return _Pair(_same, _summed(group, purpose))(x)
 
 
 def reduce_from(x: Tensor, group: Group, purpose: str = "") -> Tensor:
-    """The sum over `group` of each rank's part leaves the parallel region: the gradient flows back to each rank as it is."""
+    """Returns the sum over `group` of each rank's `x`, which leaves the parallel region: identity backward."""
     return _Pair(_summed(group, purpose), _same)(x)
 
 
 def gather_from(x: Tensor, group: Group, dim: int, lengths: Sequence[int] | None = None, purpose: str = "") -> Tensor:
-    """The parts of `dim` that the ranks have (`lengths`, None: even), one after the other, for uses that differ by rank."""
+    """Returns the ranks' parts of `dim` (`lengths`; None: even), concatenated, for uses that differ by rank."""
     lengths = tuple(lengths or (x.shape[dim],) * group.size)
     return _Pair(_gathered(group, dim, lengths, purpose), _scattered(group, dim, lengths, purpose))(x)
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
-    """This rank's part of `dim`, of `lengths`, of the sum over `group`."""
+    """Returns this rank's part of `dim` (of `lengths`) of the sum over `group`."""
     return _Pair(_scattered(group, dim, tuple(lengths), purpose), _gathered(group, dim, tuple(lengths), purpose))(x)
 
 
 def gather_alike(x: Tensor, group: Group, dim: int, lengths: Sequence[int], purpose: str = "") -> Tensor:
-    """The parts of `dim`, of `lengths`, one after the other, where all ranks then do the same with it."""
+    """Returns the ranks' parts of `dim` (of `lengths`), concatenated, where all ranks then do the same with them."""
     return _Pair(_gathered(group, dim, tuple(lengths), purpose), _own(group, dim, tuple(lengths)))(x)
 
 
 def swap(x: Tensor, group: Group, give: int, take: int, purpose: str = "") -> Tensor:
-    """Of a tensor of which each rank has an even part of dim `take`: all of that dim, and an even part of dim `give`."""
+    """Returns all of dim `take`, of which each rank had an even part, and this rank's even part of dim `give`."""
     return _Pair(_swapped(group, give, take, purpose), _swapped(group, take, give, purpose))(x)
 
 
 def deal_out(x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], purpose: str = "") -> Tensor:
-    """The `take[r]` rows that each rank r has for this one, of which `give[r]` of `x` [sum(give), ..] go to rank r."""
+    """Sends `give[r]` rows of `x` [sum(give), ...] to each rank r; returns `take[r]` rows from each."""
     give, take = tuple(give), tuple(take)
     return _Pair(_dealt(group, give, take, purpose), _dealt(group, take, give, purpose))(x)
 
 
 def sum_everywhere(x: Tensor, group: Group, purpose: str = "") -> Tensor:
-    """The sum over `group`, for uses that differ: gradients that flow back are summed too."""
+    """Returns the sum over `group`, for uses that differ by rank: gradients are summed too."""
     return _Pair(_summed(group, purpose), _summed(group, purpose))(x)
 
 
@@ -111,7 +111,9 @@ def _summed(group: Group, purpose: str) -> Map:
 
 
 def _own(group: Group, dim: int, lengths: tuple[int, ...]) -> Map:
-    return lambda x: x.narrow(dim, sum(lengths[: group.rank]), lengths[group.rank]).clone(memory_format=torch.contiguous_format)
+    return lambda x: x.narrow(dim, sum(lengths[: group.rank]), lengths[group.rank]).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _gathered(group: Group, dim: int, lengths: tuple[int, ...], purpose: str) -> Map:
@@ -150,14 +152,16 @@ def _dealt(group: Group, give: tuple[int, ...], take: tuple[int, ...], purpose: 
     return dealt
 
 
-def deal_into(out: Tensor, x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], purpose: str = "") -> Tensor:
-    """`deal_out` without a derivative, into `out`; both contiguous."""
+def deal_into(
+    out: Tensor, x: Tensor, group: Group, give: Sequence[int], take: Sequence[int], purpose: str = ""
+) -> Tensor:
+    """Does what `deal_out` does, without a derivative, into `out`; both tensors are contiguous."""
     width = x.shape[1:].numel()
     return group.all_to_all(out, x, [width * rows for rows in take], [width * rows for rows in give], purpose)
 
 
 def _filled_up(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x` with zeros at the end of `dim` up to `length`."""
+    """Pads `x` with zeros at the end of `dim` up to `length`."""
     missing = length - x.shape[dim]
     if not missing:
         return x

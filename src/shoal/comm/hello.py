@@ -1,10 +1,10 @@
-"""How two ranks that connect make sure of each other: each proves that it knows the group's key, over a challenge of the other.
+"""Mutual authentication of two ranks that connect: each proves its knowledge of the group's key.
 
     caller   -> answerer   16 random bytes, the caller's rank, the channel
     answerer -> caller     16 random bytes, HMAC over both challenges, the ranks, the channel
     caller   -> answerer   the same from its side
 
-A recorded hello is of no use, since the challenge is another one each time; nor is one that was said to another rank.
+A recorded hello is useless, since every challenge is new; so is one that was meant for another rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ _PROOF = struct.Struct("!32s")
 
 
 class Stranger(Exception):
-    """Who is at the other end does not know the group's key."""
+    """The other end does not know the group's key."""
 
 
 def call(connection: socket.socket, key: bytes, rank: int, peer: int, channel: int, seconds: float) -> None:
-    """Says hello to `peer`, and hears it. Stranger if it cannot prove itself, OSError if it hangs up or takes longer than `seconds`."""
+    """Authenticates with `peer` over a connection that this rank has opened.
+
+    Raises Stranger if the peer cannot prove itself, OSError if it hangs up or takes longer than `seconds`.
+    """
     until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
     connection.sendall(_CALL.pack(mine, rank, channel))
     theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size, until))
@@ -36,7 +39,10 @@ def call(connection: socket.socket, key: bytes, rank: int, peer: int, channel: i
 
 
 def answer(connection: socket.socket, key: bytes, rank: int, seconds: float) -> tuple[int, int]:
-    """The peer that calls on `rank`, and the channel. Stranger if it cannot prove itself, OSError if it says too little in `seconds`."""
+    """Authenticates who has connected to `rank`; returns its rank and channel.
+
+    Raises Stranger if it cannot prove itself, OSError if it says too little within `seconds`.
+    """
     until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
     theirs, peer, channel = _CALL.unpack(_receive(connection, _CALL.size, until))
     connection.sendall(_ANSWER.pack(mine, _proof(key, "answer", theirs, mine, peer, rank, channel)))
@@ -55,7 +61,7 @@ def _proof(key: bytes, side: str, callers: bytes, answerers: bytes, *numbers: in
 
 
 def _receive(connection: socket.socket, size: int, until: float) -> bytes:
-    """`until`: for all of it, so that nobody holds up a rank by a byte now and then."""
+    """Reads `size` bytes before the time `until`, which bounds the whole: single bytes cannot hold up a rank."""
     data = b""
     while len(data) < size:
         connection.settimeout(max(0.001, until - time.monotonic()))

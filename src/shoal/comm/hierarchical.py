@@ -1,7 +1,7 @@
-"""Collectives of ranks on several hosts: inside each host first, then across, so that a byte crosses the network once a host.
+"""Collectives of ranks on several hosts: inside each first, then across: a byte leaves a host once.
 
-With L ranks on each of H hosts, there are L groups across: the i-th joins the i-th ranks of all hosts and carries the i-th part of the
-data, so all L ranks' connections work at once. An all-reduce is
+With L ranks on each of H hosts, there are L groups across: the i-th joins the i-th ranks of all hosts and carries the
+i-th part of the data, so that the connections of all L ranks work at once. An all-reduce is
 
     inside: reduce_scatter   ->   across: all_reduce of each rank's cut   ->   inside: all_gather
 
@@ -19,24 +19,32 @@ from shoal.comm.reductions import finish
 from shoal.comm.transport import NoSharedMemory, Transport
 
 SMALL_BYTES = 64 * 1024
-"""Up to here every rank sends the whole tensor across: two operations inside the host cost more than that saves."""
+"""Up to this size ranks send the whole tensor across: two operations inside would cost more than they save."""
 
 
 class Hierarchical(NoSharedMemory):
-    """See `transport.Transport`. Operations that gain nothing from the hosts go over `flat`, which joins all ranks directly.
+    """A `transport.Transport` over several hosts.
 
-    `hosts`: for each host the ranks on it, in the order of their places in `inside`. `across` joins the ranks of one place on all
-    hosts, in the order of `hosts`. Where the hosts have unequal numbers of ranks, there is only one group across, of the first ranks,
-    None elsewhere; then only all-reduces go this way, through the first rank of each host.
+    - `rank`: this rank in the group
+    - `hosts`: for each host the ranks on it, in the order in which `inside` has them
+    - `inside`: joins the ranks of this host
+    - `across`: joins the i-th ranks of all hosts, in the order of `hosts`, i being this rank's index on its host
+    - `flat`: joins all ranks directly, for operations that gain nothing from the hosts
+
+    Where hosts have unequal numbers of ranks there is only one group across, of the first ranks, and None elsewhere;
+    then only all-reduces use it, through the first rank of each host.
     """
 
     carrier = "hosts, then across"
 
-    def __init__(self, rank: int, hosts: list[list[int]], inside: Transport, across: Transport | None, flat: Transport) -> None:
+    def __init__(
+        self, rank: int, hosts: list[list[int]], inside: Transport, across: Transport | None, flat: Transport
+    ) -> None:
         self.rank, self.size = rank, flat.size
         self._hosts, self._inside, self._across, self._flat = hosts, inside, across, flat
         self._even = len({len(ranks) for ranks in hosts}) == 1
-        self._rows = torch.tensor(hosts).T.reshape(-1) if self._even else torch.empty(0)  # place by place, in it host by host
+        # all ranks, ordered by their index on the host, then by host
+        self._rows = torch.tensor(hosts).T.reshape(-1) if self._even else torch.empty(0)
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         step = "sum" if op == "avg" else op
@@ -56,24 +64,24 @@ class Hierarchical(NoSharedMemory):
         finish(flat, op, self.size)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        """Inside, the rank of place i gets what all ranks of place i shall have; across, they share it out."""
+        """Gives the i-th rank of a host the sums for all hosts' i-th ranks, then scatters those across."""
         if not self._even or self._across is None:
             self._flat.reduce_scatter(out, flat, op)
             return
         step = "sum" if op == "avg" else op
-        of_place = flat.new_empty(len(self._hosts) * out.numel())
-        self._inside.reduce_scatter(of_place, flat.view(self.size, -1)[self._rows].view(-1), step)
-        self._across.reduce_scatter(out, of_place, step)
+        mine = flat.new_empty(len(self._hosts) * out.numel())
+        self._inside.reduce_scatter(mine, flat.view(self.size, -1)[self._rows].view(-1), step)
+        self._across.reduce_scatter(out, mine, step)
         finish(out, op, self.size)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
         if not self._even or self._across is None:
             self._flat.all_gather(out, flat)
             return
-        of_place = flat.new_empty(len(self._hosts) * flat.numel())
-        self._across.all_gather(of_place, flat)
+        mine = flat.new_empty(len(self._hosts) * flat.numel())
+        self._across.all_gather(mine, flat)
         everything = torch.empty_like(out)
-        self._inside.all_gather(everything, of_place)
+        self._inside.all_gather(everything, mine)
         rows = self.size, flat.numel()
         out.view(rows)[self._rows] = everything.view(rows)
 
@@ -81,10 +89,10 @@ class Hierarchical(NoSharedMemory):
         if not self._even or self._across is None:
             self._flat.broadcast(flat, src)
             return
-        host, place = next((h, ranks.index(src)) for h, ranks in enumerate(self._hosts) if src in ranks)
-        if self._inside.rank == place:
+        host, index = next((h, ranks.index(src)) for h, ranks in enumerate(self._hosts) if src in ranks)
+        if self._inside.rank == index:
             self._across.broadcast(flat, host)
-        self._inside.broadcast(flat, place)
+        self._inside.broadcast(flat, index)
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
         self._flat.all_to_all(out, flat, out_splits, in_splits)

@@ -1,7 +1,7 @@
-"""A lane: communication in strict order beside the computation. A thread on CPU, a side stream on CUDA.
+"""A lane: communication in strict order beside the computation, on a thread (CPU) or a side stream (CUDA).
 
-Order is what makes every algorithm plain blocking code: all ranks issue the same operations in the same order, whatever the order
-in which gradients happened to be ready.
+The order lets every algorithm be plain blocking code: all ranks issue the same operations in the same order, whatever
+the order in which gradients happened to be ready.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import torch
 from shoal.comm.ledger import Ledger, Span
 
 EXCHANGE = "exchange"
-"""What is waited for at the end of a backward: the cause where nothing else is said."""
+"""The default cause of a wait: the exchange, awaited at the end of a backward."""
 
 
 class Ticket:
-    """One piece of work on a lane. `wait` returns when it has run (on CUDA: makes the current stream wait), or raises why it did not; `cause` is what is
-    waited for."""
+    """One piece of work on a lane.
+
+    `wait` returns when the work has run (on CUDA it makes the current stream wait), or raises its error; `cause` names
+    what is waited for in the ledger.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -39,9 +42,9 @@ class Ticket:
 class Lane:
     """Runs submitted functions one after the other, away from the caller.
 
-    `wait` returns when all have run (on CUDA: makes the current stream wait) and raises the first error; what was submitted after
-    a failed one is dropped. `close` ends the thread. While `ledger` records, it gets how long each piece of work lay in the queue, and
-    how long `wait` waited for which cause; on CUDA neither can be seen from the host.
+    `wait` returns when all have run (on CUDA it makes the current stream wait) and raises the first error; what was
+    submitted after a failed one is dropped. `close` ends the thread. While `ledger` records, it gets the time of each
+    piece of work in the queue, and the time of each `wait` with its cause; on CUDA the host can see neither.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger | None = None) -> None:
@@ -54,7 +57,7 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
-        """Queues `work` behind what was submitted before; `name` is that of its spans."""
+        """Queues `work` behind what was submitted before; `name` names its spans."""
         ticket = Ticket(self)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -71,20 +74,20 @@ class Lane:
         return ticket
 
     def wait(self, ticket: Ticket | None = None, cause: str = EXCHANGE) -> None:
-        """Returns when the lane is empty, or `ticket` has run; raises the first error of the work, once."""
+        """Waits until the lane is empty, or `ticket` has run; raises the first error of the work, once."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             return
         with self.ledger.stall(cause), self._done:
             self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)
             error = self._error if ticket is None else ticket.error
-            if self._pending == 0:  # until then what is queued behind a failed one is dropped
+            if self._pending == 0:  # until then, work queued behind the failed one is dropped
                 self._error = None
         if error is not None:
             raise error
 
     def drain(self) -> None:
-        """Returns when the lane is empty, whatever failed: that is forgotten."""
+        """Waits until the lane is empty and discards errors."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             return

@@ -1,4 +1,7 @@
-"""The ledger of one rank: what was communicated, how much, when. Counts are always kept, spans and levels of memory only while `recording`."""
+"""The ledger of one rank: what was communicated, how much and when.
+
+Counts are always kept; spans and memory levels only while `recording`.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,20 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Phase = Literal["queue", "wait", "transfer", "encode", "decode", "compute"]
-"""What a span's time went into: lying in a lane's queue, waiting for a lane, talking, encoding, decoding, or none of these."""
+"""Where a span's time went: queued, waiting for a lane, transferring, encoding, decoding, or none of these."""
 
 
 SHORTEST_STALL = 1e-5
-"""Seconds: what is shorter is a look whether there is something to wait for."""
+"""Seconds. A shorter wait only checked whether there is something to wait for, and is not recorded."""
 
 
 @dataclass(frozen=True)
 class Span:
     """One piece of work on a lane; `start` in seconds since the epoch, `payload` in bytes of tensors.
 
-    Lanes: "compute" is the trainer's thread, "comm" the communication. The spans of "queue" (one a piece of queued work, so they
-    overlap) and of "wait" (the trainer waits, for what its name says) are not work; they stand on lanes of their own.
+    Lanes: "compute" is the trainer's thread, "comm" the communication. Spans of "queue" (one for each piece of queued
+    work, so they overlap) and of "wait" (the trainer waits for what `name` says) are no work; they have lanes of their
+    own.
     """
 
     step: int
@@ -35,7 +39,7 @@ class Span:
 
 
 class Level(NamedTuple):
-    """From `at` (seconds since the epoch) on `role` has `nbytes` of the memory `tier`."""
+    """From time `at` (seconds since the epoch) on, `role` occupies `nbytes` of the memory `tier`."""
 
     step: int
     at: float
@@ -45,7 +49,7 @@ class Level(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """What traffic is booked under. `purpose` is a class of purposes: "gradients 7" is booked under "gradients"."""
+    """The key under which traffic is booked. `purpose` is a class: "gradients 7" is booked under "gradients"."""
 
     group: str
     operation: str
@@ -54,7 +58,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """`payload`: bytes of the tensor that is reduced, gathered into, split or copied. `wire`: bytes that this rank hands to others."""
+    """Sums over calls. `payload`: bytes of tensors reduced, gathered, split or copied; `wire`: bytes sent."""
 
     calls: int = 0
     payload: int = 0
@@ -65,15 +69,16 @@ class Traffic:
 
 
 class Ledger:
-    """Traffic by (group, operation, purpose), and spans and levels of the recorded steps. Safe to use from the lane's thread.
+    """Traffic by (group, operation, purpose), and spans and levels of the recorded steps. Thread-safe.
 
-    `watch` is called where a span begins and ends while recording: what changes without saying so can be looked at there.
+    `watch` is called where a span begins and ends while recording, to sample what changes without notice.
     """
 
     def __init__(self) -> None:
         self.recording = False
         self.step = 0
-        self._booked: dict[tuple[str, str, str], list[int]] = {}  # calls, payload, wire by group, operation, whole purpose
+        # [calls, payload, wire] by (group, operation, whole purpose)
+        self._booked: dict[tuple[str, str, str], list[int]] = {}
         self._spans: list[Span] = []
         self._levels: list[Level] = []
         self._aside = threading.local()
@@ -81,7 +86,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def count(self, group: str, operation: str, purpose: str, payload: int, wire: int) -> None:
-        """Books one call: `payload` bytes of tensor data, of which this rank hands over `wire` bytes (see `transport.sent_bytes`)."""
+        """Books one call: `payload` bytes of tensors, of which this rank sends `wire` (see `transport.sent_bytes`)."""
         key = (group, operation, purpose)
         with self._lock:
             if (sums := self._booked.get(key)) is None:
@@ -92,7 +97,7 @@ class Ledger:
 
     @property
     def traffic(self) -> dict[Flow, Traffic]:
-        """All that was booked so far, by class of purpose."""
+        """All traffic booked so far, by class of purpose."""
         with self._lock:
             booked = {key: Traffic(*sums) for key, sums in self._booked.items()}
         traffic: dict[Flow, Traffic] = {}
@@ -102,7 +107,7 @@ class Ledger:
         return traffic
 
     def total(self, group: str | None = None, operation: str | None = None, purpose: str | None = None) -> Traffic:
-        """The sum of what was booked under the given names; None means all."""
+        """Sums the traffic booked under the given names; None matches all."""
         wanted = (group, operation, purpose)
         fitting = (
             traffic
@@ -113,7 +118,7 @@ class Ledger:
 
     @contextmanager
     def span(self, lane: str, name: str, payload: int = 0, phase: Phase = "compute") -> Iterator[None]:
-        """Times the block while recording; costs nothing otherwise. The time is the host's: on CUDA that of the launch."""
+        """Times the block while recording; costs nothing otherwise. On CUDA it is the time of the launch."""
         if not self.recording:
             yield
             return
@@ -129,7 +134,7 @@ class Ledger:
 
     @contextmanager
     def stall(self, cause: str) -> Iterator[None]:
-        """Around what may make the trainer's thread wait: a span of phase "wait" while recording, unless it is over at once."""
+        """Times a block in which the trainer's thread may wait: a span of phase "wait", unless it is over at once."""
         start, clock = time.time(), time.perf_counter()
         try:
             yield
@@ -139,32 +144,33 @@ class Ledger:
                 self.add(Span(self.step, "wait", cause, start, seconds, 0, "wait"))
 
     def runs_aside(self) -> None:
-        """Called by a thread that works beside the trainer: when it waits, training goes on."""
+        """Marks the calling thread as one beside the trainer: when it waits, training goes on."""
         self._aside.here = True
 
     def add(self, span: Span) -> None:
-        """Keeps a span that was timed elsewhere."""
+        """Adds a span that was timed elsewhere."""
         with self._lock:
             self._spans.append(span)
 
     def note(self, tier: str, role: str, nbytes: int, at: float | None = None) -> None:
-        """While recording: keeps that `role` has `nbytes` of `tier` now."""
-        if self.recording:  # without the lock, since garbage collection may come here while this thread has it; append is atomic
+        """Records, while recording, that `role` occupies `nbytes` of `tier` now."""
+        # Without the lock, since garbage collection may come here while this thread has it; append is atomic.
+        if self.recording:
             self._levels.append(Level(self.step, time.time() if at is None else at, tier, role, nbytes))
 
     def take_levels(self) -> list[Level]:
-        """The levels noted since the last call."""
+        """Returns the levels noted since the last call."""
         levels, self._levels = self._levels, []
         return levels
 
     def take(self) -> list[Span]:
-        """The spans recorded since the last call, in order of their end."""
+        """Returns the spans recorded since the last call, in the order of their ends."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
 
 
 def _class_of(purpose: str) -> str:
-    """ "gradients 7" -> "gradients": what is numbered is one class."""
+    """Drops the number at the end: "gradients 7" becomes the class `gradients`."""
     words = purpose.split()
     return " ".join(words[:-1]) if len(words) > 1 and words[-1].isdigit() else purpose

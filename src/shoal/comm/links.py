@@ -1,4 +1,4 @@
-"""How fast a group is: what an all-reduce of n bytes takes, measured at the start of a run and drawn as a line by `shoal doctor`."""
+"""Measurement of a group's speed: times of all-reduces by size, at the start of a run and in `shoal doctor`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
-if TYPE_CHECKING:
-    from shoal.comm.collectives import Group
+from shoal.comm.collectives import Group
 
 SIZES = (2**10, 2**15, 2**18, 2**21, 2**24)
 """Bytes of the all-reduces that are timed, in this order."""
@@ -22,7 +21,12 @@ LONG = 0.03
 
 @dataclass(frozen=True)
 class Link:
-    """What a group of `ranks` ranks takes for an all-reduce over `carrier`: `rows` of (bytes, seconds), the slowest rank's median."""
+    """The measured speed of a group.
+
+    - `group`, `ranks`: its name and number of ranks
+    - `carrier`: name of the transport
+    - `rows`: (bytes, seconds) of all-reduces, the slowest rank's median
+    """
 
     group: str
     ranks: int
@@ -36,7 +40,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of tensor a second that long all-reduces go through at, beyond the latency."""
+        """Bytes of tensor per second of a long all-reduce, beyond the latency."""
         nbytes, seconds = self.rows[-1]
         return nbytes / max(seconds - self.latency, 1e-9)
 
@@ -44,14 +48,25 @@ class Link:
         return f"{self.ranks} ranks over {self.carrier}: {self.latency * 1e6:.0f} us + {self.bandwidth / 1e9:.3g} GB/s"
 
     def seconds(self, nbytes: float) -> float:
-        """What an all-reduce of `nbytes` takes by the line through the first and the last row."""
+        """Predicts the time of an all-reduce of `nbytes`, by the line through the first and the last row."""
         return self.latency + nbytes / self.bandwidth
 
 
-def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
-    """Times all-reduces of `sizes` bytes; every rank of `group` calls it and gets the same answer. A group of one takes no time for any.
+_measured: WeakKeyDictionary[Group, dict[str, Link]] = WeakKeyDictionary()
 
-    A few tenths of a second at most, but for links so slow that one small message takes that long.
+
+def link_of(group: Group, device: torch.device) -> Link:
+    """Returns the speed of `group` for tensors on `device`. Every rank calls it; the first call measures."""
+    links = _measured.setdefault(group, {})
+    if device.type not in links:
+        links[device.type] = measure(group, device)
+    return links[device.type]
+
+
+def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
+    """Times all-reduces of `sizes` bytes. Every rank of `group` calls it and gets the same answer.
+
+    Takes a few tenths of a second at most, except over links so slow that one small message takes that long.
     """
     rows = []
     for nbytes in sizes if group.size > 1 else ():
@@ -66,7 +81,7 @@ def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) ->
 
 
 def _timed(group: Group, tensor: torch.Tensor) -> float:
-    """Seconds of one all-reduce, from when all ranks are there."""
+    """Returns the seconds of one all-reduce, from when all ranks are there."""
     group.barrier()
     started = time.perf_counter()
     group.all_reduce(tensor, purpose="measure")

@@ -1,4 +1,4 @@
-"""Collectives of GPUs: NCCL's own, ordered on the current stream; the host does not wait."""
+"""The transport of GPUs: NCCL's collectives, ordered on the current stream; the host does not wait."""
 
 from __future__ import annotations
 
@@ -10,19 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.reductions import TORCH_OPS
 from shoal.comm.transport import NoSharedMemory
-
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.AVG,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
 
 
 class Nccl(NoSharedMemory):
-    """See `transport.Transport`. `pg` is a `ProcessGroupNCCL`; see `open`."""
+    """A `transport.Transport` over `pg`, a `ProcessGroupNCCL` (see `open`)."""
 
     carrier = "NCCL"
 
@@ -37,11 +30,11 @@ class Nccl(NoSharedMemory):
         return cls(dist.ProcessGroupNCCL(store, rank, size, options))
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
-        self._pg.allreduce([flat], _OPS[op]).wait()
+        self._pg.allreduce([flat], TORCH_OPS[op]).wait()
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
         options = dist.ReduceScatterOptions()
-        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]
         self._pg._reduce_scatter_base(out, flat, options).wait()
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
@@ -54,14 +47,14 @@ class Nccl(NoSharedMemory):
         self._pg.broadcast(flat, src).wait()
 
     def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
-        """An all-to-all in which `src` alone sends, so that one kernel carries all cuts."""
+        """Scatters by an all-to-all in which only `src` sends, so that one kernel carries all cuts."""
         cut = out.numel()
         sends = [cut] * self.size if self.rank == src else [0] * self.size
         receives = [cut if rank == src else 0 for rank in range(self.size)]
         self.all_to_all(out, flat if self.rank == src and flat is not None else out.new_empty(0), receives, sends)
 
     def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
-        """An all-to-all in which `dst` alone receives."""
+        """Gathers by an all-to-all in which only `dst` receives."""
         cut = flat.numel()
         sends = [cut if rank == dst else 0 for rank in range(self.size)]
         receives = [cut] * self.size if self.rank == dst else [0] * self.size
@@ -74,7 +67,7 @@ class Nccl(NoSharedMemory):
         self._pg.recv([flat], src, 0).wait()
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        """One NCCL group of a send and a receive: two kernels one after the other would wait for each other in a circle."""
+        """Sends and receives in one NCCL group: two kernels one after the other would deadlock in a circle."""
         if source == target == self.rank:
             out.copy_(flat)
             return
@@ -84,7 +77,7 @@ class Nccl(NoSharedMemory):
         self._pg._end_coalescing().wait()
 
     def barrier(self) -> None:
-        """Waits on the host too, unlike the others."""
+        """Waits until every rank has come, on the host too, unlike the other operations."""
         device = torch.device("cuda", torch.cuda.current_device())
         self.all_reduce(torch.zeros(1, device=device), "sum")
         torch.cuda.current_stream(device).synchronize()

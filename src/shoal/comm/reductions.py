@@ -1,10 +1,11 @@
-"""The reductions of every transport: what combines two tensors, and what an average does at the end."""
+"""The reductions of every transport: how two tensors are combined, and how an average is finished."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import UserError
@@ -16,7 +17,16 @@ COMBINE: dict[str, Callable[..., Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-"""Elementwise, in the tensors' dtype. "avg" is a sum that `finish` divides by the number of ranks."""
+"""Elementwise operations in the tensors' dtype. "avg" is a sum that `finish` divides by the number of ranks."""
+
+TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+"""The names of reductions in torch.distributed."""
 
 
 def check_reduction(op: str, dtype: torch.dtype) -> None:
@@ -24,9 +34,11 @@ def check_reduction(op: str, dtype: torch.dtype) -> None:
     if op not in COMBINE:
         raise UserError(f"there is no reduction {op!r}; take one of {', '.join(COMBINE)}")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
-        raise UserError(f"the average of {dtype} is not defined: reduce with 'sum', or convert the tensor to a floating dtype")
+        raise UserError(
+            f"the average of {dtype} is not defined: reduce with 'sum', or convert the tensor to a floating dtype"
+        )
 
 
 def finish(total: Tensor, op: str, size: int) -> Tensor:
-    """Turns the combined tensors of all `size` ranks into the result, in place."""
+    """Turns the combination of the tensors of all `size` ranks into the result, in place."""
     return total.div_(size) if op == "avg" else total

@@ -1,61 +1,42 @@
-"""The transport of the CPU ranks of one host: collectives through shared memory, by the C functions of native/shm.c and native/mail.c.
+"""The transport of the CPU ranks of one host: collectives through shared memory, in C (native/shm.c and native/mail.c).
 
-An operation is one call into C, which comes back here every tenth of a second of waiting, to look whether the awaited rank still lives.
-Every element is reduced in rank order, so all ranks get the same bits.
+An operation is one call into C, which calls back here every tenth of a second of waiting, to check whether the awaited
+rank still lives. Every element is reduced in rank order, so all ranks get the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.reductions import check_reduction
 from shoal.comm.shm_allocate import Allocations
+from shoal.comm.shm_reductions import reduction
 from shoal.comm.shm_segment import open_segment
+from shoal.comm.shm_watch import FAILED, LEFT, Look, Watch
 from shoal.comm.turns import Turns
 from shoal.native import library
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-)
-_OPS = ("sum", "min", "max", "product", "avg")
-_REDUCTIONS = {
-    (dtype, op): (i, j) for i, dtype in enumerate(_DTYPES) for j, op in enumerate(_OPS) if dtype.is_floating_point or op != "avg"
-}
-_BOOL = {"sum": "max", "max": "max", "min": "min", "product": "min"}  # as bytes; torch's True + True is True
-_OF_OUT = 1 << 62  # as in native/shm.c
+_OF_OUT = 1 << 62  # as OF_OUT in native/shm.c
 _ALL_TO_ALL, _SCATTER, _GATHER = -1, -2, -3  # tags of messages
-_LEFT, _FAILED = -1, -2  # why a rank stopped; 1 + r: it gave up waiting for rank r
-
-_LOOK_SECONDS, _REST_SECONDS = 0.1, 2e-4  # between looks at the awaited ranks' processes; between looks for a message of any
-
-_Look = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
+_LOOK_SECONDS = 0.1  # between looks at the processes of the awaited ranks
+_REST_SECONDS = 2e-4  # between looks for a message of any rank
 
 
 class Shared:
-    """One rank's end of the shared memory of `size` ranks; see `transport.Transport`. Made by `open`, which all ranks call.
+    """One rank's end of the shared memory of `size` ranks, a `transport.Transport`. All call `open` to make it.
 
-    Collectives come one at a time, in the same order on all ranks, which their caller sees to (`turns.Turns`); messages (`send`, `recv`,
-    `exchange`) may be on their way meanwhile, from any thread. A failure ends the transport: all later operations, of every rank, raise RuntimeError.
+    Collectives come one at a time, in the same order on all ranks: the caller sees to that (`turns.Turns`). Messages
+    (`send`, `recv`, `exchange`) may be under way meanwhile, from any thread. A failure ends the transport: all later
+    operations, of every rank, raise RuntimeError.
     """
 
     carrier = "shared memory"
@@ -71,7 +52,7 @@ class Shared:
 
     @classmethod
     def open(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shared | None:
-        """All ranks' shared memory; None, on every rank, where one of them cannot have it (said as a warning by rank 0).
+        """Opens the shared memory of all ranks; returns None, on every rank, where one cannot have it (rank 0 warns).
 
         `timeout`: how long an operation waits for a rank that lives.
         """
@@ -81,48 +62,46 @@ class Shared:
         segment = open_segment(dist.PrefixStore("segment", store), rank, size, num_bytes, obstacle)
         if segment is None or kernels is None:
             return None
-        watch = _Watch(segment.pids, timeout.total_seconds())
-        look = _Look(watch.look)
+        watch = Watch(segment.pids, timeout.total_seconds())
+        look = Look(watch.look)
         bytes_ = torch.frombuffer(segment.memory, dtype=torch.uint8)
         state = ctypes.create_string_buffer(kernels.shoal_shm_view_bytes())
         kernels.shoal_shm_open(state, bytes_.data_ptr(), rank, size, ctypes.cast(look, ctypes.c_void_p))
-        return cls(_View(state, ctypes.addressof(state), bytes_, look, watch), rank, size, Allocations(store, rank, size))
+        return cls(
+            _View(state, ctypes.addressof(state), bytes_, look, watch), rank, size, Allocations(store, rank, size)
+        )
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor in memory that all ranks see; None, on every rank, where one of them cannot have it (said as a warning).
+        """Returns a zeroed 1-D tensor in shared memory; None, on every rank, if one cannot have it (rank 0 warns).
 
-        All ranks call it, with the same arguments. `all_reduce`, `reduce_scatter` (its `flat`) and `all_gather` (its `out`, or its `flat`) on
-        the same elements of such tensors copy nothing in or out; the result has the same bits.
+        All ranks call it with the same arguments. `all_reduce`, `reduce_scatter` (its `flat`) and `all_gather` (its
+        `out`, or its `flat`) on the same elements of such tensors copy nothing in or out; the result has the same bits.
         """
         return self._allocations.allocate(numel, dtype)
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor that is one and the same memory on all ranks; None, on every rank, where one of them cannot have it."""
+        """Returns a zeroed 1-D tensor in the same memory on all ranks; None, on every rank, if one cannot have it."""
         return self._allocations.common(numel, dtype)
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
-        flat, dtype, code = _reduction(flat, op)
+        flat, dtype, code = reduction(flat, op)
         bases, place = self._allocations.place(flat)
         view = self._usable()
-        self._check(
-            view,
-            "all_reduce",
-            self._c.shoal_shm_all_reduce(view.address, flat.data_ptr(), flat.nbytes, dtype, code, bases, place),
-        )
+        result = self._c.shoal_shm_all_reduce(view.address, flat.data_ptr(), flat.nbytes, dtype, code, bases, place)
+        self._check(view, "all_reduce", result)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        flat, dtype, code = _reduction(flat, op)
+        flat, dtype, code = reduction(flat, op)
         self._fits(out, flat)
         bases, place = self._allocations.place(flat)
         start, cut = flat.data_ptr(), out.data_ptr() - flat.data_ptr()
         if place and 0 <= cut < flat.nbytes and cut != self.rank * out.nbytes:
             bases, place = None, 0  # `out` is a part of `flat` that other ranks still read
         view = self._usable()
-        self._check(
-            view,
-            "reduce_scatter",
-            self._c.shoal_shm_reduce_scatter(view.address, out.data_ptr(), start, out.nbytes, dtype, code, bases, place),
+        result = self._c.shoal_shm_reduce_scatter(
+            view.address, out.data_ptr(), start, out.nbytes, dtype, code, bases, place
         )
+        self._check(view, "reduce_scatter", result)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
         self._fits(flat, out)
@@ -132,11 +111,8 @@ class Shared:
         else:
             bases, place = self._allocations.place(flat)
         view = self._usable()
-        self._check(
-            view,
-            "all_gather",
-            self._c.shoal_shm_all_gather(view.address, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place),
-        )
+        result = self._c.shoal_shm_all_gather(view.address, out.data_ptr(), flat.data_ptr(), flat.nbytes, bases, place)
+        self._check(view, "all_gather", result)
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
         ins, outs = list(_cuts(flat, in_splits)), list(_cuts(out, out_splits))
@@ -178,7 +154,10 @@ class Shared:
             self._mail("recv", _recv(flat, src, tag))
 
     def recv_any(self, flat: Tensor, tag: int = 0) -> int:
-        """Fills `flat` with the next message of this tag, whoever sends it; returns the sender. Later receives wait for it."""
+        """Fills `flat` with the next message of this tag from any rank; returns the sender.
+
+        Later receives wait for it.
+        """
         with ExitStack() as stack:
             for rank in range(self.size):
                 stack.enter_context(self._turns[rank, False])
@@ -187,9 +166,9 @@ class Shared:
             return source
 
     def _first_sender(self, tag: int) -> int:
-        """Looks again and again, since C waits for one rank at a time.
+        """Polls all ranks for a message, since C waits for one rank at a time; returns the first sender.
 
-        Ranks that have closed the group are waited for no more while there are others.
+        Ranks that have closed the group are waited for only if there are no others.
         """
         started = looked = time.monotonic()
         while True:
@@ -202,7 +181,7 @@ class Shared:
                 stopped[rank] = why.value
             if now - looked >= _LOOK_SECONDS:
                 looked = now
-                for rank in [rank for rank in stopped if stopped[rank] != _LEFT] or stopped:
+                for rank in [rank for rank in stopped if stopped[rank] != LEFT] or stopped:
                     go_on = (ctypes.c_int64 * 1)()
                     view.watch.look(rank, int((now - started) * 1e9), stopped[rank], go_on)
                     self._check(view, "recv", 0 if go_on[0] else 1 + rank)
@@ -217,14 +196,14 @@ class Shared:
         self._check(view, "barrier", self._c.shoal_shm_barrier(view.address))
 
     def close(self) -> None:
-        """Lets go of the memory. Ranks that wait for this one raise; so do this one's operations in other threads."""
+        """Releases the memory. Ranks that wait for this one raise; so do this one's operations in other threads."""
         if self._view is not None:
             self._view.watch.ended = "the group has been closed"
-            self._c.shoal_shm_stop(self._view.address, _LEFT)
+            self._c.shoal_shm_stop(self._view.address, LEFT)
             self._view = None
 
     def _others(self) -> list[int]:
-        """The other ranks, each rank starting with the one after itself."""
+        """The other ranks, beginning with the one after this rank."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _fits(self, cut: Tensor, whole: Tensor) -> None:
@@ -237,12 +216,15 @@ class Shared:
         result = self._c.shoal_shm_mail(view.address, table, len(parcels))
         detail = ""
         if result < 0:
-            number = next(
-                i for i, parcel in enumerate(parcels) if not parcel[4] and tuple(table[6 * i + 1 : 6 * i + 4]) != parcel[1:4]
+            rows = [table[6 * i : 6 * i + 6] for i in range(len(parcels))]
+            came, wanted = next(
+                (row, parcel)
+                for row, parcel in zip(rows, parcels, strict=True)
+                if not parcel[4] and tuple(row[1:4]) != parcel[1:4]
             )
-            came, wanted = table[6 * number : 6 * number + 6], parcels[number]
             detail = (
-                f": a message of {came[1]} bytes with tag {came[3]} came, {wanted[1]} bytes with tag {wanted[3]} were expected"
+                f": a message of {came[1]} bytes with tag {came[3]} came, "
+                f"{wanted[1]} bytes with tag {wanted[3]} were expected"
             )
         self._check(view, operation, result, detail)
 
@@ -254,14 +236,15 @@ class Shared:
         return self._view
 
     def _check(self, view: _View, operation: str, result: int, detail: str = "") -> None:
-        """Raises what made an operation fail; `result` is that of the C function."""
+        """Raises the error that made an operation fail; `result` is that of the C function."""
         if result == 0:
             return
         if result > 0:
             error, reason = view.watch.given_up()
         else:
             what = detail or " (operation, dtype, size or root)"
-            error, reason = RuntimeError(f"{operation} does not fit what the group's rank {-1 - result} called{what}"), _FAILED
+            error = RuntimeError(f"{operation} does not fit what the group's rank {-1 - result} called{what}")
+            reason = FAILED
         view.watch.ended = view.watch.ended or str(error)
         self._c.shoal_shm_stop(view.address, reason)
         raise error
@@ -269,67 +252,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class _View:
-    """What a running operation needs: it lives on in the operation's frame when the transport is closed meanwhile."""
+    """State of a running operation: it stays in the operation's frame if the transport is closed meanwhile."""
 
     state: ctypes.Array[ctypes.c_char]
     address: int
     memory: Tensor
     look: object
-    watch: _Watch
-
-
-class _Watch:
-    """Looks, between waits, whether the awaited rank still lives. `ended`: why no operation is possible any more, or ''."""
-
-    def __init__(self, pids: list[int], timeout: float) -> None:
-        self._pids, self._timeout = pids, timeout
-        self._threads = threading.local()
-        self.ended = ""
-
-    def look(self, late: int, waited_ns: int, stopped: int, go_on: ctypes.Array[ctypes.c_int64]) -> None:
-        """Called from C, through which no exception can pass: `given_up` has it."""
-        message = self._reason(late, waited_ns / 1e9, stopped)
-        if message:
-            self._threads.given_up = RuntimeError(message), stopped if stopped > 0 else 1 + late
-        else:
-            go_on[0] = 1
-
-    def given_up(self) -> tuple[BaseException, int]:
-        """Why this thread's last wait was given up, and what to tell those who wait for this rank: the first rank that is missing.
-
-        If `look` did not come to an end, the handler of a signal raised; ctypes has printed what.
-        """
-        return self._threads.__dict__.pop("given_up", (KeyboardInterrupt(), _FAILED))
-
-    def _reason(self, late: int, waited: float, stopped: int) -> str:
-        if self.ended:
-            return self.ended
-        if _has_ended(self._pids[late]):
-            return f"the process of the group's rank {late} has ended"
-        if stopped == _LEFT:
-            return f"the group's rank {late} has closed the group"
-        if stopped:
-            return f"the group's rank {late} has failed" + (f": it waited in vain for rank {stopped - 1}" if stopped > 0 else "")
-        if waited > self._timeout:
-            return f"waited for the group's rank {late} until the timeout of {self._timeout:g} s was over"
-        return ""
-
-
-def _reduction(flat: Tensor, op: str) -> tuple[Tensor, int, int]:
-    """`flat` as numbers that C can reduce, and the places of its dtype and of `op` in C's tables."""
-    assert flat.is_contiguous()
-    if (codes := _REDUCTIONS.get((flat.dtype, op))) is not None:
-        return flat, *codes
-    check_reduction(op, flat.dtype)
-    if flat.dtype == torch.bool:
-        return _reduction(flat.view(torch.uint8), _BOOL[op])
-    if flat.is_complex() and op in ("sum", "avg"):
-        return _reduction(torch.view_as_real(flat).view(-1), op)
-    raise TypeError(f"{op} of {flat.dtype} is not possible in shared memory; dtypes: {', '.join(map(str, _DTYPES))}")
+    watch: Watch
 
 
 def _cuts(flat: Tensor, splits: Sequence[int]) -> list[Tensor]:
-    """Cheaper than `split` for a handful of ranks, and it takes any sequence."""
+    """Splits `flat`: cheaper than `Tensor.split` for a handful of ranks, and it takes any sequence."""
     return [flat[stop - count : stop] for count, stop in zip(splits, accumulate(splits), strict=True)]
 
 
@@ -341,11 +274,3 @@ def _send(flat: Tensor, rank: int, tag: int) -> tuple[int, ...]:
 def _recv(flat: Tensor, rank: int, tag: int) -> tuple[int, ...]:
     assert flat.is_contiguous()
     return flat.data_ptr(), flat.nbytes, rank, tag, 0, 0
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether the process is gone or a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True

@@ -1,4 +1,4 @@
-"""Tensors that lie in shared memory on all ranks, so that collectives read and write them where they are."""
+"""Tensors in memory that all ranks of a host share, so that collectives read and write them where they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.comm.shm_segment import open_segment
 
 Place = tuple[ctypes.Array[ctypes.c_void_p] | None, int]
-"""Each rank's start of an allocation, and a number of allocation and offset, the same for all ranks' tensors that lie at the same place."""
+"""Each rank's start of an allocation, and a number for allocation and offset that equal places share."""
 
 NOWHERE: Place = (None, 0)
 _PAGE = 4096
@@ -33,7 +33,10 @@ class _Allocation:
 
 
 class Allocations:
-    """What the `size` ranks of a group have allocated together; this one is `rank`. A rank's part goes with its last tensor there."""
+    """The shared allocations of a group of `size` ranks, seen by `rank`.
+
+    An allocation is freed with its last tensor.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -42,8 +45,10 @@ class Allocations:
         self._starts: list[int] = []
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor that is the same memory on every rank; None on every rank where one of them cannot have it. All ranks call it.
-        Collectives take it as any other tensor."""
+        """Returns a zeroed 1-D tensor in the same memory on every rank; None on every rank if one cannot have it.
+
+        All ranks call it. Collectives take the tensor as any other one.
+        """
         self._count += 1
         store = dist.PrefixStore(f"allocation{self._count}", self._store)
         segment = open_segment(store, self._rank, self._size, max(_PAGE, numel * dtype.itemsize))
@@ -52,7 +57,7 @@ class Allocations:
         return torch.frombuffer(segment.memory, dtype=dtype, count=numel)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor on every rank; None on every rank where one of them cannot have it. All ranks call it."""
+        """Returns a zeroed 1-D tensor for each rank; None on every rank where one cannot have it. All ranks call it."""
         self._count += 1
         num_bytes = numel * dtype.itemsize
         stride = math.ceil(num_bytes / _PAGE) * _PAGE
@@ -70,7 +75,7 @@ class Allocations:
         return mine
 
     def place(self, flat: Tensor) -> Place:
-        """Where `flat` lies; NOWHERE if it is not in memory that was allocated here."""
+        """Returns where `flat` lies; NOWHERE if it is not in memory that was allocated here."""
         if not self._live:
             return NOWHERE
         start = flat.data_ptr()

@@ -1,7 +1,8 @@
-"""Nameless memory that the processes of one host share, made by agreement: all of them have it or none.
+"""Anonymous memory that the processes of one host share: all of them have it or none.
 
-It is an anonymous file (memfd_create) with mode 0600, which the other ranks open through /proc/<pid>/fd. It never has a name, so whatever
-kills the ranks, nothing stays behind; and it is not bounded by the size of /dev/shm, which containers keep small.
+It is a nameless file (memfd_create) with mode 0600, which the other ranks open through /proc/<pid>/fd. Having no name,
+it leaves nothing behind, whatever kills the ranks; and the size of /dev/shm, which containers keep small, does not
+limit it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Segment:
-    """`memory` (zeros at first; it goes with its last user) that processes share; `pids`: those processes, in rank order."""
+    """Shared memory.
+
+    - `memory`: zeros at first; freed with its last user
+    - `pids`: the processes that share it, in rank order
+    """
 
     memory: mmap.mmap
     pids: list[int]
@@ -35,9 +40,14 @@ class _Offer:
 
 
 def open_segment(store: dist.Store, rank: int, size: int, num_bytes: int, obstacle: str = "") -> Segment | None:
-    """The segment that rank 0 makes and the others map; None, on every rank, where one of them cannot (said as a warning by rank 0).
+    """Maps memory that rank 0 makes; returns None, on every rank, where one of them cannot map it (rank 0 warns).
 
-    All ranks call it, with a store of its own. `obstacle`: why this rank cannot use a segment, known beforehand.
+    All ranks call it.
+
+    - `store`: a store for this segment alone
+    - `rank`, `size`: this rank, and the number of ranks
+    - `num_bytes`: bytes of the segment
+    - `obstacle`: why this rank cannot use a segment, if that is known beforehand
     """
     mine = _offer(num_bytes, obstacle) if rank == 0 else None
     try:
@@ -68,7 +78,7 @@ def _offer(num_bytes: int, obstacle: str) -> _Offer:
     try:
         descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
         os.fchmod(descriptor, 0o600)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # now, as an error, rather than later, as SIGBUS
+        os.posix_fallocate(descriptor, 0, num_bytes)  # an error now rather than SIGBUS later
         return _Offer("", _host(), os.getpid(), descriptor)
     except OSError as error:
         if descriptor >= 0:
@@ -84,5 +94,5 @@ def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:
 
 
 def _host() -> str:
-    """What processes have in common that see the same /proc: the boot of the machine and the namespace of processes."""
+    """Identifies the processes that see the same /proc: the boot of the machine and the namespace of processes."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

@@ -1,8 +1,8 @@
-"""A store whose values are signed: what somebody wrote there who does not know the ranks' secret is never read.
+"""A store whose values are signed, so that values from somebody who does not know the ranks' secret are never used.
 
-Everyone who reaches a store may write to it, and torch's has no notion of users. So a value stands there behind an HMAC over the run's key,
-the store's key (with its prefixes, and so the generation) and the value. Counters (`add`) and deletions are not signed: a stranger may
-stop a run by them, but not tell it anything.
+Everyone who reaches a store can write to it, and torch's has no notion of users. Each value is therefore preceded by an
+HMAC over the run's key, the store's key (with its prefixes, and so the generation) and the value. Counters (`add`) and
+deletions are not signed: a stranger can stop a run by them, but not feed it values.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _MAC_BYTES = 32
 
 
 def derived(key: bytes, *parts: str | bytes) -> bytes:
-    """HMAC-SHA256 by `key` of `parts`, with their lengths; the key of what they name, or the proof of knowing `key`."""
+    """Returns the HMAC-SHA256 by `key` of `parts` and their lengths: a derived key, or a proof of knowing `key`."""
     said = [part.encode() if isinstance(part, str) else part for part in parts]
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in said), hashlib.sha256)
 
 
 class SignedStore(dist.Store):
-    """`bare` with values signed by `key`. LaunchError for a value that was not signed so.
+    """The store `bare` with values signed by `key`. Raises LaunchError for a value with a wrong signature.
 
-    torch's C++ keeps no reference to it: whoever gives it to a PrefixStore holds it as long.
+    torch's C++ keeps no reference to it: whoever passes it to a PrefixStore must hold it as long.
     """
 
     def __init__(self, bare: dist.Store, key: bytes) -> None:
         super().__init__()
         self.bare, self.key = bare, key
 
-    def set(self, key: str, value: str | bytes) -> None:  # which C++ hands over
+    def set(self, key: str, value: str | bytes) -> None:  # C++ passes bytes
         data = value.encode() if isinstance(value, str) else value
         self.bare.set(key, derived(self.key, key, data) + data)  # type: ignore[arg-type]
 
@@ -46,8 +46,9 @@ class SignedStore(dist.Store):
         proof, data = found[:_MAC_BYTES], found[_MAC_BYTES:]
         if not hmac.compare_digest(proof, derived(self.key, key, data)):
             raise LaunchError(
-                f"the value of {key!r} in the ranks' store was not written by a rank of this run: it is not signed with its secret. Another "
-                f"user's process may have written it, or the ranks have different secrets; {REMEDY}"
+                f"the value of {key!r} in the ranks' store was not written by a rank of this run: it is not signed "
+                "with its secret. Another user's process may have written it, or the ranks have different secrets; "
+                f"{REMEDY}"
             )
         return data
 
@@ -64,7 +65,7 @@ class SignedStore(dist.Store):
             self.bare.wait(keys, timeout)
 
     def deleteKey(self, key: str) -> bool:
-        """By the name that C++ looks for."""
+        """Deletes a key, under the name that C++ calls."""
         return self.bare.delete_key(key)
 
     def clone(self) -> SignedStore:
@@ -72,14 +73,14 @@ class SignedStore(dist.Store):
 
 
 def root_of(store: dist.Store) -> dist.Store:
-    """What is below all its prefixes."""
+    """Returns the store below all prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def signed(store: dist.Store) -> dist.Store:
-    """`store`, signed by this user's secret unless it is signed already or belongs to one process.
+    """Returns `store` signed by this user's secret, or as it is if it is signed already or belongs to one process.
 
     Unlike `meet`, it does not tell this run from an earlier one on the same store.
     """
@@ -88,16 +89,17 @@ def signed(store: dist.Store) -> dist.Store:
 
 
 def key_of(store: dist.Store) -> bytes:
-    """The key by which the values of `store` are signed, or would be."""
+    """Returns the key that signs the values of `store`, or would sign them."""
     root = root_of(store)
     return root.key if isinstance(root, SignedStore) else derived(find_secret(), "store")
 
 
 def meet(bare: dist.Store, rank: int, size: int, secret: bytes, timeout: timedelta) -> SignedStore:
-    """The ranks' store, signed by a key of this run alone, so that nothing of an earlier one passes; all ranks call it, once a store.
+    """Returns the ranks' store, signed by a key of this run alone, so that values of earlier runs are refused.
 
-    Each rank says something that it never said before, rank 0 signs all of it, and each finds its own in what the key is derived from.
-    Raises LaunchError, on all ranks, where one of them does not know the secret.
+    All ranks call it, once for each store. Each rank writes a fresh random number, rank 0 signs the list of them, each
+    rank checks that its own is in it, and the key is derived from the list. Raises LaunchError, on all ranks, where one
+    of them does not know the secret.
     """
     first = SignedStore(bare, derived(secret, "meeting"))
     mine = secrets.token_hex(16)
@@ -114,5 +116,8 @@ def meet(bare: dist.Store, rank: int, size: int, secret: bytes, timeout: timedel
     if why:
         raise LaunchError(why)
     if len(said) != size or said[rank] != mine:
-        raise LaunchError(f"rank {rank}: the ranks' store repeats what an earlier run has said there; start anew, with another port or file")
+        raise LaunchError(
+            f"rank {rank}: the ranks' store repeats what an earlier run has said there; "
+            "start anew, with another port or file"
+        )
     return SignedStore(bare, derived(secret, "run", *said))

@@ -1,4 +1,4 @@
-"""A transport that carries nothing: for runs in which only what would be sent is of interest, and for time without communication."""
+"""A transport that carries nothing: for dry runs that count traffic, and for timing without communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.comm.world import World
 
 
 class Silent(NoSharedMemory):
-    """`rank` of `size` ranks of which the others are not there: each operation returns at once and leaves tensors as they are."""
+    """The `transport.Transport` of `rank` among `size` ranks that do not exist: operations do nothing."""
 
     carrier = "nothing"
 
@@ -58,7 +58,10 @@ class Silent(NoSharedMemory):
 
 
 class SilentWorld(World):
-    """`rank` of `size` ranks of which the others are not there. What would be sent is booked; lanes run at once, since fake tensors are of one thread."""
+    """The world of `rank` among `size` ranks that do not exist. Books what would be sent.
+
+    Its lanes run work at once, in the caller's thread, since fake tensors belong to one thread.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(device="cpu")

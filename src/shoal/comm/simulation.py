@@ -1,8 +1,9 @@
-"""Whole worlds whose ranks are threads of one process: an engine trains in each of them as real ranks would, with the same bits.
+"""Whole worlds whose ranks are threads of one process: an engine trains in each of them with the bits of real ranks.
 
     losses = simulate_world(4, train)           # def train(world): engine = Engine(..., world=world) ...
 
-The threads draw from one generator of torch: dropout="fused" gives other draws in every run, keyed dropout (the default) the same ones.
+The threads share torch's random generator: dropout="fused" draws differently in every run, keyed dropout (the default)
+does not.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from shoal.comm.collectives import Group
 from shoal.comm.emulate import Room, Simulated, in_threads
 from shoal.comm.transport import Transport
-from shoal.comm.world import World
+from shoal.comm.world import Seat, World
 
 Result = TypeVar("Result")
 Wrap = Callable[[Transport], Transport]
@@ -33,15 +34,18 @@ def simulate_world(
 ) -> list[Result]:
     """Calls `fn(world, *args)` in `size` threads; returns their results in rank order.
 
-    `timeout`: seconds that a rank waits for another one. `wrap` may put something around each group's transport, such as `Throttled`. The
-    exception of the first rank that failed is raised here. `device`: of all ranks, the CPU or one GPU that they share.
+    - `timeout`: seconds that a rank waits for another one
+    - `wrap`: puts something around each group's transport, such as `Throttled`
+    - `device`: device of all ranks, the CPU or one GPU that they share
+
+    Raises the exception of the first rank that failed.
     """
     rooms = _Rooms(timeout)
     return in_threads(size, lambda rank: fn(_SimulatedWorld(rooms, rank, size, wrap, device), *args), rooms.leave)
 
 
 class _Rooms:
-    """The room of each group, made by the first of its ranks that asks."""
+    """The room of each group, made by the first of its ranks that asks for it."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._lock = timeout, threading.Lock()
@@ -67,7 +71,7 @@ class _Rooms:
 
 class _SimulatedWorld(World):
     def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device | str) -> None:
-        super().__init__(rank, size, local_rank=rank, local_size=size, store=dist.HashStore(), device=device)
+        super().__init__(rank, size, seat=Seat(rank, size), store=dist.HashStore(), device=device)
         self._rooms, self._wrap = rooms, wrap
 
     def group(self, name: str, ranks: list[int]) -> Group:

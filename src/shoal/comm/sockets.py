@@ -1,6 +1,7 @@
-"""Collectives over TCP: every rank talks with all others at once, each cut goes straight to whom it belongs to.
+"""Collectives over TCP: every rank talks with all others at once; each cut goes straight to the rank that owns it.
 
-The bytes of a rank are those of a ring, in two hops instead of 2 (size - 1); sums are added in rank order, as shared memory does it.
+A rank sends as many bytes as in a ring, in two hops instead of 2 (size - 1); sums are added in rank order, as in shared
+memory.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from shoal.comm.tcp import CHANNELS, Mesh, address_towards
 from shoal.comm.transport import NoSharedMemory
 
 PIECE_BYTES = 1 << 20
-"""Of a cut, what is reduced at once: the sum of one piece hides behind the transfer of the next, which the kernel buffers."""
+"""Bytes of a cut reduced at once: the sum of a piece hides behind the next transfer, which the kernel buffers."""
 
 SHORT_BYTES = 1 << 16
-"""Up to here two ranks each reduce the whole of a tensor: another hop would cost more than the sum of the other half."""
+"""Up to this size two ranks both reduce the whole tensor: a second hop would cost more than half the sum."""
 
 
 class Sockets(NoSharedMemory):
-    """See `transport.Transport`. Reduces in rank order: ((r0 + r1) + r2) + ..., the same bits on every rank."""
+    """A `transport.Transport` over TCP. Reduces in rank order, ((r0 + r1) + r2) + ..., the same bits on every rank."""
 
     carrier = "sockets"
 
     def __init__(self, store: dist.Store, rank: int, size: int, loopback: bool, timeout: timedelta) -> None:
-        """`loopback`: all ranks are on this host, and no network is needed."""
+        """Connects the ranks. `loopback`: all of them are on this host, and no network is needed."""
         self.rank, self.size = rank, size
         self._mesh = Mesh(store, rank, size, "127.0.0.1" if loopback else address_towards(store), timeout)
         self._others = [peer for peer in range(size) if peer != rank]
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
-        """Piece by piece of a cut: to whom it belongs, and reduced from there to all."""
+        """Sends each piece of a cut to its owner, which reduces it and sends the result to all."""
         if self.size == 2 and flat.nbytes <= SHORT_BYTES:
             self._both_reduce(flat, op)
             return
@@ -47,7 +48,7 @@ class Sockets(NoSharedMemory):
             self._swap(dict.fromkeys(self._others, parts[self.rank]), {peer: parts[peer] for peer in self._others})
 
     def _both_reduce(self, flat: Tensor, op: str) -> None:
-        """Two ranks send each other all they have: as many bytes as by cuts and twice the sums, but one hop."""
+        """Exchanges the whole tensors of two ranks: as many bytes as by cuts and twice the sums, but one hop."""
         flat.copy_(finish(self._reduce(flat, {1 - self.rank: flat}, op), op, self.size))
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
@@ -57,7 +58,7 @@ class Sockets(NoSharedMemory):
             out[piece].copy_(finish(total, op, self.size))
 
     def _reduce(self, own: Tensor, out: Mapping[int, Tensor], op: str) -> Tensor:
-        """Sends `out`; the reduction, in rank order, of `own` and what comes."""
+        """Sends `out[peer]` to each peer; returns the reduction, in rank order, of `own` and what the peers sent."""
         arriving = {peer: torch.empty_like(own) for peer in self._others}
         self._swap(out, arriving)
         parts = [own if rank == self.rank else arriving[rank] for rank in range(self.size)]
@@ -78,11 +79,11 @@ class Sockets(NoSharedMemory):
         self._swap({peer: rows[peer] for peer in self._others}, {peer: parts[peer] for peer in self._others})
 
     def broadcast(self, flat: Tensor, src: int) -> None:
-        """From `src` on each rank passes the tensor to its right, piece by piece, so that every link carries it once."""
-        place, left, right = (self.rank - src) % self.size, (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        """Passes the tensor round the ring from `src`, piece by piece, so that every link carries it once."""
+        distance, left, right = (self.rank - src) % self.size, (self.rank - 1) % self.size, (self.rank + 1) % self.size
         pieces = [flat[piece] for piece in _pieces(flat)]
-        coming = [{left: piece} if place > 0 else {} for piece in pieces]
-        going = [{right: piece} if place < self.size - 1 else {} for piece in pieces]
+        coming = [{left: piece} if distance > 0 else {} for piece in pieces]
+        going = [{right: piece} if distance < self.size - 1 else {} for piece in pieces]
         for receive, send in zip([*coming, {}], [{}, *going], strict=True):
             self._swap(send, receive)
 
@@ -117,7 +118,7 @@ class Sockets(NoSharedMemory):
         self._mesh.swap({target: flat}, {source: out}, CHANNELS[1])
 
     def barrier(self) -> None:
-        """In round k from the rank 2^k before this one, to the one 2^k after it."""
+        """Waits for every rank: round k takes a byte from the rank 2^k before and gives one to the rank 2^k after."""
         here, there = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         distance = 1
         while distance < self.size:
@@ -132,7 +133,7 @@ class Sockets(NoSharedMemory):
 
 
 def _cuts(flat: Tensor, size: int) -> list[Tensor]:
-    """Each rank's cut of `flat`: even ones, but that the last may be shorter or empty."""
+    """Returns each rank's cut of `flat`: even, except that the last ones may be shorter or empty."""
     each = -(-flat.numel() // size)
     return [flat[rank * each : (rank + 1) * each] for rank in range(size)]
 

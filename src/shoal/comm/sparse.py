@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: every rank gets the others' entries, and adds them in rank order."""
+"""Sums of sparse tensors: every rank gets the others' entries and adds them in rank order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def sum_sparse(transport: Any, tensor: Tensor, op: str) -> None:
-    """Replaces the sparse COO tensor by the sum over the ranks, coalesced. Shapes are alike, entries need not be."""
+    """Replaces the sparse COO `tensor` by the sum over the ranks, coalesced.
+
+    Ranks have equal shapes and any entries.
+    """
     if op != "sum" or tensor.device.type != "cpu":
         raise NotImplementedError(f"sparse tensors can be summed on the CPU, not reduced by {op} on {tensor.device}")
     mine = tensor.detach().coalesce()
@@ -21,12 +24,12 @@ def sum_sparse(transport: Any, tensor: Tensor, op: str) -> None:
     here = [slice(0, int(count)) for count in counts]
     entries = torch.cat([rows[part] for rows, part in zip(indices, here, strict=True)]).t()
     total = torch.cat([rows[part] for rows, part in zip(values, here, strict=True)])
-    with torch.no_grad():  # not into `tensor.detach()`, whose entries would be its own
+    with torch.no_grad():  # `tensor.detach()` would get entries of its own
         tensor.copy_(torch.sparse_coo_tensor(entries, total, tensor.shape, check_invariants=False).coalesce())
 
 
 def _gathered(transport: Any, rows: Tensor, most: int) -> Tensor:
-    """[size, most, ...]: each rank's rows, those that it lacks being zero."""
+    """Returns each rank's `rows`, [size, most, ...], padded with zeros."""
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: rows.size(0)] = rows
     out = rows.new_empty((transport.size, *padded.shape))

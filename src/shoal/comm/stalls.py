@@ -1,8 +1,8 @@
-"""Says when a call of a group waits unusually long, for whom, and when it goes on.
+"""Reports when a call of a group waits unusually long, for which ranks, and when it goes on.
 
-It never ends the wait: the other rank may have a reason. A thread of each rank looks at its calls twice a second. For a
-collective that has lasted a second the rank signs at the group's store; after STALL_SECONDS those who have not signed are
-missing, and the first rank that is there speaks for all.
+It never ends the wait: the other rank may have a reason. A thread of each rank checks its calls twice a second. For a
+collective that has lasted a second the rank signs at the group's store; after STALL_SECONDS those who have not signed
+are missing, and the first rank that is there speaks for all.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.distributed as dist
 STALL_SECONDS = 5.0
 SIGN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
-_STORE_SECONDS = 2.0  # that the store may take; its server may be what has stopped
+_STORE_SECONDS = 2.0  # the most that the store may take; its server may be what has stopped
 
 Say = Callable[[str], None]
 
 
 def to_stderr(line: str) -> None:
-    """The line in one write, so that those of several ranks do not mix."""
+    """Writes the line at once, so that lines of several ranks do not mix."""
     with suppress(OSError, ValueError):  # closed: nobody listens
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -34,7 +34,12 @@ def to_stderr(line: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """A call under way: `what` it is, the `number` of a collective (None: a message to or from the rank `peer`)."""
+    """A call under way.
+
+    - `what`: operation and purpose
+    - `number`: number of a collective; None for a message
+    - `peer`: the other rank of a message
+    """
 
     what: str
     number: int | None
@@ -46,7 +51,7 @@ class Call:
 
 
 class Calls:
-    """The calls of one group that are under way, by thread. Those threads call `begin` and `end`, that of `Stalls` the rest."""
+    """The calls under way in one group, by thread. Their threads call `begin` and `end`, `Stalls` the rest."""
 
     def __init__(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> None:
         self.group, self.rank, self.ranks, self.store = group, rank, ranks, store
@@ -55,7 +60,10 @@ class Calls:
         self.longest: dict[str, float] = {}  # waits for messages: a pipeline may be slow, and that is said once
 
     def begin(self, what: str, number: int, peer: int | None) -> Call:
-        """`number`: of the last collective; `peer`: of a message, else None."""
+        """Notes the start of a call.
+
+        `number`: of the last collective; `peer`: the other rank of a message, else None.
+        """
         call = self.open[threading.get_ident()] = Call(what, number if peer is None else None, peer)
         return call
 
@@ -63,11 +71,12 @@ class Calls:
         del self.open[threading.get_ident()]
 
     def forgive(self, seconds: float) -> None:
-        """This process itself stood still so long: it has not waited for others meanwhile."""
+        """Discounts `seconds` in which this process itself stood still: it has not waited for others meanwhile."""
         for call in list(self.open.values()):
             call.started += seconds
 
     def look(self, say: Say) -> None:
+        """Reports calls that wait too long, and those reported before that go on."""
         now = time.monotonic()
         waiting = list(self.open.values())
         for call in [call for call in self.said if call not in waiting]:
@@ -96,7 +105,7 @@ class Calls:
         return f"{call.what}, " + (where if call.number is None else f"collective {call.number} of {where}")
 
     def _missing(self, call: Call) -> list[int] | None:
-        """The ranks in the group that have not come, or None if that cannot be found out."""
+        """Returns the ranks in the group that have not come, or None if that cannot be found out."""
         if call.number is None:
             return [] if call.peer is None else [call.peer]
         answers: list[list[int]] = []
@@ -109,7 +118,7 @@ class Calls:
         return answers[0] if answers else None
 
     def _ask(self, question: Callable[[dist.Store], object]) -> None:
-        """In a thread of its own: a store whose host has stopped does not answer for minutes."""
+        """Asks the store in a thread of its own: a store whose host has stopped does not answer for minutes."""
         if self.store is None:
             return
 
@@ -127,7 +136,7 @@ def _sign(key: str, store: dist.Store) -> None:
 
 
 class Stalls:
-    """Looks at the calls of all groups of a rank. `say` gets each line."""
+    """Watches the calls of all groups of a rank. `say` gets each line."""
 
     def __init__(self, say: Say = to_stderr) -> None:
         self._say = say
@@ -136,7 +145,7 @@ class Stalls:
         self._thread: threading.Thread | None = None
 
     def watch(self, group: str, rank: int, ranks: list[int], store: dist.Store | None) -> Calls:
-        """The calls of a group, which are looked at from now on."""
+        """Returns the record of a group's calls, which is watched from now on."""
         calls = Calls(group, rank, ranks, store)
         self._calls.append(calls)
         if self._thread is None:

@@ -1,7 +1,8 @@
-"""TCP connections between the ranks of a group, and the one thing that is done with them: bytes to some and from some, at once.
+"""TCP connections between the ranks of a group, and one operation on them: send and receive at once.
 
-The calling thread does it all by `poll`. A library with a thread of its own (gloo) hands every message over twice, and where a rank has one core
-its thread spins on a lock that the preempted caller holds until the next tick of the scheduler: 4 ms for a message of a kilobyte, one core a rank.
+The calling thread does all of it by `poll`. A library with a thread of its own (gloo) hands every message over twice,
+and where a rank has one core its thread spins on a lock that the preempted caller holds until the next tick of the
+scheduler: 4 ms for a message of a kilobyte, one core a rank.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from shoal.errors import LaunchError
 from shoal.native import library
 
 AT_ONCE = 32
-"""Ranks to which, and ranks from which, one call of the kernel moves bytes: it takes 64 connections."""
+"""The most ranks to which, and from which, one kernel call moves bytes: it takes 64 connections."""
 
 SLICE_MS = 500
-"""Milliseconds without a byte between looks at signals and at the clock."""
+"""Milliseconds without a byte after which signals and the clock are checked."""
 
 CHANNELS = ("collective", "message")
-"""Messages may be on their way, in other threads, while a collective is: they have connections of their own."""
+"""Kinds of connections: messages, which other threads may send while a collective is under way, have their own."""
 
 MEETING_SECONDS = 600.0
-"""How long ranks wait for each other's connections, if operations may not give up sooner."""
+"""How long ranks wait for each other's connections, unless operations give up sooner."""
 
 _HELLO_SECONDS = 5.0
 _ACCEPT_SECONDS = 0.002  # between looks whether all have been admitted
@@ -45,7 +46,7 @@ _DONE, _MOVED, _IDLE, _FAILED = range(4)
 
 
 class Link(ctypes.Structure):
-    """What is left to do on one connection; the fields of `shoal_tcp_link` in native/tcp.c."""
+    """The work left on one connection; has the fields of `shoal_tcp_link` in native/tcp.c."""
 
     _fields_ = [
         ("out", ctypes.c_void_p),
@@ -60,8 +61,9 @@ class Link(ctypes.Structure):
 class Mesh:
     """The connections of `rank` with the other `size` - 1 ranks that share `store`; all of them make it at once.
 
-    `address`: of this host, as the others reach it. Only who knows the ranks' secret is let in (see `hello`). After a failure, or `close`,
-    all connections are shut, so that the others, who would wait, fail at once. LaunchError where they do not meet.
+    `address`: this host's, as the others reach it. Only ranks that know the secret are let in (see `hello`). After a
+    failure, or `close`, all connections are shut, so that the others fail at once instead of waiting. Raises
+    LaunchError where the ranks do not meet.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> None:
@@ -99,20 +101,20 @@ class Mesh:
             hello.call(connection, key, self.rank, peer, channel, self._meeting_seconds)
         except hello.Stranger as error:
             raise LaunchError(
-                f"rank {self.rank} of the group found a stranger at {host}, port {port}, where rank {peer} should be: it does not know the "
-                "ranks' secret"
+                f"rank {self.rank} of the group found a stranger at {host}, port {port}, where rank {peer} should be: "
+                "it does not know the ranks' secret"
             ) from error
         except OSError as error:
             raise LaunchError(
-                f"rank {self.rank} of the group cannot reach rank {peer} at {host}, port {port}: {error}. Ranks must reach each other on all ports "
-                "of the network through which they reach the store"
+                f"rank {self.rank} of the group cannot reach rank {peer} at {host}, port {port}: {error}. Ranks must "
+                "reach each other on all ports of the network through which they reach the store"
             ) from error
         return connection
 
     def _welcome(self, server: socket.socket, key: bytes) -> None:
         """Waits for the connections of the ranks after this one.
 
-        Each is heard in a thread of its own: a stranger who says nothing keeps nobody waiting.
+        Each is heard in a thread of its own, so that a stranger who says nothing keeps nobody waiting.
         """
         deadline = time.monotonic() + self._meeting_seconds
         server.settimeout(_ACCEPT_SECONDS)
@@ -126,10 +128,12 @@ class Mesh:
                     for peer in range(self.size)
                     if peer > self.rank and not {(peer, each) for each in CHANNELS} <= self._peers.keys()
                 ]
-                raise LaunchError(f"rank {', '.join(map(str, missing))} did not connect within {self._meeting_seconds:.0f} s")
+                raise LaunchError(
+                    f"rank {', '.join(map(str, missing))} did not connect within {self._meeting_seconds:.0f} s"
+                )
 
     def _admit(self, connection: socket.socket, key: bytes) -> None:
-        """Hears who a connection is from; strangers are hung up on."""
+        """Authenticates the other end of a connection; hangs up on strangers."""
         try:
             peer, channel = hello.answer(connection, key, self.rank, _HELLO_SECONDS)
         except (hello.Stranger, OSError):  # it does not know the secret, or has said too little, or nothing in time
@@ -143,18 +147,21 @@ class Mesh:
     def swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str = CHANNELS[0]) -> None:
         """Sends `out[peer]` to each peer and fills `into[peer]` from it, all at the same time. Contiguous CPU tensors.
 
-        Returns when `into` is full and `out` may be written again. RuntimeError that names the peer which has gone or is late.
+        Returns when `into` is full and `out` may be written again. Raises RuntimeError that names the peer which is
+        gone or late.
         """
         with contextlib.ExitStack() as stack:
             if channel != CHANNELS[0]:  # collectives come one at a time, messages from any thread
                 for held in [*((peer, "out") for peer in out), *((peer, "into") for peer in into)]:
                     stack.enter_context(self._turns[held])
-            # To those after this rank and from those before it, nearest first: what one sends at a time, the other takes then.
+            # To the ranks after this one and from those before it, nearest first, so that sends and receives match.
             targets = sorted(out, key=lambda peer: (peer - self.rank) % self.size)
             sources = sorted(into, key=lambda peer: (self.rank - peer) % self.size)
             for start in range(0, max(len(targets), len(sources)), AT_ONCE):
                 some = slice(start, start + AT_ONCE)
-                self._swap({peer: out[peer] for peer in targets[some]}, {peer: into[peer] for peer in sources[some]}, channel)
+                self._swap(
+                    {peer: out[peer] for peer in targets[some]}, {peer: into[peer] for peer in sources[some]}, channel
+                )
 
     def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor], channel: str) -> None:
         peers, open_ = list({**out, **into}), self._peers
@@ -170,7 +177,7 @@ class Mesh:
                 link.into, link.into_left = into[peer].data_ptr(), into[peer].nbytes
         try:
             self._move(links, peers)
-        except BaseException as error:  # also an interrupt: what was under way would be taken for what comes next
+        except BaseException as error:  # also an interrupt: bytes under way would be taken for the next operation's
             self.close(self._ended or str(error) or "an operation was interrupted")
             raise
 
@@ -185,18 +192,18 @@ class Mesh:
                 raise RuntimeError(self._ended or _why(links, peers, self._timeout))
 
     def close(self, why: str = "the group has been closed") -> None:
-        """Shuts all connections; operations raise RuntimeError with `why` from now on."""
+        """Shuts all connections; from now on operations raise RuntimeError with `why`."""
         self._ended = self._ended or why
         connections, self._peers = self._peers, {}
-        for connection in connections.values():  # an operation in another thread still holds its own, and learns of it
+        for connection in connections.values():  # an operation in another thread holds its own, and fails
             with contextlib.suppress(OSError):  # the other side may have gone first
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Has the kernel ask whether the other host is still there, and know within a minute and a half.
+    """Has the kernel check whether the other host is still there, which it knows within a minute and a half.
 
-    Not by TCP_USER_TIMEOUT, which also ends connections whose other side lives but does not read.
+    TCP_USER_TIMEOUT would also end connections whose other side lives but does not read.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
@@ -205,7 +212,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def swap_here(links: ctypes.Array[Link]) -> int:
-    """What `shoal_tcp_swap` does, where there is no compiler."""
+    """Does what `shoal_tcp_swap` does, where there is no compiler."""
     poll, moved = select.poll(), False
     waiting = {link.socket: link for link in links if _events(link)}
     for number, link in waiting.items():
@@ -230,12 +237,12 @@ def swap_here(links: ctypes.Array[Link]) -> int:
 
 
 def _events(link: Link) -> int:
-    """What is waited for on it; 0 when nothing is left to do."""
+    """Returns the poll events to wait for; 0 when nothing is left to do."""
     return (select.POLLOUT if link.out_left else 0) | (select.POLLIN if link.into_left else 0)
 
 
 def _push_and_pull(link: Link) -> bool:
-    """Moves what goes now; whether anything did. OSError where the connection is gone."""
+    """Moves what can move now; returns whether anything did. Raises OSError where the connection is gone."""
     with socket.socket(fileno=os.dup(link.socket)) as connection:
         sent = received = 0
         if link.out_left:
@@ -265,12 +272,14 @@ def _why(links: ctypes.Array[Link], peers: list[int], timeout: float) -> str:
 
 
 def _listen(address: str, backlog: int | None = None) -> socket.socket:
-    """A server on a free port of `address`, of either version of the protocol."""
-    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=backlog)
+    """Opens a server on a free port of `address`, IPv4 or IPv6."""
+    return socket.create_server(
+        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=backlog
+    )
 
 
 def address_towards(store: dist.Store) -> str:
-    """This host's address on the network through which it reaches the host of a TCP store; else that of the host's name, or loopback."""
+    """Returns this host's address on the route to a TCP store's host; else that of its name, or loopback."""
     store = root_of(store)
     if isinstance(store, SignedStore):
         store = root_of(store.bare)

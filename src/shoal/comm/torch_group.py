@@ -1,4 +1,4 @@
-"""Groups over process groups of torch.distributed, whatever their backend: for loops whose ranks torch has already brought together."""
+"""Groups over process groups of torch.distributed, of any backend, for loops whose ranks torch has connected."""
 
 from __future__ import annotations
 
@@ -11,30 +11,24 @@ from torch import Tensor
 from shoal.comm.alone import Alone
 from shoal.comm.collectives import Group
 from shoal.comm.ledger import Ledger
-from shoal.comm.reductions import finish
+from shoal.comm.reductions import TORCH_OPS, finish
 from shoal.comm.transport import NoSharedMemory, Transport
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,  # gloo has no average
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "product": dist.ReduceOp.PRODUCT,
-}
+_OPS = {**TORCH_OPS, "avg": dist.ReduceOp.SUM}  # gloo has no average
 
 # torch before 2.13 calls them by other names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def open_group(pg: dist.ProcessGroup, name: str, places: Sequence[int], ledger: Ledger) -> Group:
-    """A group of the ranks at `places` of `pg`, over a process group of its own with the backend of `pg`; all of those ranks call it.
+def open_group(pg: dist.ProcessGroup, name: str, members: Sequence[int], ledger: Ledger) -> Group:
+    """Opens a group of the ranks `members` of `pg`, over a new process group; all of them call it.
 
-    Of its own, because collectives from two threads on one process group would come in a different order on each rank.
-    Tensors on the CPU go over gloo where the backend of `pg` has no way for them.
+    The process group is new because collectives from two threads on one process group would come in a different order
+    on each rank. CPU tensors go over gloo where the backend of `pg` cannot carry them.
     """
     known = dist.get_process_group_ranks(pg)
-    ranks = [known[place] for place in places]
+    ranks = [known[member] for member in members]
     if len(ranks) == 1:
         return Group(name, ranks, ledger, {"cpu": Alone(), "cuda": Alone()})
     backend = dist.get_backend_config(pg)
@@ -47,13 +41,15 @@ def open_group(pg: dist.ProcessGroup, name: str, places: Sequence[int], ledger: 
 
 
 def _new_group(ranks: list[int], backend: str, name: str) -> TorchGroup:
-    return TorchGroup(dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=f"shoal {name}"))
+    return TorchGroup(
+        dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=f"shoal {name}")
+    )
 
 
 class TorchGroup(NoSharedMemory):
-    """See `transport.Transport`. The process group belongs to the caller: `close` leaves it open.
+    """A `transport.Transport` over a process group that belongs to the caller: `close` leaves it open.
 
-    How it reduces, and in which order, is the backend's business.
+    The backend determines how and in which order it reduces.
     """
 
     carrier = "torch.distributed"
@@ -94,7 +90,7 @@ class TorchGroup(NoSharedMemory):
         dist.recv(flat, group=self._pg, group_src=src)
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        """The receive is posted first: see sockets.py."""
+        """Sends and receives in one batch, the receive posted first, so that a circle of ranks does not deadlock."""
         if source == target == self.rank:
             out.copy_(flat)
             return

@@ -1,6 +1,7 @@
-"""What carries a group's collectives: shared memory, sockets, NCCL, or threads of one process that play the ranks.
+"""The protocol of a group's transport: shared memory, sockets, NCCL, or threads of one process that play the ranks.
 
-Every transport has the same blocking operations over contiguous 1-D tensors, so an exchange algorithm is one file for all of them.
+Every transport has the same blocking operations over contiguous 1-D tensors, so an exchange algorithm is one file for
+all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch import Tensor
 
 
 class Transport(Protocol):
-    """`size` ranks in an order, this one is `rank`. `op` is "sum", "avg", "min", "max" or "product".
+    """Carries collectives of `size` ordered ranks. `op` is "sum", "avg", "min", "max" or "product".
 
-    Every rank calls the same operations in the same order with fitting sizes, one collective at a time (`Group` sees to that); messages (`send`,
-    `recv`, `exchange`) may come from other threads meanwhile. Raises RuntimeError if a rank dies or is late.
+    Every rank calls the same operations in the same order with fitting sizes, one collective at a time (`Group` sees to
+    that); messages (`send`, `recv`, `exchange`) may come from other threads meanwhile. Raises RuntimeError if a rank
+    dies or is late.
     """
 
     rank: int
@@ -24,22 +26,22 @@ class Transport(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What a person calls it."""
+        """The transport's name for people."""
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         """Replaces `flat` by the `op` over all ranks' tensors, the same bits on every rank."""
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        """Fills `out` with this rank's cut of the `op` over all ranks' `flat` (size * out.numel()), which may be overwritten."""
+        """Fills `out` with this rank's cut of the `op` over all `flat` (size * out.numel(), may be overwritten)."""
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
-        """Fills `out` (size * flat.numel()) with every rank's `flat` in rank order. `flat` may be this rank's cut of `out`."""
+        """Fills `out` (size * flat.numel()) with every rank's `flat` in rank order. `flat` may be a cut of `out`."""
 
     def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
-        """Sends the r-th split of `flat` to rank r; fills the r-th split of `out` with what rank r sent. Splits are element counts."""
+        """Sends split r of `flat` to rank r; fills split r of `out` with what rank r sent. Splits count elements."""
 
     def broadcast(self, flat: Tensor, src: int) -> None:
-        """Copies `flat` of `src` to all."""
+        """Copies the `flat` of `src` to all ranks."""
 
     def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
         """Fills each rank's `out` with its cut of `flat` (size * out.numel(), on `src` only)."""
@@ -48,29 +50,29 @@ class Transport(Protocol):
         """Fills `out` (size * flat.numel(), on `dst` only) with every rank's `flat` in rank order."""
 
     def send(self, flat: Tensor, dst: int) -> None:
-        """Hands `flat` to `dst`, which calls `recv`; returns when `flat` may be written again."""
+        """Sends `flat` to `dst`, which calls `recv`; returns when `flat` may be written again."""
 
     def recv(self, flat: Tensor, src: int) -> None:
         """Fills `flat` with what `src` sends."""
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        """Sends `flat` to `target` and fills `out` from `source` at once: rings and pairs do not wait for each other in a circle."""
+        """Sends `flat` to `target` while filling `out` from `source`, so that rings and pairs do not deadlock."""
 
     def barrier(self) -> None:
-        """Returns when every rank has come."""
+        """Waits until every rank has come."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor that reductions and gathers take without copies, where there is such memory; all ranks call it alike."""
+        """Returns a zeroed 1-D tensor that reductions and gathers do not copy, or None; all ranks call it alike."""
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A zeroed 1-D tensor that is the same memory on all ranks, where there is such memory; all ranks call it alike."""
+        """Returns a zeroed 1-D tensor that is the same memory on all ranks, or None; all ranks call it alike."""
 
     def close(self) -> None:
-        """Gives the connections back; no operation can follow."""
+        """Closes the connections; no operation can follow."""
 
 
 class NoSharedMemory:
-    """For transports whose ranks see no memory in common."""
+    """A mix-in for transports whose ranks share no memory."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
@@ -80,11 +82,12 @@ class NoSharedMemory:
 
 
 def sent_bytes(operation: str, payload: int, size: int, rank: int = 0, root: int = 0) -> int:
-    """Bytes that `rank` hands to others in one call, as a bandwidth-optimal algorithm does it.
+    """Returns the bytes that `rank` hands to others in one call of a bandwidth-optimal algorithm.
 
-    `payload`: of the tensor that is reduced, gathered into, split, or copied whole: the large side. Point-to-point operations and uneven
-    all-to-alls hand over what they are given and are not in this table. The formulas are those of Thakur et al. 2005,
-    https://doi.org/10.1177/1094342005051521, for rings; a root hands each of the others its copy or cut.
+    `payload`: bytes of the tensor that is reduced, gathered into, split, or copied whole: the large side.
+    Point-to-point operations and uneven all-to-alls hand over what they are given and are not in this table. The
+    formulas are those of rings in Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; a root hands each of
+    the others its copy or cut.
     """
     others = size - 1
     match operation:

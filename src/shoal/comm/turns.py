@@ -1,4 +1,4 @@
-"""Turns: one thread at a time, in the order in which the threads asked."""
+"""A fair lock: one thread at a time, in the order in which the threads asked."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Turns:
-    """A lock that is fair and that its holder may take again.
+    """A fair, reentrant lock.
 
-    Fair, because the order of a group's collectives must be the order of the calls on every rank: a plain lock may let a
-    later caller in first, on one rank and not on another. Taken again, because an operation may consist of several.
+    It is fair because the order of a group's collectives must be the order of the calls on every rank: a plain lock may
+    let a later caller in first, on one rank and not on another. It is reentrant because an operation may consist of
+    several.
     """
 
     def __init__(self) -> None:
         self._turn = threading.RLock()
         self._guard = threading.Lock()
-        self._line: deque[threading.Lock] = deque()  # the first is open: who has it waits for the turn itself
+        self._line: deque[threading.Lock] = deque()  # the first is unlocked: its thread waits for the turn itself
 
     def ask(self) -> threading.Lock:
-        """A place in the line, whose turn `take` awaits, in whatever thread; every place that is asked for must be taken."""
-        place = threading.Lock()
+        """Joins the queue; returns a ticket that some thread must pass to `take`."""
+        ticket = threading.Lock()
         with self._guard:
             if self._line:
-                place.acquire()
-            self._line.append(place)
-        return place
+                ticket.acquire()
+            self._line.append(ticket)
+        return ticket
 
-    def take(self, place: threading.Lock) -> None:
-        """Returns when it is the turn of `place`. Interrupted by the handler of a signal, the place is given up."""
+    def take(self, ticket: threading.Lock) -> None:
+        """Waits for the turn of a ticket. If a signal's handler interrupts the wait, the ticket is given up."""
         try:
-            place.acquire()
+            ticket.acquire()
             self._turn.acquire()
         finally:
             with self._guard:
-                first = self._line[0] is place
-                self._line.remove(place)
+                first = self._line[0] is ticket
+                self._line.remove(ticket)
                 if first and self._line:
                     self._line[0].release()
 
     def leave(self) -> None:
-        """Ends the turn of this thread; the next in the line has it."""
+        """Ends the turn of this thread; the next one in the queue has it."""
         self._turn.release()
 
     def __enter__(self) -> None:
@@ -61,7 +62,7 @@ class Turns:
 
 
 def in_one_turn(method: Method) -> Method:
-    """For a method that consists of several collectives of `self`: no other thread's come between them."""
+    """Decorates a method of several collectives of `self`, so that no other thread's come between them."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **options: Any) -> Any:

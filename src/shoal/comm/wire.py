@@ -1,10 +1,11 @@
-"""Values as bytes between ranks: JSON, followed by the raw contents of tensors. Nothing that is read can run code.
+"""Serialization of values between ranks: JSON, followed by the raw contents of tensors. Reading them cannot run code.
 
     | bytes of the JSON (u64) | JSON | contents of tensors, arrays and bytes, one after the other |
 
-JSON says None, bool, int, float, str and lists as they are; anything else is an object of one key, which names the kind:
-{"tuple": [...]}, {"tensor": ["float32", [2, 3]]}, {"Shape": [...]}. A dataclass travels if it is `sent`, a named tuple or a node of torch's
-pytrees (an output of transformers) if the reader has its class too: it looks names up among what it has loaded, and imports nothing.
+JSON holds None, bool, int, float, str and lists as they are; anything else is an object with one key, which names the
+kind: {"tuple": [...]}, {"tensor": ["float32", [2, 3]]}, {"Shape": [...]}. A dataclass can be sent if it is marked by
+`sent`; a named tuple or a node of torch's pytrees (an output of transformers) if the reader has its class too: it looks
+names up among what it has loaded, and imports nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Class = TypeVar("Class", bound=type)
 _LENGTH = struct.Struct("!Q")
 _PLAIN = (bool, int, float, str)
 _ARRAYS = "biufcUSmM"
-"""Kinds of numpy's dtypes whose bytes mean the same in another process; not "O", which holds addresses."""
+"""Kinds of numpy dtypes whose bytes mean the same in another process; not "O", which holds addresses."""
 
 _sent: dict[str, tuple[type, Callable[[Any], list[Any]], Callable[..., Any]]] = {}
 
 
 def sent(kind: Class) -> Class:
-    """Lets values of a dataclass travel, by its fields; or, where it has them, by `to_wire() -> list` and its class's `from_wire(*list)`."""
+    """Registers a dataclass to be sent, by its fields, or by `to_wire() -> list` and `from_wire(*list)`."""
     names = [each.name for each in fields(kind)]
 
     def fields_of(value: Any) -> list[Any]:
@@ -45,20 +46,22 @@ def sent(kind: Class) -> Class:
     def made(*values: Any) -> Any:
         return kind(**dict(zip(names, values, strict=True)))
 
-    assert kind.__name__ not in _sent and kind.__name__ not in _READERS, f"something else that travels is called {kind.__name__}"
+    assert kind.__name__ not in _sent and kind.__name__ not in _READERS, (
+        f"something else that travels is called {kind.__name__}"
+    )
     _sent[kind.__name__] = kind, getattr(kind, "to_wire", fields_of), getattr(kind, "from_wire", made)
     return kind
 
 
 def pack(value: Any) -> bytes:
-    """`value` as bytes. UserError that names the type of what cannot travel, and where in the value it is."""
+    """Serializes `value`. Raises UserError that names the type of what cannot be sent, and where in the value it is."""
     raw: list[bytes] = []
     head = json.dumps(_written(value, raw, "")).encode()
     return b"".join([_LENGTH.pack(len(head)), head, *raw])
 
 
 def unpack(data: bytes | memoryview) -> Any:
-    """The value that `pack` was given; its tensors have memory of their own. LaunchError where `data` is no such bytes."""
+    """Returns the value that `pack` was given; tensors own their memory. Raises LaunchError for malformed `data`."""
     view = memoryview(data)
     try:
         (length,) = _LENGTH.unpack_from(view)
@@ -67,25 +70,56 @@ def unpack(data: bytes | memoryview) -> Any:
         value = _read(json.loads(bytes(view[_LENGTH.size : start])), raw)
         if raw.rest:
             raise ValueError(f"{len(raw.rest)} bytes more than it says")
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, RuntimeError, struct.error) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        RuntimeError,
+        struct.error,
+    ) as error:
         raise LaunchError(
-            f"a message between ranks cannot be read ({type(error).__name__}: {error}): do all ranks run the same version of Shoal?"
+            f"a message between ranks cannot be read ({type(error).__name__}: {error}): do all ranks run the same "
+            "version of Shoal?"
         ) from error
     return value
 
 
+def packed(value: Any) -> tuple[Tensor, int]:
+    """Serializes `value` for a collective: returns the bytes (uint8) and their number.
+
+    Where the value cannot be sent, the bytes are those of the error and the number is negative: `unpacked` raises it on
+    every rank.
+    """
+    try:
+        data, sign = pack(value), 1
+    except Exception as error:
+        data, sign = pack(error), -1
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8), sign * len(data)
+
+
+def unpacked(data: Tensor, size: int) -> Any:
+    """Returns the value that `packed` was given, or raises its error. `data` may be longer than `size` bytes."""
+    value = unpack(data[: abs(size)].numpy().tobytes())
+    if size < 0:
+        raise value
+    return value
+
+
 def _written(value: Any, raw: list[bytes], where: str) -> Any:
-    """`value` as JSON has it; the contents of tensors are added to `raw`. `where`: its place in the whole, for messages."""
+    """Returns `value` as JSON; appends contents of tensors to `raw`. `where`: path in the value, for messages."""
     kind = type(value)
     if value is None or kind in _PLAIN:
         return value
     if kind is list:
-        return [_written(item, raw, f"{where}[{place}]") for place, item in enumerate(value)]
+        return [_written(item, raw, f"{where}[{index}]") for index, item in enumerate(value)]
     if kind is dict:
         items = [[_written(key, raw, where), _written(item, raw, f"{where}[{key!r}]")] for key, item in value.items()]
         return {"dict": items}
     if kind in _SEQUENCES:
-        return {_SEQUENCES[kind]: [_written(item, raw, f"{where}[{place}]") for place, item in enumerate(value)]}
+        return {_SEQUENCES[kind]: [_written(item, raw, f"{where}[{index}]") for index, item in enumerate(value)]}
     if kind is bytes:
         raw.append(value)
         return {"bytes": len(value)}
@@ -102,24 +136,31 @@ def _written(value: Any, raw: list[bytes], where: str) -> Any:
     if isinstance(value, Exception):
         return {"error": ["", f"{kind.__name__}: {value}", _written({}, raw, where)]}
     if kind.__name__ in _sent and _sent[kind.__name__][0] is kind:
-        return {kind.__name__: [_written(item, raw, f"{where}.{kind.__name__}") for item in _sent[kind.__name__][1](value)]}
+        return {
+            kind.__name__: [_written(item, raw, f"{where}.{kind.__name__}") for item in _sent[kind.__name__][1](value)]
+        }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [_written(item, raw, f"{where}.{name}") for name, item in zip(value._fields, value, strict=True)]
         return {"namedtuple": [kind.__module__, kind.__qualname__, items]}
     if kind in SUPPORTED_NODES and kind is not defaultdict:  # whose factory may be anything
         children, tree = tree_flatten(value, is_leaf=lambda part: part is not value)
-        return {"node": [treespec_dumps(tree), [_written(child, raw, f"{where}.{kind.__name__}") for child in children]]}
+        return {
+            "node": [treespec_dumps(tree), [_written(child, raw, f"{where}.{kind.__name__}") for child in children]]
+        }
     if isinstance(value, Mapping):  # such as what a tokenizer of transformers gives; it arrives as a dict
         return _written(dict(value), raw, where)
     raise UserError(
-        f"a value of type {kind.__module__}.{kind.__qualname__}{f' (at {where})' if where else ''} cannot be sent to other ranks: they take None, "
-        "numbers, texts, bytes, tensors, arrays, and lists, tuples, sets and dicts of them. Turn it into those"
+        f"a value of type {kind.__module__}.{kind.__qualname__}{f' (at {where})' if where else ''} cannot be sent to "
+        "other ranks: they take None, numbers, texts, bytes, tensors, arrays, and lists, tuples, sets and dicts of "
+        "them. Turn it into those"
     )
 
 
 def _tensor_written(tensor: Tensor, raw: list[bytes], where: str) -> dict[str, Any]:
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise UserError(f"a {tensor.layout} tensor{f' (at {where})' if where else ''} cannot be sent to other ranks: make it dense")
+        raise UserError(
+            f"a {tensor.layout} tensor{f' (at {where})' if where else ''} cannot be sent to other ranks: make it dense"
+        )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return {"tensor": [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
@@ -129,7 +170,7 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset
 
 
 class _Raw:
-    """What of the raw contents has not been read yet."""
+    """The raw contents that have not been read yet."""
 
     def __init__(self, rest: memoryview) -> None:
         self.rest = rest
@@ -192,7 +233,7 @@ def _namedtuple_read(said: Any, raw: _Raw) -> tuple:
 
 
 def _node_read(said: Any, raw: _Raw) -> Any:
-    """Of one level, and not a kind whose description names what is to be imported."""
+    """Reads a pytree node of one level, unless its description names something to import."""
     tree, children = said
     about = json.loads(tree)[1]
     if about["type"] == "collections.defaultdict" or any(child["type"] for child in about["children_spec"]):
@@ -201,7 +242,7 @@ def _node_read(said: Any, raw: _Raw) -> Any:
 
 
 def _error_read(said: Any, raw: _Raw) -> Exception:
-    """Without its constructor, which may want other arguments than the message."""
+    """Makes an error without its constructor, which may want other arguments than the message."""
     name, message, state = said
     error: Exception = RuntimeError(message)
     if name:

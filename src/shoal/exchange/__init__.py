@@ -1,4 +1,4 @@
-"""Data-parallel algorithms, one a file; the reducer that hands them full chunks in order; what hands them those of DDP and FSDP2."""
+"""Data-parallel algorithms, one a file; the reducer that feeds them full chunks; adapters for DDP and FSDP2."""
 
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
 from shoal.exchange.as_ddp_hook import as_ddp_hook

@@ -1,13 +1,14 @@
-"""Adasum (https://arxiv.org/abs/2006.02924): what replicas found that agrees is averaged, what is orthogonal is added.
+"""Adasum (https://arxiv.org/abs/2006.02924): averages what replicas agree on and adds what is orthogonal.
 
-    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,   a parameter at a time, products in fp64; with |a| = 0 it is b
+    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,   for each parameter, products in fp64; b if |a| = 0
 
-over a binary tree of replicas. Vectors are halved level by level (recursive halving, distance doubling), so that a rank sends 2 (W-1)/W of
-them; the products of a level are summed over the ranks that hold the pieces. Ranks beyond the largest power of two hand their
-vector to a partner first and get the result from it.
+over a binary tree of replicas. Vectors are halved level by level (recursive halving, distance doubling), so that a rank
+sends 2 (W-1)/W of them; the products of a level are summed over the ranks that hold the pieces. Ranks beyond the
+largest power of two hand their vector to a partner first and get the result from it.
 
-What is combined are gradients, or deltas as in Horovod's optimizer: each replica takes its own optimizer's step from the common weights, and weights = start + adasum of
-the steps. An optimizer that divides by the size of gradients, as Adam does, takes from combined gradients what Adasum has added.
+It combines gradients, or deltas as Horovod's optimizer does: each replica takes its own optimizer's step from the
+common weights, and weights = start + adasum of the steps. An optimizer that divides by the size of gradients, as Adam
+does, would cancel what Adasum has added to combined gradients.
 """
 
 from __future__ import annotations
@@ -27,13 +28,21 @@ from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds, Replica
 
 @dataclass
 class Adasum(Algorithm):
-    """Combines of the replicas what `of` says: "gradients", their means, or "deltas", a step of each replica's own optimizer (one more copy of the weights; the optimizers' states
-    differ by replica, and each clips its own gradient). None: gradients for SGD, where a loop of others exchanges gradients, and inside islands, deltas for every other optimizer. The sum
-    of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is usual."""
+    """Combines gradients or steps of the replicas by Adasum.
+
+    - `of`: "gradients" (each replica's mean gradient); "deltas" (a step of each replica's own optimizer: one more copy
+      of the weights, optimizer states differ by replica, and each replica clips its own gradient); None chooses
+      gradients for SGD, in a loop of others that exchanges gradients, and inside islands, and deltas for every other
+      optimizer
+
+    The sum of many is larger than their mean: 2 to 2.5 times the learning rate of one replica is usual.
+    """
 
     of: str | None = None
     of_whole_models = "it weighs replicas by products of whole parameters"
-    of_whole_rows = "it combines the gradients of ranks' own losses, and attention mixes those of ranks that share a row"
+    of_whole_rows = (
+        "it combines the gradients of ranks' own losses, and attention mixes those of ranks that share a row"
+    )
     chunk_bytes: int | None = USUAL_CHUNK
 
     def __post_init__(self) -> None:
@@ -57,11 +66,11 @@ class Adasum(Algorithm):
         return False
 
     def drifts(self, step: int) -> bool:
-        """The optimizers do, though the weights are the same."""
+        """Returns whether the optimizers' states may differ, although the weights are equal."""
         return self.own_optimizers and step > 0
 
     def holds(self, step: int) -> Holds:
-        return Holds.OWN_MEAN if self.own_optimizers else Holds.MEAN
+        return Holds.LOCAL_MEAN if self.own_optimizers else Holds.MEAN
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
@@ -69,7 +78,7 @@ class Adasum(Algorithm):
             start.copy_(chunk.master)
 
     def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        """A replica whose samples count nothing takes no step of its own: it would be one of momentum and decay alone."""
+        """Lets a replica whose samples count nothing take no step: it would be one of momentum and decay alone."""
         chunks = self.replica.chunks
         if self.own_optimizers and not any(bool(chunk.gradient.any()) for chunk in chunks):
             return [slot.name for chunk in chunks for slot in chunk.slots]
@@ -109,14 +118,17 @@ def adasum(flat: Tensor, slots: tuple[Slot, ...], group: Group, purpose: str) ->
         group.send(flat, rank + paired, purpose=purpose)
 
 
-def _halve(flat: Tensor, slots: tuple[Slot, ...], group: Group, paired: int, purpose: str) -> list[tuple[int, int, int]]:
-    """Level by level combines half of the own range with the partner's; returns each level's (start, middle, stop)."""
+def _halve(
+    flat: Tensor, slots: tuple[Slot, ...], group: Group, paired: int, purpose: str
+) -> list[tuple[int, int, int]]:
+    """Combines half of this rank's range with the partner's, level by level; returns (start, middle, stop) of each."""
     start, stop, distance, levels = 0, flat.numel(), 1, []
     while distance < paired:
         partner, middle = group.rank ^ distance, (start + stop) // 2
         levels.append((start, middle, stop))
         low = not group.rank & distance
-        kept, given = (slice(start, middle), slice(middle, stop)) if low else (slice(middle, stop), slice(start, middle))
+        halves = slice(start, middle), slice(middle, stop)
+        kept, given = halves if low else halves[::-1]
         other = torch.empty_like(flat[kept])
         group.exchange(other, partner, flat[given], partner, purpose=purpose)
         a, b = (flat[kept], other) if low else (other, flat[kept])
@@ -134,17 +146,18 @@ def _halve(flat: Tensor, slots: tuple[Slot, ...], group: Group, paired: int, pur
 
 
 def _gather(flat: Tensor, levels: list[tuple[int, int, int]], group: Group, paired: int, purpose: str) -> None:
-    """The way back: partners give each other the half that they combined."""
+    """Undoes the halving: partners give each other the half that they combined."""
     distance = paired // 2
     for start, middle, stop in reversed(levels):
         low = not group.rank & distance
-        mine, theirs = (slice(start, middle), slice(middle, stop)) if low else (slice(middle, stop), slice(start, middle))
+        halves = slice(start, middle), slice(middle, stop)
+        mine, theirs = halves if low else halves[::-1]
         group.exchange(flat[theirs], group.rank ^ distance, flat[mine], group.rank ^ distance, purpose=purpose)
         distance //= 2
 
 
 def _products(a: Tensor, b: Tensor, slots: tuple[Slot, ...], start: int) -> Tensor:
-    """a.b, a.a, b.b of each slot's part of the range that begins at `start`, fp64 [slots, 3]."""
+    """Returns a.b, a.a and b.b (fp64 [slots, 3]) of each slot's part of the range that begins at `start`."""
     rows = []
     for part in _parts(slots, start, start + a.numel()):
         x, y = a[part].double(), b[part].double()
@@ -161,7 +174,7 @@ def _combine(out: Tensor, a: Tensor, b: Tensor, products: Tensor, slots: tuple[S
 
 
 def _parts(slots: tuple[Slot, ...], start: int, stop: int) -> list[slice]:
-    """Each slot's part of [start, stop), relative to `start`; empty where it lies outside."""
+    """Returns each slot's part of [start, stop), relative to `start`; empty where it lies outside."""
     return [
         slice(min(max(slot.offset, start), stop) - start, max(min(slot.offset + slot.numel, stop), start) - start)
         for slot in slots

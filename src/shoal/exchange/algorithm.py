@@ -1,13 +1,14 @@
-"""What a data-parallel algorithm is: plain blocking code at a few places of the step, the same file for every transport.
+"""The protocol of a data-parallel algorithm: blocking code at a few places of the step, for any transport.
 
     begin(step)                  before the forward
-    reduce(chunk, own_mean)      on the lane, chunk by chunk in order, while the last backward goes on, where a sum is held
+    reduce(chunk, own_mean)      on the lane, chunk by chunk in order, during the last backward, where a sum is held
     exchanged(step, to_mean)     after backward and ballot
     update(step, ...)            the local update
     renew(to_mean, ...)          after an update that was made
     end(step)                    after it
 
-What the gradient chunks hold then, `holds(step)` says, and with it who clips and votes: the group together or each replica alone.
+`holds(step)` says what the gradient chunks then hold, and so who clips and votes: the group together or each replica
+alone.
 """
 
 from __future__ import annotations
@@ -25,29 +26,34 @@ from shoal.comm import Group, Lane
 from shoal.optim.optimizer import ChunkOptimizer
 
 USUAL_CHUNK = 25 * 2**20
-"""Bytes of gradient where nothing speaks for another size: torch DDP's bucket."""
+"""Default bytes of gradient in a chunk: the size of torch DDP's buckets."""
 
 
 class Holds(Enum):
-    """What the gradient chunks hold when the update comes."""
+    """What the gradient chunks hold at the update."""
 
     SUM = "the sum over the samples of the whole group: one mean, one norm, one clipping, one vote"
-    OWN = "the sum over this replica's samples, weighted by the group's count: clipped and voted on alone"
-    ALONE = "the same, weighted by this replica's own count: nothing of the step is shared"
+    LOCAL_SUM = "the sum over this replica's samples, to be divided by the group's count: clipped and voted on alone"
+    INDEPENDENT = "the sum over this replica's samples, to be divided by its own count: nothing of the step is shared"
     MEAN = "a finished mean, the same on every replica"
-    LATE = "the same, of an earlier step: whether that is applied does not depend on what this step counts"
-    OWN_MEAN = "the finished mean over this replica's samples: clipped alone, voted on together"
+    LATE = "a finished mean of an earlier step: whether it is applied does not depend on what this step counts"
+    LOCAL_MEAN = "the finished mean over this replica's samples: clipped alone, voted on together"
     NOTHING = "no gradient yet: the step updates nothing"
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What an algorithm works on: one replica's trainable chunks and its place among the others.
+    """One replica's trainable chunks and its connections, which an algorithm works on.
 
-    `group` serves `reduce`, one operation after the other on the lane. `background(name)` is another group of the same ranks for work
-    that goes on while the step runs; all ranks must ask for it alike. `among(name, places)` is a group of some of them. `lender`: of whole
-    gradients, where chunks borrow them. `beside`: the ranks among whom a model is cut, where each has its tokens alone: they sum the gradients of what all of
-    them have. `deciding`: the same ranks, for what an algorithm decides by the values of all of a model.
+    - `chunks`: trainable chunks
+    - `group`: the replicas; serves `reduce`, one operation after the other, on the lane
+    - `lane`: runs work in order beside the computation
+    - `optimizer`: updates the masters of the chunks
+    - `among`: makes a group of some of the replicas, by name and ranks in `group`
+    - `lender`: pool of whole gradients, where chunks borrow them
+    - `beside`: ranks among whom the model is cut and which have different tokens: they sum the gradients of shared
+      parameters
+    - `deciding`: the same ranks, for decisions that depend on the values of the whole model
     """
 
     chunks: Sequence[Chunk]
@@ -60,13 +66,17 @@ class Replica:
     deciding: Group | None = None
 
     def background(self, name: str) -> Group:
+        """Makes another group of the same ranks, for work that goes on while the step runs. All ranks call it alike."""
         return self.among(name, range(self.group.size))
 
 
 @dataclass(frozen=True)
 class State:
-    """Tensors of an algorithm by parameter name, each of its parameter's shape or its own. When the number of replicas changes, a replica
-    starts with an equal part of their sum ("split", for error feedback), with the whole sum, or with their mean."""
+    """Tensors of an algorithm by parameter name, each of its parameter's shape or its own.
+
+    `on_resize`: what a replica starts with when their number changes: an equal part of their sum ("split", for error
+    feedback), the whole sum, or the mean.
+    """
 
     tensors: Mapping[str, Tensor]
     on_resize: Literal["split", "whole", "mean"]
@@ -74,24 +84,28 @@ class State:
 
 @dataclass(kw_only=True)
 class Algorithm:
-    """How replicas agree. Parameters are the dataclass fields of each algorithm; `attach` makes its state.
+    """A way for replicas to agree. Parameters are the dataclass fields of each algorithm; `attach` makes its state.
 
-    `chunk_bytes` is the gradient size at which a chunk is closed. None: what the measured links ask for, in the order in which gradients
-    come, since the cut changes nothing of what the algorithm computes. Where it does (blocks of a codec, entries chosen of a chunk) it is a number.
+    `chunk_bytes`: gradient bytes at which a chunk is closed. None, for algorithms whose mathematics does not depend on
+    the cut, takes what the measured links ask for, in the order in which gradients arrive. Where the cut matters
+    (blocks of a codec, entries chosen of a chunk) it is a number.
     """
 
     chunk_bytes: int | None = None
     reduces_in_place: ClassVar[bool] = False
-    """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in memory that the group shares, where there is such."""
+    """Whether `reduce` all-reduces the gradient chunks themselves, which then lie in shared memory if possible."""
     of_whole_models: ClassVar[str | None] = None
-    """Why it does not do the same for a model that is cut among ranks (plan.tp); None: it does."""
+    """The reason why results differ for a model that is cut among ranks (plan.tp); None if they do not."""
     of_whole_rows: ClassVar[str | None] = None
-    """Why it does not go with ranks that share rows of tokens (plan.cp); None: it does."""
+    """The reason why it does not go with ranks that share rows of tokens (plan.cp); None if it does."""
     replica: Replica = field(init=False, repr=False, compare=False)
 
     def attach(self, replica: Replica) -> None:
-        """Called by every replica, with equal weights, before the first step; and once more, after it and `close`, if the chunks are cut anew:
-        then with weights as they are, and the tensors of `state` are put back afterwards."""
+        """Makes the state. Every replica calls it, with equal weights, before the first step.
+
+        If the chunks are cut anew it is called once more, after `close`: weights are as they are, and the tensors of
+        `state` are put back afterwards.
+        """
         self.replica = replica
 
     @property
@@ -101,11 +115,11 @@ class Algorithm:
 
     @property
     def own_optimizers(self) -> bool:
-        """Whether each replica's optimizer goes by the gradients of that replica, so that their states differ though the weights do not."""
+        """Whether each replica's optimizer uses its own gradients: then states differ though the weights do not."""
         return False
 
     def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
-        """Before it is attached: decides what is left open by the kind of the optimizer, a small one of which `make` makes."""
+        """Decides, before `attach`, what depends on the kind of the optimizer; `make` makes a small one."""
 
     @property
     def partners(self) -> Group:
@@ -113,24 +127,27 @@ class Algorithm:
         return self.replica.group
 
     def partners_of(self, chunk: Chunk) -> Group:
-        """Those of them who have `chunk`."""
+        """Returns those partners that have `chunk`."""
         return self.partners
 
     def holds(self, step: int) -> Holds:
-        """What the gradient chunks hold at the update of `step`; the same on every replica."""
+        """Returns what the gradient chunks hold at the update of `step`; the same on every replica."""
         return Holds.SUM
 
     def drifts(self, step: int) -> bool:
-        """Whether replicas may differ before `step`: then save, evaluate and export use their mean."""
+        """Returns whether replicas may differ before `step`: then save, evaluate and export use their mean."""
         return False
 
     def begin(self, step: int) -> None:
-        """Before the forward."""
+        """Runs before the forward."""
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        """On the lane, in steps that hold SUM, MEAN or OWN_MEAN: `chunk.grad`, a sum over this replica's samples (times `own_mean` their mean),
-        becomes that of the group; unless an algorithm knows better by an exact all-reduce. Of a chunk that is cut only the owned stretch need
-        hold it: that is half the bytes."""
+        """Reduces the gradient of a chunk over the group; by default an exact all-reduce.
+
+        Runs on the lane, in steps that hold SUM, MEAN or LOCAL_MEAN. `chunk.grad` is a sum over this replica's samples;
+        times `own_mean` it is their mean. Of a chunk that is cut, only the owned stretch need hold the result: that
+        takes half the bytes.
+        """
         purpose = f"gradients {chunk.index}"
         if chunk.is_cut:
             chunk.reduce_scatter(purpose)
@@ -138,51 +155,66 @@ class Algorithm:
             self.partners.all_reduce(chunk.gradient, purpose=purpose)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
-        """After backward and ballot. Under SUM and OWN `to_mean` turns the group's sum into its mean, under ALONE the own sum."""
+        """Runs after backward and ballot.
+
+        `to_mean` (0-dim) turns the sum into the mean: of the group under SUM and LOCAL_SUM, of the replica under
+        INDEPENDENT.
+        """
 
     def skips_on_device(self, step: int) -> bool:
-        """Whether `update` honours `skip` without a wait of the host."""
+        """Returns whether `update` honours `skip` without making the host wait."""
         return self.replica.optimizer.skips_on_device
 
     def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        """Updates the masters with the gradient chunks times `factor` (mean and clipping in one)."""
+        """Updates the masters with the gradient chunks times `factor` (mean and clipping in one).
+
+        - `factor`: 0-dim
+        - `skip`: 0-dim; not zero where the update is to be left out; None if the host has decided
+        - `untouched`: parameters that no gradient of this step has reached
+        """
         self.replica.optimizer.apply(factor, skip, untouched)
 
     def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        """Which parameters the gradients of the update have not touched; `untouched`: those of this step have not."""
+        """Returns the parameters that the gradients of the update did not touch; `untouched`: those of this step."""
         return untouched
 
     @property
     def keeps_back(self) -> bool:
-        """Whether it adds to a step's gradients what it has kept back of those before: then sums come divided by the count as it is expected, which is nearest to the unit of the mean."""
+        """Whether it adds what it kept back of earlier steps to a step's gradients.
+
+        Sums then come divided by the expected count, which is nearest to the unit of the mean.
+        """
         return False
 
     def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        """After an update with the gradient chunks times `to_mean` (0-dim), clipping apart: what is kept back for later steps is renewed. `skip`, `untouched`: as in `update`."""
+        """Renews what is kept back for later steps, after an update with the gradient chunks times `to_mean` (0-dim).
+
+        Clipping is not part of `to_mean`. `skip`, `untouched`: as in `update`.
+        """
 
     def counted(self, count: Tensor) -> None:
-        """After an update of this replica: what its samples counted (0-dim)."""
+        """Gets, after an update of this replica, what its samples counted (0-dim)."""
 
     def end(self, step: int) -> None:
-        """After the update, or after a step without one."""
+        """Runs after the update, or after a step without one."""
 
     def settle(self) -> None:
-        """Ends background work for now: before replicas are compared, averaged, saved. All replicas call it alike."""
+        """Waits for background work, before replicas are compared, averaged or saved. All replicas call it alike."""
 
     def close(self) -> None:
-        """Ends background work for good, without the others."""
+        """Ends background work for good, without the other replicas."""
 
     def state(self) -> dict[str, State]:
-        """What a resumed run needs beside weights and optimizer, by name."""
+        """Returns what a resumed run needs beside weights and optimizer, by name."""
         return {}
 
     def restored(self) -> None:
-        """After weights, optimizer and the tensors of `state` were read from a checkpoint, in place."""
+        """Runs after weights, optimizer and the tensors of `state` were read from a checkpoint, in place."""
 
 
 @dataclass(kw_only=True)
 class TrainsAlone(Algorithm):
-    """An algorithm of weights: from the step `alone_from` on replicas train alone; before it they sum gradients exactly and stay equal."""
+    """An algorithm of weights: from step `alone_from` on replicas train alone; before it they sum gradients exactly."""
 
     @property
     def alone_from(self) -> int:
@@ -190,25 +222,28 @@ class TrainsAlone(Algorithm):
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
+        # counts of this replica's updates since its mean with the others was last taken
         self._counts = torch.zeros(1, dtype=torch.float64, device=replica.chunks[0].master.device)
-        """Of this replica's updates since its mean with the others was last taken."""
 
     def counted(self, count: Tensor) -> None:
         self._counts += count
 
     def holds(self, step: int) -> Holds:
-        return Holds.SUM if step < self.alone_from else Holds.ALONE
+        return Holds.SUM if step < self.alone_from else Holds.INDEPENDENT
 
     def drifts(self, step: int) -> bool:
         return step > self.alone_from
 
 
 def part_of_mean(counts: Tensor, group: Group) -> float | None:
-    """This replica's part of a mean in which each weighs by its `counts` (one element): as one step of all of them would weigh its samples. None where they are the same."""
+    """Returns this replica's weight in a mean of all, by `counts` (one element); None where all counts are equal.
+
+    So each replica weighs what its samples would weigh in one step of all of them.
+    """
     everyone = group.all_gather(counts.new_empty(group.size), counts, purpose="counts").tolist()
     return None if len(set(everyone)) == 1 else everyone[group.rank] / sum(everyone)
 
 
 def by_parameter(chunks: Sequence[Chunk], flats: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Views of one flat tensor a chunk, each laid out as its chunk, by parameter name."""
+    """Returns views of one flat tensor a chunk, each laid out as its chunk, by parameter name."""
     return {slot.name: slot.view(flat) for chunk, flat in zip(chunks, flats, strict=True) for slot in chunk.slots}

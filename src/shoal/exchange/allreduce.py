@@ -1,4 +1,4 @@
-"""All-reduce: every replica gets the sum of all gradients, exactly, each step."""
+"""All-reduce: every replica gets the exact sum of all gradients in each step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from shoal.exchange.algorithm import Algorithm
 
 @dataclass
 class AllReduce(Algorithm):
-    """One all-reduce a chunk, in the gradient's own precision."""
+    """All-reduces each chunk in the gradient's own precision."""
 
     reduces_in_place: ClassVar[bool] = True

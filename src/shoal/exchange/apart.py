@@ -1,5 +1,8 @@
-"""One algorithm over several sets of ranks: the replicas of a model, or of a stage of it, and those that have something of it apart: the same experts where these are spread (plan.ep), the same
-weights where they are tied across stages (plan.pp)."""
+"""One algorithm over several groups of ranks, for parameters that do not belong to all replicas alike.
+
+Most chunks belong to the replicas of a model, or of a stage of it; others have a group of their own: the ranks with the
+same experts where these are spread (plan.ep), and with the same weights where they are tied across stages (plan.pp).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ from shoal.plan import Option, option_name
 
 @dataclass(kw_only=True)
 class Apart(Algorithm):
-    """`usual`, and one of its kind for each set of chunks `apart`, which works among `groups`. `among` makes groups of some ranks of one, by their places."""
+    """Runs `usual`, and one algorithm of its kind for each variant of chunks.
+
+    - `usual`: the algorithm of the chunks without a variant
+    - `apart`: the algorithm of each variant
+    - `groups`: the ranks that share each variant
+    - `among`: makes a group of some ranks of a group, by name and ranks in it
+    """
 
     usual: Algorithm
     apart: Mapping[str, Algorithm]
@@ -100,29 +109,32 @@ class Apart(Algorithm):
 
 
 def check_biases(chosen: Algorithm, option: Option) -> None:
-    """UserError where `chosen` lets replicas train apart, whose routers balance by biases that follow the counts of all."""
+    """Raises UserError where replicas train apart: routers that balance by biases follow the counts of all replicas."""
     if chosen.trains_apart:
         raise UserError(
-            f'plan.exchange = "{option_name(option, "exchange")}" lets replicas train apart, and routers with balance_rate follow the counts of all of them: take a balance '
-            "loss instead"
+            f'plan.exchange = "{option_name(option, "exchange")}" lets replicas train apart, and routers with '
+            "balance_rate follow the counts of all of them: take a balance loss instead"
         )
 
 
 def check_experts(chosen: Algorithm, option: Option) -> None:
-    """UserError with the reason where `chosen` does not go with experts that are spread over the replicas (plan.ep)."""
+    """Raises UserError where `chosen` does not go with experts that are spread over the replicas (plan.ep)."""
     kind, reason = type(chosen), chosen.of_whole_models
     if chosen.trains_apart:
         reason = "its replicas train apart, and tokens of one would go to experts of another"
     elif kind.update is not Algorithm.update:
         reason = "it averages each replica's own gradients, and those of experts come from tokens of several"
     elif getattr(chosen, "ranks_per_host", None) is not None:
-        reason = "ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and hosts count as they are"
+        reason = (
+            "ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and hosts count as "
+            "they are"
+        )
     if reason is not None:
         raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.ep: {reason}')
 
 
 def check_stages(chosen: Algorithm, option: Option) -> None:
-    """UserError with the reason where `chosen` does not go with a model that is cut into stages (plan.pp)."""
+    """Raises UserError where `chosen` does not go with a model that is cut into stages (plan.pp)."""
     kind, reason = type(chosen), chosen.of_whole_models
     if chosen.trains_apart:
         reason = "its replicas train apart, each with a norm and a vote of its own, and a stage has a part of a replica"

@@ -3,10 +3,11 @@
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*as_ddp_hook({"name": "powersgd", "rank": 2}, ddp))
 
-A bucket of DDP is a chunk of the algorithm, reduced in place on a lane: all ranks issue the same operations in the same order, in a
-process group of the hook's own. Hooks that chain futures, as torch's own PowerSGD does, promise neither, and mismatch under load.
+A bucket of DDP is a chunk of the algorithm, reduced in place on a lane: all ranks issue the same operations in the same
+order, in a process group of the hook's own. Hooks that chain futures, as torch's own PowerSGD does, guarantee neither,
+and mismatch under load.
 
-DDP makes its buckets anew after the first iteration. The algorithm's state goes over by parameter name.
+DDP makes its buckets anew after the first iteration. The algorithm's state is carried over by parameter name.
 """
 
 # Without `from __future__ import annotations`: DDP compares the annotations of a hook, and refuses strings.
@@ -35,25 +36,34 @@ from shoal.plan import Option
 def as_ddp_hook(
     algorithm: Option | Algorithm, ddp: DistributedDataParallel, loss_scale: Callable[[], float] | None = None
 ) -> tuple["BucketExchange", Any]:
-    """The two arguments of `ddp.register_comm_hook`: the state, which may be saved and restored, and the hook. All ranks call it.
+    """Returns the two arguments of `ddp.register_comm_hook`: the state, which can be saved and restored, and the hook.
 
-    `algorithm`: as a plan's `exchange`, or one of your own. It gives the mean of the replicas' gradients, as DDP does, except for Adasum,
-    which gives its own combination of them. `loss_scale`: what the loss is multiplied with now, such as `scaler.get_scale` of a torch.amp.GradScaler: error feedback then keeps
-    what it owes in the unit of the gradients themselves, which a change of the scale leaves alone. UserError for an algorithm that works on more than gradients.
+    All ranks call it.
+
+    - `algorithm`: as a plan's `exchange`, or an object of your own. It gives the mean of the replicas' gradients, as
+      DDP does, except for Adasum, which gives its own combination of them
+    - `ddp`: the wrapped model
+    - `loss_scale`: returns what the loss is multiplied with now, such as `scaler.get_scale` of a torch.amp.GradScaler.
+      Error feedback then keeps its residuals in the unit of the gradients themselves, which does not change with the
+      scale
+
+    Raises UserError for an algorithm that works on more than gradients.
     """
-    return BucketExchange(gradient_algorithm(algorithm, "a hook of DistributedDataParallel"), ddp, loss_scale), exchange_bucket
+    return BucketExchange(
+        gradient_algorithm(algorithm, "a hook of DistributedDataParallel"), ddp, loss_scale
+    ), exchange_bucket
 
 
 def exchange_bucket(state: "BucketExchange", bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook itself."""
+    """Exchanges a bucket: the hook itself."""
     return state.take(bucket)
 
 
 class BucketExchange:
     """The state of the hook: an algorithm, its place among the other replicas, and DDP's buckets as chunks.
 
-    `step` counts the backward passes that were exchanged, `ledger` what was sent. `state_dict` is this rank's own: each rank saves and
-    restores its own, into a hook with the same algorithm and as many ranks.
+    `step` counts the backward passes that were exchanged, `ledger` what was sent. `state_dict` belongs to this rank:
+    each rank saves and restores its own, into a hook with the same algorithm and as many ranks.
     """
 
     def __init__(
@@ -74,14 +84,15 @@ class BucketExchange:
         self._loss_scale, self._scale = loss_scale, 1.0
         self._norms: list[Tensor] = []  # of this step's buckets
         self._arriving: list[tuple[Chunk, _Arrival]] = []  # buckets of a new layout, until all of them are known
-        self._carried: dict[str, Mapping[str, Tensor]] | None = {}  # state that the algorithm takes over when it is attached next
+        # state that the algorithm takes over when it is attached next
+        self._carried: dict[str, Mapping[str, Tensor]] | None = {}
         self._failures: list[Exception] = []
         self._lane = Lane(devices.pop(), self.ledger)
-        # What the lane runs does not refer to this object, so the thread ends with it; one that still works at exit is not waited for.
+        # The lane's work does not refer to this object, so the thread ends with it; at exit it is not waited for.
         weakref.finalize(self, self._lane.close).atexit = False
 
     def take(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Hands a full bucket over. The future gets its buffer, exchanged."""
+        """Takes a full bucket; the future gets its buffer, exchanged."""
         index, buffer, parameters = bucket.index(), bucket.buffer(), bucket.parameters()
         names = [self._names[id(parameter)] for parameter in parameters]
         if buffer.is_sparse:
@@ -96,7 +107,11 @@ class BucketExchange:
             self._norms.clear()
             self._scale = 1.0 if self._loss_scale is None else float(self._loss_scale())
         arrival = _Arrival(buffer, self._failures)
-        if not self._arriving and index < len(self._chunks) and names == [slot.name for slot in self._chunks[index].slots]:
+        if (
+            not self._arriving
+            and index < len(self._chunks)
+            and names == [slot.name for slot in self._chunks[index].slots]
+        ):
             self._submit(self._chunks[index], arrival, bucket.is_last())
             return arrival.answer
         self._arriving.append((_chunk(index, names, parameters, bucket.gradients(), buffer), arrival))
@@ -109,11 +124,11 @@ class BucketExchange:
         return arrival.answer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the number of steps, and the algorithm's tensors by kind and parameter name, which are not copied."""
+        """Returns this rank's state: the number of steps, and the algorithm's tensors by kind and name, not copied."""
         return {"step": self.step, "tensors": {kind: dict(tensors) for kind, tensors in self._tensors().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on, with the next backward pass, from what `state_dict` gave on this rank."""
+        """Continues, with the next backward pass, from what `state_dict` returned on this rank."""
         self.step, self._carried = state["step"], dict(state["tensors"])
         self._chunks = []
 
@@ -123,17 +138,18 @@ class BucketExchange:
         return {kind: state.tensors for kind, state in self._algorithm.state().items()}
 
     def _attach(self, chunks: list[Chunk]) -> None:
-        """Attaches the algorithm to a new layout, and gives it the state that it had under the old one, or was loaded."""
+        """Attaches the algorithm to a new layout, with the state that it had under the old one or that was loaded."""
         self._lane.wait()
         carried, self._carried, self._chunks = self._tensors(), None, chunks
-        # What belongs to an optimizer is the caller's: `gradient_algorithm` lets no algorithm through that has one in hand.
+        # The optimizer is the caller's: `gradient_algorithm` lets no algorithm through that uses one.
         optimizer = cast(ChunkOptimizer, None)
         self._algorithm.attach(Replica(chunks, self._group, self._lane, optimizer, self._among))
         self._algorithm.begin(self.step - 1)
         states = self._algorithm.state()
         if carried and carried.keys() != states.keys():
             raise UserError(
-                f"the saved state holds {', '.join(carried)}, this algorithm needs {', '.join(states) or 'none'}: load what the same one saved"
+                f"the saved state holds {', '.join(carried)}, this algorithm needs {', '.join(states) or 'none'}: "
+                "load what the same one saved"
             )
         for kind, state in states.items() if carried else ():
             for name, tensor in state.tensors.items():
@@ -150,8 +166,11 @@ class BucketExchange:
 
 
 class _Arrival:
-    """A bucket's buffer and the future that DDP waits for: `answer` follows when `done` gets the buffer, with the first error if there is
-    one. C++ sees an error that `then` raises, and not that of `Future.set_exception`."""
+    """A bucket's buffer and the future that DDP waits for.
+
+    `answer` completes when `done` gets the buffer, with the first error if there is one. C++ sees an error that `then`
+    raises, but not one of `Future.set_exception`.
+    """
 
     def __init__(self, buffer: Tensor, failures: list[Exception]) -> None:
         self.buffer, self.failures = buffer, failures
@@ -167,10 +186,26 @@ class _Arrival:
 
 @torch.no_grad()
 def _exchange(
-    algorithm: Algorithm, chunk: Chunk, scale: float, divisor: int, norms: list[Tensor] | None, last: bool, arrival: _Arrival
+    algorithm: Algorithm,
+    chunk: Chunk,
+    scale: float,
+    divisor: int,
+    norms: list[Tensor] | None,
+    last: bool,
+    arrival: _Arrival,
 ) -> None:
-    """On the lane. `norms`: of the step's buckets, where something is kept back; with the `last` it is renewed, unless one is not finite: a GradScaler skips such a step, and
-    nothing of it is to be seen in those that follow. After a failure the ranks are no longer at the same operation, so nothing further is tried."""
+    """Exchanges a bucket on the lane.
+
+    - `chunk`: the bucket as a chunk
+    - `scale`: the loss scale
+    - `divisor`: turns the algorithm's result into the mean
+    - `norms`: norms of the step's buckets so far, where the algorithm keeps something back; None otherwise
+    - `last`: whether it is the step's last bucket. What is kept back is then renewed, unless a norm is not finite: a
+      GradScaler skips such a step, which must leave no trace
+    - `arrival`: the buffer and its future
+
+    After a failure the ranks are no longer at the same operation, so nothing further is tried.
+    """
     flat, buffer = chunk.gradient, arrival.buffer
     elsewhere = flat.data_ptr() != buffer.data_ptr()
     try:
@@ -194,14 +229,16 @@ def _exchange(
 
 def _renew(algorithm: Algorithm, norms: Tensor) -> None:
     bad, one = ~norms.isfinite().all(), torch.ones((), dtype=torch.float64, device=norms.device)
-    if norms.is_cuda:  # which would have to be waited for
+    if norms.is_cuda:  # the host would have to wait for `bad`
         algorithm.renew(one, bad.float(), ())
     elif not bad:
         algorithm.renew(one, None, ())
 
 
-def _chunk(index: int, names: Sequence[str], parameters: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor) -> Chunk:
-    """The bucket as a chunk: in place, or with a gradient in fp32 beside a narrower buffer."""
+def _chunk(
+    index: int, names: Sequence[str], parameters: Sequence[Tensor], gradients: Sequence[Tensor], buffer: Tensor
+) -> Chunk:
+    """Makes a chunk of the bucket: in place, or with a gradient in fp32 beside a narrower buffer."""
     start = buffer.storage_offset()
     slots = tuple(
         Slot(name, parameter.shape, int(gradient.storage_offset() - start))
@@ -211,5 +248,5 @@ def _chunk(index: int, names: Sequence[str], parameters: Sequence[Tensor], gradi
     return Chunk.of_gradient(index, slots, buffer if wide else torch.zeros_like(buffer, dtype=torch.float32))
 
 
-def _among(pg: dist.ProcessGroup, ledger: Ledger, name: str, places: Sequence[int]) -> Group:
-    return open_group(pg, name, places, ledger)
+def _among(pg: dist.ProcessGroup, ledger: Ledger, name: str, members: Sequence[int]) -> Group:
+    return open_group(pg, name, members, ledger)

@@ -1,9 +1,9 @@
-"""Shoal's codecs under torch's FSDP2 (`fully_shard`): gradients travel encoded to the rank that keeps their shard, and are summed there.
+"""Shoal's codecs under torch's FSDP2 (`fully_shard`): gradients travel encoded and are summed in fp32.
 
     fully_shard(model)
     as_fsdp2("bytegrad", model)
 
-FSDP keeps a shard of the sum, so the way back of Shoal's own exchange falls away, and each value is rounded once.
+FSDP keeps a shard of the sum, so the way back of Shoal's own exchange is not needed, and each value is rounded once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from shoal.plan import Option
 
 
 def as_fsdp2(algorithm: Option | Algorithm, model: nn.Module) -> Ledger:
-    """Sends the gradients of every module of `model` that `fully_shard` has sharded through the codec of `algorithm`: fp16, bf16, bytegrad,
-    or {name = "bytegrad", codec = ...}. Returns the ledger of what is sent. All ranks call it, before the first backward pass.
+    """Encodes the gradients of every module that `fully_shard` has sharded; returns the ledger of what is sent.
 
-    Under hybrid sharding (a 2-D mesh) that is the reduction inside a shard group; the all-reduce across them stays FSDP's. UserError for
-    an algorithm that needs whole gradients on each rank, and for a model without sharded modules.
+    - `algorithm`: fp16, bf16, bytegrad, or {name = "bytegrad", codec = ...}
+    - `model`: contains the sharded modules
+
+    All ranks call it, before the first backward pass. Under hybrid sharding (a 2-D mesh) it serves the reduction inside
+    a shard group; the all-reduce across them stays FSDP's. Raises UserError for an algorithm that needs whole gradients
+    on each rank, and for a model without sharded modules.
     """
     where = "FSDP2"
     chosen = gradient_algorithm(algorithm, where)
@@ -59,7 +62,7 @@ def _needs_whole_gradients(chosen: Algorithm) -> str | None:
 
 
 class EncodedReduceScatter(ReduceScatter):
-    """What FSDP calls in the place of its reduce-scatter. It runs in the order of FSDP's own collectives, on the same process group."""
+    """Replaces FSDP's reduce-scatter. It runs in the order of FSDP's own collectives, on the same process group."""
 
     def __init__(self, codec: Codec) -> None:
         self.ledger = Ledger()
@@ -70,21 +73,21 @@ class EncodedReduceScatter(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         if op != dist.ReduceOp.SUM:
-            raise UserError(f"as_fsdp2 sums gradients, and was asked for {op}: leave set_force_sum_reduction_for_comms at True")
+            raise UserError(
+                f"as_fsdp2 sums gradients, and was asked for {op}: leave set_force_sum_reduction_for_comms at True"
+            )
         if group not in self._groups:
             self._groups[group] = Group.of(TorchGroup(group), "shards", self.ledger)
         reduce_scatter(output_tensor, input_tensor, self._groups[group], self._codec, "gradients")
 
 
 def reduce_scatter(out: Tensor, flat: Tensor, group: Group, codec: Codec, purpose: str) -> None:
-    """Fills `out` with this rank's cut of the sum of `flat` (size * out.numel()) over `group`, each addend rounded by `codec`, in fp32."""
+    """Fills `out` with this rank's cut of the sum of `flat` (size * out.numel()) over `group`, in fp32.
+
+    Each addend is rounded by `codec`.
+    """
     cuts = [slice(rank * out.numel(), (rank + 1) * out.numel()) for rank in range(group.size)]
     out.copy_(sum_of_cut(flat, cuts, group, codec, purpose))

@@ -1,4 +1,4 @@
-"""Gradients of the step under way, kept aside while those of the step before are still exchanged and applied."""
+"""Storage for the gradients of the step under way while those of the step before are still exchanged and applied."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ from shoal.exchange.rows import put
 
 
 class Aside:
-    """Sums the gradients of `parameters` in storage laid out as `chunks`. `touched[name]`: whether there has been one."""
+    """Sums the gradients of `parameters` in storage laid out as `chunks`.
+
+    `touched[name]`: whether there has been one.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             if chunk.sparse or chunk.borrows:
-                what = "has rows for gradients" if chunk.sparse else "has no gradient of its own (plan.zero = 2 or plan.memory)"
+                borrows = "has no gradient of its own (plan.zero = 2 or plan.memory)"
                 raise UserError(
-                    f"{chunk.slots[0].name} {what}, which a schedule without a flush would have to keep twice: take one with a flush, such as 1f1b"
+                    f"{chunk.slots[0].name} {'has rows for gradients' if chunk.sparse else borrows}, which a schedule "
+                    "without a flush would have to keep twice: take one with a flush, such as 1f1b"
                 )
         self.flats = [chunk.like_gradient() for chunk in chunks]
-        self._views = {slot.name: slot.view(flat) for chunk, flat in zip(chunks, self.flats, strict=True) for slot in chunk.slots}
+        self._views = {
+            slot.name: slot.view(flat) for chunk, flat in zip(chunks, self.flats, strict=True) for slot in chunk.slots
+        }
         self.touched = dict.fromkeys(self._views, False)
         arrived = weakly(self._arrived)
         for chunk in chunks:
@@ -33,7 +39,7 @@ class Aside:
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Another step begins."""
+        """Clears the gradients for another step."""
         for flat in self.flats:
             flat.zero_()
         self.touched = dict.fromkeys(self.touched, False)

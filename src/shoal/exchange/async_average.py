@@ -1,10 +1,10 @@
-"""Asynchronous model averaging (Bagua): replicas train alone while their weights are averaged in the background, from time to time.
+"""Asynchronous model averaging (Bagua): replicas train alone while their weights are averaged in the background.
 
-A round: each replica, between two of its steps, takes a snapshot s and goes on; when all have, the mean comes, and each adds mean - s
-between two steps, so that what it learned meanwhile stays. Nobody waits for a slow replica but its partners in the round, and they
-train on; only `bound` steps after its snapshot a replica waits for the round's end.
+In a round each replica, between two of its steps, takes a snapshot s and goes on; when all have, the mean is formed,
+and each adds mean - s between two steps, so that what it learned meanwhile stays. Only its partners in the round wait
+for a slow replica, and they train on; a replica waits for the end of a round only `bound` steps after its snapshot.
 
-A round also carries whether somebody wants to stop; then all of them start no further one until they come to the same place themselves.
+A round also carries whether some replica wants to stop; then none starts another round until it reaches the same point.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from shoal.exchange.algorithm import Replica, TrainsAlone
 
 @dataclass
 class AsyncAverage(TrainsAlone):
-    """Averages in rounds that begin `interval_ms` milliseconds after the end of the one before, after `warmup` exact steps: on a slow link
-    rounds are rarer, and there is always time without one."""
+    """Averages weights in background rounds.
 
-    of_whole_models = "its rounds begin by the clock, and ranks that share weights would average them at different steps"
+    - `interval_ms`: milliseconds from the end of a round to the start of the next: on a slow link rounds are rarer, and
+      there is always time without one
+    - `warmup`: exact steps before the first round
+    - `bound`: steps after its snapshot at which a replica waits for the round's end
+    """
+
+    of_whole_models = (
+        "its rounds begin by the clock, and ranks that share weights would average them at different steps"
+    )
     interval_ms: float = 500.0
     warmup: int = 0
     bound: int = 64
@@ -34,7 +41,8 @@ class AsyncAverage(TrainsAlone):
         super().attach(replica)
         if self.interval_ms < 0 or self.warmup < 0 or self.bound < 1:
             raise UserError(
-                f"plan.exchange: interval_ms = {self.interval_ms}, warmup = {self.warmup}, bound = {self.bound}: give at least 0, 0 and 1"
+                f"plan.exchange: interval_ms = {self.interval_ms}, warmup = {self.warmup}, bound = {self.bound}: "
+                "give at least 0, 0 and 1"
             )
         self._group = replica.background("async")
         self._device = replica.chunks[0].master.device
@@ -60,7 +68,10 @@ class AsyncAverage(TrainsAlone):
             self._start(step, stop=False)
 
     def settle(self) -> None:
-        """Ends the round under way, or starts the one in which the others learn that this replica stops: also if it never began one, since they may have."""
+        """Ends the round under way, or starts the one that tells the others that this replica stops.
+
+        It starts one even if this replica never began a round, since the others may have.
+        """
         if self._group.size == 1:
             return
         while not self._stopped:
@@ -97,9 +108,10 @@ class AsyncAverage(TrainsAlone):
             self._lane.wait()
         except LaunchError as error:
             raise LaunchError(
-                f"{error}\nThis replica waited for the end of a round of async_average, {self.bound} steps after its snapshot at the latest (bound), or in settle(). A replica "
-                "that has made its last step joins no round: if it is in a collective of your program, such as a barrier, call engine.settle() on all ranks after their last "
-                "step, before that collective"
+                f"{error}\nThis replica waited for the end of a round of async_average, {self.bound} steps after its "
+                "snapshot at the latest (bound), or in settle(). A replica that has made its last step joins no round: "
+                "if it is in a collective of your program, such as a barrier, call engine.settle() on all ranks after "
+                "their last step, before that collective"
             ) from error
         for chunk, mean, snapshot in zip(self.replica.chunks, self._means, self._snapshots, strict=True):
             chunk.master.add_(mean.sub_(snapshot))

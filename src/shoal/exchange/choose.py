@@ -1,4 +1,4 @@
-"""From a plan to its algorithm, which goes with everything else that was chosen."""
+"""Makes the algorithm of a plan and checks that it goes with everything else that was chosen."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from shoal.exchange.sharding import check_clip_value, check_cut_model, check_mas
 from shoal.plan import Plan
 
 Among = Callable[[Group, str, Sequence[int]], Group]
-"""Makes a further group of some of the ranks of a group, by their places."""
+"""Makes another group of some ranks of a group, given a name and their ranks in it."""
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
 
 
-def check_exchange(plan: Plan, keep: str, clip_value: float | None = None, make: MakeOptimizer | None = None) -> Algorithm:
-    """The algorithm of `plan.exchange`, for the optimizer that `make` makes a small one of. UserError where it does not go with the rest of the plan, masters that rest as `keep`
-    says, or a clipped element."""
+def check_exchange(
+    plan: Plan, keep: str, clip_value: float | None = None, make: MakeOptimizer | None = None
+) -> Algorithm:
+    """Returns the algorithm of `plan.exchange`. Raises UserError where it does not go with the rest.
+
+    - `plan`: the plan
+    - `keep`: how masters are kept between steps
+    - `clip_value`: bound of each gradient element, or None
+    - `make`: makes a small optimizer of the kind used, or None
+    """
     option, chosen = plan.exchange, algorithm(plan.exchange)
     if make is not None:
         chosen.suits(make)
@@ -44,7 +51,11 @@ def check_exchange(plan: Plan, keep: str, clip_value: float | None = None, make:
 def choose_exchange(
     plan: Plan, keep: str, clip_value: float | None, apart: Mapping[str, Group], among: Among, make: MakeOptimizer
 ) -> Algorithm:
-    """The same; with one more of its kind for each set of ranks that have something `apart` (see parallel.layout)."""
+    """Returns the algorithm of `plan.exchange`, with another one of its kind for each variant of parameters.
+
+    `apart`: the ranks that share each variant (see parallel.layout); `among`: makes groups of some of them. The other
+    parameters are those of `check_exchange`.
+    """
     chosen = check_exchange(plan, keep, clip_value, make)
     if not apart:
         return chosen

@@ -1,4 +1,4 @@
-"""Gradients summed through a codec: half precision on the wire (`fp16`, `bf16`), ByteGrad's 8 bits (`bytegrad`), or any other."""
+"""Gradients summed through a codec: `fp16`, `bf16`, ByteGrad's 8 bits (`bytegrad`), or any other."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from shoal.plan import Option
 
 @dataclass
 class Compressed(Algorithm):
-    """Scatter-gather through `codec`, sums in fp32. With `error_feedback` nothing is lost for good, only late (three more copies of the
-    gradients, in fp32, and one of this rank's cut)."""
+    """Scatter-gather through `codec`, with sums in fp32.
+
+    With `error_feedback` nothing is lost, only delayed (three more fp32 copies of the gradients, and one of this rank's
+    cut).
+    """
 
     codec: Option = "u8"
     error_feedback: bool = False
@@ -27,11 +30,11 @@ class Compressed(Algorithm):
         super().attach(replica)
         self._codec = codec(self.codec)
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
-        self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
+        self._index = {chunk.index: index for index, chunk in enumerate(replica.chunks)}
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        place = self._place[chunk.index]
-        residuals = (None, None) if self._feedback is None else self._feedback.take(place)
+        index = self._index[chunk.index]
+        residuals = (None, None) if self._feedback is None else self._feedback.take(index)
         scatter_gather(chunk.gradient, self.replica.group, self._codec, f"gradients {chunk.index}", *residuals)
         chunk.clear_padding(chunk.gradient)
 

@@ -1,8 +1,9 @@
-"""Decentralized SGD (https://arxiv.org/abs/1705.09056): replicas average weights with a few others while forward and backward run.
+"""Decentralized SGD (https://arxiv.org/abs/1705.09056): replicas average weights with a few others.
 
-x_i <- mean over i's partners of x - lr g_i(x_i): the gradient is that of the weights before the average. The mean over all replicas is what
-SGD with all gradients would have. "all" averages over everybody; "shift_one" pairs each rank with another one every time, so that
-within W - 1 rounds each meets each (the circle method of tournaments; with an odd number one rank rests each round).
+x_i <- mean over i's partners of x - lr g_i(x_i), where the gradient is that of the weights before the average. The mean
+over all replicas is what SGD with all gradients would give. "all" averages over all replicas; "shift_one" pairs each
+rank with another one every time, so that within W - 1 rounds each meets each (the circle method of tournaments; with an
+odd number one rank rests each round).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from shoal.exchange.algorithm import Replica, TrainsAlone
 
 
 def partner(rank: int, size: int, round_: int) -> int:
-    """Whom `rank` meets in a round; itself when it rests. Seats 0..n-2 turn round a table, the last seat stays."""
+    """Returns whom `rank` meets in a round; itself when it rests.
+
+    Seats 0..n-2 turn round a table, the last seat stays.
+    """
     seats = size + size % 2
     turns = seats - 1
     if rank == seats - 1:
@@ -31,7 +35,7 @@ def partner(rank: int, size: int, round_: int) -> int:
 
 @dataclass
 class Decentralized(TrainsAlone):
-    """Averages weights over `peers` ("all" or "shift_one") every `every` steps, overlapping forward and backward."""
+    """Averages weights over `peers` ("all" or "shift_one") every `every` steps, during forward and backward."""
 
     peers: str = "shift_one"
     every: int = 1
@@ -40,7 +44,8 @@ class Decentralized(TrainsAlone):
         super().attach(replica)
         if self.peers not in ("all", "shift_one") or self.every < 1:
             raise UserError(
-                f'plan.exchange: peers = "{self.peers}", every = {self.every}: peers are "all" or "shift_one", every at least 1 step'
+                f'plan.exchange: peers = "{self.peers}", every = {self.every}: peers are "all" or "shift_one", '
+                "every at least 1 step"
             )
         self._group = replica.background("decentralized")
         self._average = [torch.empty_like(chunk.master) for chunk in replica.chunks]
@@ -48,7 +53,9 @@ class Decentralized(TrainsAlone):
     def begin(self, step: int) -> None:
         if step % self.every == 0:
             for chunk, average in zip(self.replica.chunks, self._average, strict=True):
-                self.replica.lane.submit(partial(self._mix, step // self.every, chunk.master, average), f"weights {chunk.index}")
+                self.replica.lane.submit(
+                    partial(self._mix, step // self.every, chunk.master, average), f"weights {chunk.index}"
+                )
 
     @torch.no_grad()
     def _mix(self, round_: int, x: Tensor, average: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Delayed gradients: the sum of a step's gradients travels while the next steps compute, and is applied `delay` steps later."""
+"""Delayed gradients: a step's sum travels while the next steps compute, and is applied `delay` steps later."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parame
 
 @dataclass
 class Delayed(Algorithm):
-    """The update of step s takes the mean gradient of step s - `delay`; the first `delay` steps update nothing. A buffer of gradients for
-    each step of delay."""
+    """Applies in step s the mean gradient of step s - `delay`; the first `delay` steps update nothing.
+
+    Takes a buffer of gradients for each step of delay.
+    """
 
     delay: int = 1
 
@@ -33,11 +35,11 @@ class Delayed(Algorithm):
         return Holds.LATE if step >= self.delay else Holds.NOTHING
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        """Nothing yet: gradients travel after backward, while the next steps compute."""
+        """Does nothing: gradients travel after backward, while the next steps compute."""
 
     @torch.no_grad()
     def exchanged(self, step: int, to_mean: Tensor) -> None:
-        """Puts this step's gradients where those that are due now wait, and those into the chunks."""
+        """Stores this step's gradients where those due now waited, and puts those into the chunks."""
         self.replica.lane.wait()
         for chunk, waiting in zip(self.replica.chunks, self._waiting[step % self.delay], strict=True):
             due = waiting.clone()
@@ -46,12 +48,12 @@ class Delayed(Algorithm):
             self.replica.lane.submit(partial(self._sum, waiting, chunk.index), f"gradients {chunk.index}")
 
     def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        place = step % self.delay
-        due, self._untouched[place] = self._untouched[place], untouched
+        index = step % self.delay
+        due, self._untouched[index] = self._untouched[index], untouched
         return untouched if due is None else due
 
     def restored(self) -> None:
-        # of gradients that come from a checkpoint, or from other chunks, it is not known: as in the step that they meet
+        # unknown (None) for gradients from a checkpoint or other chunks: taken as in the step in which they are applied
         self._untouched: list[Sequence[str] | None] = [None] * self.delay
 
     def _sum(self, flat: Tensor, index: int) -> None:

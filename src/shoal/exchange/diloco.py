@@ -1,8 +1,9 @@
 """DiLoCo (https://arxiv.org/abs/2311.08105) and Streaming DiLoCo (https://arxiv.org/abs/2501.18512).
 
-Replicas train alone. Every `every` steps the mean of what they moved since, anchor - x, is the gradient of an outer SGD with Nesterov
-momentum on the anchor, from which all go on. Streaming: the chunks form `fragments` that take turns, the mean of a fragment travels while
-`overlap` more steps compute, and the replica keeps the part `keep` of its own weights in the merge.
+Replicas train alone. Every `every` steps the mean of their movements since then, anchor - x, is the gradient of an
+outer SGD with Nesterov momentum on the anchor, from which all go on. Streaming: the chunks form `fragments` that take
+turns, the mean of a fragment travels while `overlap` more steps compute, and the replica keeps the part `keep` of its
+own weights in the merge.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ from shoal.plan import Option
 
 @dataclass
 class DiLoCo(TrainsAlone):
-    """`guard`: where the mean movement is that many times its usual size, the inner optimizer runs away with the outer momentum (seen with
-    inner SGD with momentum): a warning, and the outer step is a plain average without momentum. 0 switches it off."""
+    """An outer SGD with Nesterov momentum over the movements of replicas.
+
+    - `every`: steps between two outer steps of a fragment
+    - `outer_lr`, `outer_momentum`: of the outer SGD
+    - `codec`: how movements travel
+    - `fragments`: number of parts of the model that take turns
+    - `overlap`: steps that compute while the movement of a fragment travels
+    - `keep`: weight of a replica's own weights in the merge, in [0, 1)
+    - `guard`: where the mean movement is that many times its usual size, the inner optimizer runs away with the outer
+      momentum (seen with inner SGD with momentum); then a warning is given, and the outer step is a plain average
+      without momentum. 0 switches it off
+    """
 
     every: int = 50
     outer_lr: float = 0.7
@@ -43,11 +54,13 @@ class DiLoCo(TrainsAlone):
         super().attach(replica)
         if not 1 <= self.fragments <= self.every or not 0 <= self.overlap < self.every // self.fragments:
             raise UserError(
-                f"plan.exchange: every = {self.every}, fragments = {self.fragments}, overlap = {self.overlap}: at most a fragment a step, "
-                "and a fragment must arrive before the next one starts"
+                f"plan.exchange: every = {self.every}, fragments = {self.fragments}, overlap = {self.overlap}: at most "
+                "a fragment a step, and a fragment must arrive before the next one starts"
             )
         if not 0 <= self.keep < 1:
-            raise UserError(f"plan.exchange: keep = {self.keep}: the part of its own weights that a replica keeps is in [0, 1)")
+            raise UserError(
+                f"plan.exchange: keep = {self.keep}: the part of its own weights that a replica keeps is in [0, 1)"
+            )
         self._group = replica.background("diloco")
         self._codec = codec(self.codec)
         self._anchors = [chunk.master.clone() for chunk in replica.chunks]
@@ -64,9 +77,9 @@ class DiLoCo(TrainsAlone):
         if starting is not None:
             self.replica.lane.submit(partial(self._weigh, self._counts - self._until[starting]), "counts")
             self._until[starting].copy_(self._counts)
-            for place in self._places(starting):
-                chunk, moved = self.replica.chunks[place], self._moved[place]
-                torch.sub(self._anchors[place], chunk.master, out=moved)
+            for index in self._members(starting):
+                chunk, moved = self.replica.chunks[index], self._moved[index]
+                torch.sub(self._anchors[index], chunk.master, out=moved)
                 self.replica.lane.submit(partial(self._average, chunk, moved), f"movement {chunk.index}")
         if arriving is not None:
             self.replica.lane.wait()
@@ -76,14 +89,14 @@ class DiLoCo(TrainsAlone):
         self.replica.lane.wait()
 
     def _due(self, steps: int) -> int | None:
-        """The fragment whose turn it is after so many steps."""
+        """Returns the fragment whose turn it is after this number of steps, or None."""
         if steps <= 0:
             return None
         turn = steps % self.every
         return next((f for f in range(self.fragments) if f * self.every // self.fragments == turn), None)
 
-    def _places(self, fragment: int) -> Sequence[int]:
-        """Its chunks: every `fragments`-th, so that fragments are of a size."""
+    def _members(self, fragment: int) -> Sequence[int]:
+        """Returns the indices of a fragment's chunks: every `fragments`-th, so that fragments have similar sizes."""
         return range(fragment, len(self.replica.chunks), self.fragments)
 
     def _weigh(self, counts: Tensor) -> None:
@@ -96,12 +109,11 @@ class DiLoCo(TrainsAlone):
         chunk.clear_padding(moved.div_(self._group.size))
 
     def _outer_step(self, fragment: int) -> None:
-        places = self._places(fragment)
-        runaway = self._runs_away(fragment, [self._moved[place] for place in places])
-        for place in places:
-            chunk, anchor, momentum, moved = (
-                self.replica.chunks[place], self._anchors[place], self._momentum[place], self._moved[place],
-            )  # fmt: skip
+        members = self._members(fragment)
+        runaway = self._runs_away(fragment, [self._moved[index] for index in members])
+        for index in members:
+            chunk, anchor = self.replica.chunks[index], self._anchors[index]
+            momentum, moved = self._momentum[index], self._moved[index]
             if runaway:
                 momentum.zero_()
                 anchor.sub_(moved)
@@ -119,8 +131,8 @@ class DiLoCo(TrainsAlone):
         if usual and norm > self.guard * usual:
             if self._group.rank == 0:
                 warnings.warn(
-                    f"DiLoCo: replicas moved {norm:.3g} in {self.every} steps, usually it is {usual:.3g}: the outer momentum is dropped. "
-                    "An inner AdamW, a lower inner lr or a lower outer_lr is the remedy",
+                    f"DiLoCo: replicas moved {norm:.3g} in {self.every} steps, usually it is {usual:.3g}: the outer "
+                    "momentum is dropped. An inner AdamW, a lower inner lr or a lower outer_lr is the remedy",
                     stacklevel=2,
                 )
             return True
@@ -128,7 +140,7 @@ class DiLoCo(TrainsAlone):
         return False
 
     def _of_the_model(self, squares: float) -> float:
-        """The sum over the ranks among whom a model is cut, which decide alike."""
+        """Sums over the ranks among whom a model is cut, so that they decide alike."""
         deciding = self.replica.deciding
         if deciding is None:
             return squares
@@ -141,5 +153,7 @@ class DiLoCo(TrainsAlone):
             "momentum": State(by_parameter(chunks, self._momentum), "mean"),
             "moved": State(by_parameter(chunks, self._moved), "mean"),
             "usual": State(self._usual, "mean"),
-            "counts": State({"all": self._counts, **{str(place): until for place, until in enumerate(self._until)}}, "mean"),
+            "counts": State(
+                {"all": self._counts, **{str(fragment): until for fragment, until in enumerate(self._until)}}, "mean"
+            ),
         }

@@ -1,4 +1,4 @@
-"""Which algorithms can serve a loop that is not Shoal's: those whose work is done when a gradient has been reduced."""
+"""The algorithms for loops that are not Shoal's: their work is done when a gradient has been reduced."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from shoal.plan import Option, option_name
 
 
 def gradient_algorithm(option: Option | Algorithm, where: str) -> Algorithm:
-    """The algorithm that `option` names, or is. UserError with the reason if a hook on gradients of `where` cannot carry it."""
+    """Returns the algorithm of `option`. Raises UserError if a hook on gradients of `where` cannot carry it."""
     chosen = option if isinstance(option, Algorithm) else algorithm(option)
     if (reason := beyond_gradients(chosen)) is not None:
-        raise refusal(option, where, reason, [name for name, make in ALGORITHMS.items() if beyond_gradients(make()) is None])
+        raise refusal(
+            option, where, reason, [name for name, make in ALGORITHMS.items() if beyond_gradients(make()) is None]
+        )
     return chosen
 
 
 def beyond_gradients(chosen: Algorithm) -> str | None:
-    """Why `chosen` needs more of a step than its gradients; None if `reduce` is all of it."""
+    """Returns why `chosen` needs more of a step than its gradients; None if `reduce` is all of it."""
     kind = type(chosen)
     if chosen.trains_apart:
         return "its replicas train apart and exchange weights, which the hook never sees"
     if chosen.own_optimizers:
-        return "each replica takes a step of its optimizer before they meet, which the hook never sees (of = \"gradients\" does not)"
+        return (
+            "each replica takes a step of its optimizer before they meet, which the hook never sees "
+            '(of = "gradients" does not)'
+        )
     if kind.update is not Algorithm.update:
         return "it takes the place of the optimizer's step"
     if kind.exchanged is not Algorithm.exchanged or kind.end is not Algorithm.end:
@@ -31,6 +36,8 @@ def beyond_gradients(chosen: Algorithm) -> str | None:
 
 
 def refusal(option: Option | Algorithm, where: str, reason: str, instead: list[str]) -> UserError:
-    """The error for an algorithm that `where` cannot have."""
+    """Makes the error for an algorithm that `where` cannot have."""
     name = type(option).__name__ if isinstance(option, Algorithm) else option_name(option, "exchange")
-    return UserError(f'"{name}" cannot serve {where}: {reason}. Take one of {", ".join(instead)}, or train with shoal.Engine')
+    return UserError(
+        f'"{name}" cannot serve {where}: {reason}. Take one of {", ".join(instead)}, or train with shoal.Engine'
+    )

@@ -1,6 +1,7 @@
-"""Hierarchical all-reduce: sum inside each host, then across hosts, then spread inside; only the second step crosses the network.
+"""Hierarchical all-reduce: sum inside each host, then across hosts (the only use of the network), then spread.
 
-Every rank takes part in it with its own cut, so that all of a host's links work (Horovod's way; Bagua's leaders use one).
+Every rank takes part in it with its own cut, so that all of a host's links work (as in Horovod; Bagua's leaders use
+one).
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from shoal.plan import Option
 
 @dataclass
 class Hierarchical(Algorithm):
-    """Exact inside a host; across hosts through `codec`. `ranks_per_host`: consecutive ranks that count as a host; by default those that
-    share one. Hosts must have as many ranks each."""
+    """Sums exactly inside a host, and across hosts through `codec`.
+
+    `ranks_per_host`: consecutive ranks that count as a host; by default those that share one. Hosts must have equal
+    numbers of ranks.
+    """
 
     codec: Option = "fp32"
     ranks_per_host: int | None = None
@@ -37,25 +41,24 @@ class Hierarchical(Algorithm):
         if self.ranks_per_host is None:
             names = group.all_gather_object(this_host())
         else:
-            names = [str(place // self.ranks_per_host) for place in range(group.size)]
-        hosts = [[place for place in range(group.size) if names[place] == name] for name in dict.fromkeys(names)]
-        if len({len(places) for places in hosts}) > 1:
+            names = [str(rank // self.ranks_per_host) for rank in range(group.size)]
+        hosts = [[rank for rank in range(group.size) if names[rank] == name] for name in dict.fromkeys(names)]
+        if len({len(ranks) for ranks in hosts}) > 1:
             raise UserError(
-                f'plan.exchange = "hierarchical": hosts have {", ".join(str(len(places)) for places in hosts)} of the ranks; '
-                'start as many on each, or take "allreduce"'
+                f'plan.exchange = "hierarchical": hosts have {", ".join(str(len(ranks)) for ranks in hosts)} of the '
+                'ranks; start as many on each, or take "allreduce"'
             )
-        mine = next(places for places in hosts if group.rank in places)
+        mine = next(ranks for ranks in hosts if group.rank in ranks)
         self._inside = replica.among("inside", mine)
-        self._across = replica.among("across", [places[mine.index(group.rank)] for places in hosts])
+        self._across = replica.among("across", [ranks[mine.index(group.rank)] for ranks in hosts])
         self._codec = codec(self.codec)
 
     @torch.no_grad()
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         purpose, inside, flat = f"gradients {chunk.index}", self._inside, chunk.gradient
         each = -(-flat.numel() // inside.size)
-        padded = (
-            flat if flat.numel() == each * inside.size else torch.cat([flat, flat.new_zeros(each * inside.size - flat.numel())])
-        )
+        missing = each * inside.size - flat.numel()
+        padded = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
         cut = flat.new_empty(each)
         inside.reduce_scatter(cut, padded, purpose=purpose)
         if self._codec.lossless:

@@ -1,14 +1,14 @@
 """Hooks that users have registered on parameters, with torch's meaning.
 
-    parameter.register_hook(fn)                        fn(gradient) of each microbatch: that of the microbatch's own
-    mean loss
-    parameter.register_post_accumulate_grad_hook(fn)   fn(parameter), whose `grad` then is that of the mean over what
-    this rank has counted in the step so far
+    parameter.register_hook(fn)                        fn(gradient) of each microbatch: the gradient of the microbatch's
+                                                       own mean loss
+    parameter.register_post_accumulate_grad_hook(fn)   fn(parameter), whose `grad` is then the gradient of the mean over
+                                                       what this rank has counted in the step so far
 
-Both are what a plain loop of `(sum / count).backward()` shows, in fp32 or wider: the power of two that losses are
-divided by, and the scale of fp16, are taken out for the hook and put back behind it.
-The hooks stay in torch's own dicts, under their own keys, so that `handle.remove()` works; there they are wrapped,
-since the engine has hooks of its own beside them.
+Both see what a plain loop of `(sum / count).backward()` shows, in fp32 or wider: the power of two that losses are
+divided by, and the scale of fp16, are removed for the hook and put back after it. The hooks stay in torch's own dicts,
+under their own keys, so that `handle.remove()` works; there they are wrapped, since the engine has hooks of its own
+beside them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ Hook = Callable[[Tensor], Any]
 
 
 def is_hooked(parameter: Tensor) -> bool:
-    """Whether it has a hook of a user's."""
+    """Returns whether the parameter has a hook of a user's."""
     return bool(parameter._backward_hooks or _after(parameter))
 
 
 def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
-    """Why `plan` cannot show a hook the gradient of the parameter `name`, if it cannot. `layout`: None for one that
-    other ranks have."""
+    """Returns why `plan` cannot show a hook the gradient of the parameter `name`, or None if it can.
+
+    `layout`: the parameter's; None for one that other ranks have.
+    """
     if plan.pp > 1:
         return (
             f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage "
@@ -54,25 +56,29 @@ def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
 
 
 def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], plan: Plan) -> None:
-    """UserError if `plan` cannot give hooks of these parameters what they are to see."""
+    """Raises UserError if `plan` cannot show hooks of these parameters what they are to see."""
     for name in names:
         if (why := why_not(name, layouts.get(name), plan)) is not None:
             raise UserError(
                 f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, "
-                f"or leave that to plan.dp and plan.zero"
+                "or leave that to plan.dp and plan.zero"
             )
 
 
 class _Unit:
-    """`value` (0-dim) turns a gradient, as it comes, into that of the microbatch's mean loss; None outside of a
-    step's backward. `counts`: whether the microbatch does."""
+    """The unit of gradients during a backward.
+
+    - `value`: 0-dim factor from a gradient, as it arrives, to that of the microbatch's mean loss; None outside of a
+      step's backward
+    - `counts`: whether the microbatch has samples that count
+    """
 
     value: Tensor | None = None
     counts = True
 
 
 class _InUnit:
-    """A user's `hook` on a gradient, which it sees in the unit of the mean."""
+    """Wraps a user's `hook` on a gradient, which it sees in the unit of the mean."""
 
     def __init__(self, hook: Hook, unit: _Unit) -> None:
         self._hook, self._unit = hook, unit
@@ -94,8 +100,7 @@ class _InUnit:
 
 
 class _Held:
-    """A user's `hook` on a parameter whose gradient has been added: torch does not run it in a step, the reducer
-    does, which has the sum."""
+    """Wraps a user's `hook` on an accumulated gradient: in a step the reducer, which has the sum, runs it."""
 
     def __init__(self, hook: Hook, unit: _Unit) -> None:
         self.hook, self._unit = hook, unit
@@ -106,8 +111,10 @@ class _Held:
 
 
 class UserHooks:
-    """Shows hooks on `parameters`, also those that come later, what torch would. `reshaped`: the parameter of which one
-    changed a sum in this step, other than by zeros."""
+    """The users' hooks on `parameters`, also those registered later.
+
+    `reshaped`: a parameter of which a hook changed a sum in this step, other than by zeros; "" for none.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], plan: Plan) -> None:
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
@@ -118,22 +125,32 @@ class UserHooks:
         self.reshaped = ""
 
     def begin(self, rounds: int, borrows: Callable[[str], bool], unscale: Tensor | None) -> None:
-        """A step begins. `borrows(name)`: whether of this parameter's gradient only a stretch is kept from one of the
-        `rounds` to the next. `unscale`: as of Reducer.begin."""
+        """Begins a step.
+
+        - `rounds`: number of rounds of microbatches
+        - `borrows`: returns, for a parameter's name, whether only a stretch of its gradient is kept between rounds
+        - `unscale`: as in Reducer.begin
+
+        Raises UserError for a hook on a sum that is not kept.
+        """
         self.reshaped, self._unscale = "", unscale
         self._wrap()
         for name, each in self._hooked.items():
             if rounds > 1 and borrows(name) and _after(each):
                 raise UserError(
                     f"{name} has a hook of register_post_accumulate_grad_hook, and this plan keeps no whole sum of "
-                    f"{rounds} microbatches: take register_hook, "
-                    "which sees each microbatch's gradient, one microbatch a rank (a larger microbatch=), or a plan "
-                    "with zero <= 1 and without memory"
+                    f"{rounds} microbatches: take register_hook, which sees each microbatch's gradient, one microbatch "
+                    "a rank (a larger microbatch=), or a plan with zero <= 1 and without memory"
                 )
 
     @contextmanager
     def seeing(self, expected: float, count: Tensor, counts: bool) -> Iterator[None]:
-        """Wraps the backward of a microbatch that `counts`, whose sum of `count` was divided by `expected`."""
+        """Sets the unit of gradients around the backward of a microbatch.
+
+        - `expected`: what the microbatch's loss sum was divided by
+        - `count`: what the microbatch counts (0-dim)
+        - `counts`: whether hooks are to see it
+        """
         self._wrap()
         if not self._hooked:
             yield
@@ -151,16 +168,16 @@ class UserHooks:
         return any(len(each._post_accumulate_grad_hooks or ()) > 1 and _held(each) for each in self._hooked.values())
 
     def refusal(self) -> UserError:
-        """Refuses a hook that changes sums whose other parts lie on other ranks."""
+        """Makes the error for a hook that changes sums whose other parts lie on other ranks."""
         return UserError(
             f"a hook of register_post_accumulate_grad_hook on {self.reshaped or 'a parameter of another rank'} changed "
-            f"the gradient, other than by zeros: it has the sum of this "
-            "rank's microbatches alone, so what comes of it depends on the number of ranks. Take register_hook, which "
-            "sees each microbatch's gradient, or clip, clip_value"
+            "the gradient, other than by zeros: it has the sum of this rank's microbatches alone, so what comes of it "
+            "depends on the number of ranks. Take register_hook, which sees each microbatch's gradient, or clip, "
+            "clip_value"
         )
 
     def of_sum(self, parameter: Tensor) -> list[Hook]:
-        """Gives the hooks that are to see the sum of its gradients now."""
+        """Returns the hooks that are to see the sum of the parameter's gradients now."""
         if len(parameter._post_accumulate_grad_hooks) == 1 or not self._unit.counts:  # the reducer's own
             return []
         return _held(parameter)
@@ -193,8 +210,10 @@ def _held(parameter: Tensor) -> list[Hook]:
 
 
 def run_on_sum(hooks: Iterable[Hook], parameter: Tensor, total: Tensor, unit: Tensor) -> Tensor | None:
-    """Shows `hooks` the sum `total`, times `unit`, as the gradient of `parameter`. Returns what they made of it,
-    `total` itself if nothing, None if they took it away."""
+    """Shows `hooks` the sum `total`, times `unit`, as the gradient of `parameter`.
+
+    Returns what they made of it: `total` itself if they changed nothing, None if they removed it.
+    """
     shown = total.to(torch.promote_types(total.dtype, parameter.dtype)) * unit.to(total.device)
     before = _version(shown)
     if shown.dtype != parameter.dtype:
@@ -209,15 +228,14 @@ def run_on_sum(hooks: Iterable[Hook], parameter: Tensor, total: Tensor, unit: Te
 
 
 def only_zeroed(result: Tensor, total: Tensor) -> bool:
-    """Whether `result` differs from `total` by zeros, and by rounding, alone: such a mask is the same of each part of
-    a sum."""
+    """Returns whether `result` differs from `total` by zeros and rounding alone: a mask that all parts share."""
     result, total = (each.to_dense() if each.is_sparse else each for each in (result, total))
     tolerance = 8 * torch.finfo(total.dtype).eps
     return bool(((result == 0) | torch.isclose(result.to(total.dtype), total, rtol=tolerance, atol=0.0)).all())
 
 
 def _after(parameter: Tensor) -> list[Hook]:
-    """The users' hooks among those on the sum of its gradients."""
+    """Returns the users' hooks among those on the accumulated gradient."""
     return [hook for hook in (parameter._post_accumulate_grad_hooks or {}).values() if not is_weak(hook)]
 
 
@@ -226,5 +244,5 @@ def _wide(gradient: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:
-    """Counts writes to a tensor; of a sparse one also those to its values, which may be written alone."""
+    """Returns the version counters; a sparse tensor has another one for its values, which may be written alone."""
     return tensor._version, tensor._values()._version if tensor.is_sparse else 0

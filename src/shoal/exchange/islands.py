@@ -2,8 +2,8 @@
 
     plan.exchange = {name = "islands", ranks = 8, inside = "allreduce", across = {name = "diloco", every = 100}}
 
-The process sets of a run: every rank updates together with its island, and meets the rank of its place on the other islands through the
-algorithm of weights, which sees an island as one replica.
+They are the process sets of a run: every rank updates together with its island, and meets the corresponding rank of the
+other islands through the algorithm of weights, which sees an island as one replica.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from shoal.plan import Option
 
 @dataclass
 class Islands(Algorithm):
-    """`ranks`: consecutive ranks an island. `inside`: an algorithm whose replicas stay equal; `across`: one whose replicas train alone."""
+    """Runs one algorithm inside islands and one across.
+
+    - `make`: makes an algorithm of an option
+    - `ranks`: number of consecutive ranks in an island
+    - `inside`: an algorithm whose replicas stay equal
+    - `across`: an algorithm whose replicas train alone
+    """
 
     make: Callable[[Option], Algorithm] = field(repr=False)
     ranks: int = 2
@@ -41,12 +47,13 @@ class Islands(Algorithm):
         rank, size = replica.group.rank, replica.group.size
         if self.ranks < 1 or size % self.ranks:
             raise UserError(f"plan.exchange: islands of {self.ranks} ranks do not divide {size} data-parallel ranks")
-        island, place = divmod(rank, self.ranks)
+        island, index = divmod(rank, self.ranks)
         self._inside.attach(_within(replica, "island", range(island * self.ranks, (island + 1) * self.ranks)))
-        self._across.attach(_within(replica, "islands", range(place, size, self.ranks)))
-        if self._across.holds(0) is not Holds.ALONE or self._inside.drifts(1):
+        self._across.attach(_within(replica, "islands", range(index, size, self.ranks)))
+        if self._across.holds(0) is not Holds.INDEPENDENT or self._inside.drifts(1):
             raise UserError(
-                f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must let them train alone"
+                f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must "
+                "let them train alone"
             )
 
     @property
@@ -114,11 +121,11 @@ class Islands(Algorithm):
         self._across.restored()
 
 
-def _within(replica: Replica, name: str, places: Sequence[int]) -> Replica:
-    """The same replica among some of the others only."""
-    places = list(places)
+def _within(replica: Replica, name: str, ranks: Sequence[int]) -> Replica:
+    """Returns the replica with only `ranks` of its group."""
+    ranks = list(ranks)
     return replace(
         replica,
-        group=replica.among(name, places),
-        among=lambda further, some: replica.among(f"{name}-{further}", [places[place] for place in some]),
+        group=replica.among(name, ranks),
+        among=lambda further, some: replica.among(f"{name}-{further}", [ranks[rank] for rank in some]),
     )

@@ -1,15 +1,17 @@
-"""What error feedback keeps back of gradients: in the unit of the mean gradient that the engine applies, whatever a step's count, and as of the last update that was made.
+"""Residuals of error feedback, in the unit of the mean gradient that the engine applies, as of the last update made.
 
-With K what all replicas keep together and g the mean gradient of a step, each step that updates has
+With K the sum of what all replicas keep and g the mean gradient of a step, each step that updates has
 
     applied + K after it = g + K before it
 
-so over any steps, whatever their counts, what was applied and what is kept add up to the mean gradients. An algorithm adds K to a step's sums, which are divided by the count
-that was expected; the exact count is there only after all have been sent. With m = expected / count it has then applied m (sums + K - R), where R is what it kept of the sums, so
+so over any steps, whatever their counts, what was applied and what is kept add up to the mean gradients. An algorithm
+adds K to a step's sums, which are divided by the expected count; the exact count is known only after all have been
+sent. With m = expected / count it has then applied m (sums + K - R), where R is what it kept of the sums, so
 
     K after it = K + m (R - K)
 
-A step whose update is left out (fp16 overflow, not finite, nothing counted) leaves K alone. Clipping comes after: what it takes away is not kept.
+A step whose update is left out (fp16 overflow, not finite, nothing counted) leaves K alone. Clipping comes after: what
+it takes away is not kept.
 """
 
 from __future__ import annotations
@@ -26,30 +28,39 @@ from shoal.exchange.algorithm import State
 
 
 class Kept:
-    """Tensors that wait for later steps, `flats`, one a place; `parts` of each are of the parameters of these names. A step takes some and renews them in place; `commit` makes
-    that count, without it they become what they were."""
+    """Tensors that wait for later steps.
+
+    - `flats`: flat tensors, renewed in place
+    - `parts`: for each of them, the slices of the parameters by name
+
+    A step takes some and renews them in place; `commit` makes that permanent, `drop` restores what they were.
+    """
 
     def __init__(self, flats: Sequence[Tensor], parts: Sequence[Mapping[str, slice]]) -> None:
         self._flats, self._parts = flats, parts
         self._before: dict[int, Tensor] = {}
         self._taken: set[int] = set()
 
-    def take(self, place: int) -> Tensor:
-        """The tensor at `place`, to be renewed in place, as often as a step likes."""
-        flat = self._flats[place]
-        if place not in self._taken:
-            self._before.setdefault(place, torch.empty_like(flat)).copy_(flat)
-            self._taken.add(place)
+    def take(self, index: int) -> Tensor:
+        """Returns the tensor at `index`, to be renewed in place, as often as a step likes."""
+        flat = self._flats[index]
+        if index not in self._taken:
+            self._before.setdefault(index, torch.empty_like(flat)).copy_(flat)
+            self._taken.add(index)
         return flat
 
     @torch.no_grad()
     def commit(self, to_mean: Tensor | None, skip: Tensor | None, untouched: Collection[str]) -> None:
-        """The update with the sums times `to_mean` (0-dim) was made, but of the parameters `untouched`; None: what is kept has no unit. `skip` (0-dim) not zero: it was left out,
-        which the host need not know."""
-        for place in self._taken:
-            flat, before = self._flats[place], self._before[place]
+        """Makes the renewal permanent, after an update with the sums times `to_mean`.
+
+        - `to_mean`: 0-dim; None if what is kept has no unit
+        - `skip`: 0-dim; not zero where the update was left out, which the host need not know
+        - `untouched`: parameters that were not updated: their parts are restored
+        """
+        for index in self._taken:
+            flat, before = self._flats[index], self._before[index]
             for name in untouched:
-                if (part := self._parts[place].get(name)) is not None:
+                if (part := self._parts[index].get(name)) is not None:
                     flat[part] = before[part]
             weight = torch.ones((), dtype=torch.float64) if to_mean is None else to_mean
             if skip is not None:
@@ -61,21 +72,24 @@ class Kept:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """No update was made of what is taken: it is as it was."""
-        for place in self._taken:
-            self._flats[place].copy_(self._before[place])
+        """Restores what was taken: no update was made."""
+        for index in self._taken:
+            self._flats[index].copy_(self._before[index])
         self._taken.clear()
 
 
 def parts_of(chunk: Chunk, cut: slice | None = None) -> dict[str, slice]:
-    """Where the parameters of `chunk` lie in a flat tensor laid out as it, or in a `cut` of that."""
+    """Returns the slices of the parameters of `chunk` in a flat tensor laid out as it, or in a `cut` of that."""
     start, stop = (0, chunk.size) if cut is None else (cut.start, cut.stop)
-    places = {slot.name: (max(slot.offset, start), min(slot.offset + slot.numel, stop)) for slot in chunk.slots}
-    return {name: slice(first - start, last - start) for name, (first, last) in places.items() if first < last}
+    bounds = {slot.name: (max(slot.offset, start), min(slot.offset + slot.numel, stop)) for slot in chunk.slots}
+    return {name: slice(first - start, last - start) for name, (first, last) in bounds.items() if first < last}
 
 
 def from_older(states: Mapping[str, State], extra: Mapping[str, Any], own_gradients: bool) -> None:
-    """Turns residuals of a checkpoint that is older than their unit into it, about: they were in that of its last step's sums, or with `own_gradients` of the sum over replicas."""
+    """Converts the residuals of an older checkpoint to their unit, approximately.
+
+    They were in the unit of its last step's sums, or, with `own_gradients`, of the sum over replicas.
+    """
     if own_gradients:
         factor = 1 / (extra["plan"]["dp"] * extra["plan"].get("cp", 1))
     else:

@@ -16,8 +16,10 @@ from shoal.exchange.algorithm import Replica, State, TrainsAlone, part_of_mean
 
 @dataclass
 class LocalSGD(TrainsAlone):
-    """Averages weights after every `every`-th step, from step `start` on, each replica's by what its samples counted since the last time; before it replicas stay equal by
-    all-reduce."""
+    """Averages weights after every `every`-th step, from step `start` on; before it replicas stay equal by all-reduce.
+
+    Each replica weighs what its samples counted since the last average.
+    """
 
     every: int = 8
     start: int = 0

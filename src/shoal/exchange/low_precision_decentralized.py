@@ -1,10 +1,11 @@
-"""Low-precision decentralized SGD on a ring (DCD-PSGD, https://arxiv.org/abs/1803.06443): neighbours send how their replica changed, encoded.
+"""Low-precision decentralized SGD: a ring exchanges encoded changes (DCD-PSGD, https://arxiv.org/abs/1803.06443).
 
-Each replica keeps w, its own as the neighbours know it, and L, R, the neighbours' as it knows them; with x after the local update:
+Each replica keeps w, its own weights as the neighbours know them, and L, R, the neighbours' weights as it knows them;
+with x after the local update:
 
     z = x + L/3 + R/3 - 5/3 w;   w += Q(z), L += Q(z_L), R += Q(z_R);   x = w
 
-which is mixing with weights of a third, and the local update, less w. Three copies of the weights.
+so z is the average with weights of a third, plus the local update, minus w. It takes three copies of the weights.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class LowPrecisionDecentralized(TrainsAlone):
             chunk.publish()
 
     def restored(self) -> None:
-        """After a save x is w; the neighbours say what theirs is."""
+        """Sets w to x, as it is after a save, and gets the neighbours' weights from them."""
         for chunk, own, left, right in zip(self.replica.chunks, self._own, self._of_left, self._of_right, strict=True):
             own.copy_(chunk.master)
             from_left, from_right = self._with_neighbours(own, f"weights {chunk.index}")

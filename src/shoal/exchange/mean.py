@@ -1,4 +1,4 @@
-"""Replicas that have drifted apart, seen as one: their mean."""
+"""The mean of replicas that have drifted apart, for evaluation and saving."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from shoal.optim.optimizer import ChunkOptimizer
 
 @contextmanager
 def mean_of_replicas(module: nn.Module, chunks: Sequence[Chunk], group: Group) -> Iterator[None]:
-    """Inside, masters, weights and floating buffers of `module` are the mean over `group`, counters the largest; after it, this
-    replica's own again. Takes a copy of the masters for that time."""
+    """Replaces masters, weights and floating buffers of `module` by their mean over `group` while the block runs.
+
+    Counters become the largest. Afterwards this replica's own values are restored; the block takes a copy of the
+    masters.
+    """
     buffers = [buffer for buffer in module.buffers() if not buffer.is_complex()]
     own = [tensor.clone() for tensor in _ours(chunks, buffers)]
     try:
@@ -37,7 +40,7 @@ def _ours(chunks: Sequence[Chunk], buffers: Sequence[Tensor]) -> list[Tensor]:
 
 
 def mean_of_optimizers(optimizer: ChunkOptimizer, group: Group) -> dict[tuple[str, str], Tensor]:
-    """The mean over `group` of each floating tensor of the optimizer's state that every replica has, by (parameter, key)."""
+    """Returns the mean over `group` of each floating state tensor that every replica has, by (parameter, key)."""
     own = optimizer.state_tensors()
     everywhere = set.intersection(*(set(keys) for keys in group.all_gather_object(list(own))))
     return {at: _average(value.clone(), group) for at, value in own.items() if at in everywhere}

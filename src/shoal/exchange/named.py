@@ -1,4 +1,4 @@
-"""The algorithms by the names that a plan's `exchange` takes; most are presets of few parameters."""
+"""The algorithms by the names that a plan's `exchange` takes; some are presets of parameters."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 
 
 def algorithm(option: Option) -> Algorithm:
-    """A new algorithm as a plan's `exchange` says; UserError for an unknown name or parameter."""
+    """Makes the algorithm that a plan's `exchange` names. Raises UserError for an unknown name or parameter."""
     name = option_name(option, "exchange")
     if name not in ALGORITHMS:
         raise UserError(
-            f'plan.exchange = "{name}" is not implemented.{did_you_mean(name, list(ALGORITHMS))} This version has: {", ".join(ALGORITHMS)}'
+            f'plan.exchange = "{name}" is not implemented.{did_you_mean(name, list(ALGORITHMS))} '
+            f"This version has: {', '.join(ALGORITHMS)}"
         )
     try:
         return ALGORITHMS[name](**option_parameters(option))
     except TypeError as error:
-        raise UserError(f"plan.exchange = {dict(option) if not isinstance(option, str) else option}: {error}") from error
+        raise UserError(
+            f"plan.exchange = {dict(option) if not isinstance(option, str) else option}: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""No exchange: each replica trains alone. For measuring what communication costs; replicas drift apart."""
+"""No exchange: each replica trains alone and drifts. It measures what communication costs."""
 
 from __future__ import annotations
 

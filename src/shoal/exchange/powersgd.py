@@ -1,8 +1,8 @@
-"""PowerSGD (https://arxiv.org/abs/1905.13727): the sum of gradient matrices as a product of two thin ones, by one step of subspace iteration.
+"""PowerSGD (https://arxiv.org/abs/1905.13727): sums gradient matrices as products of two thin ones.
 
-For a gradient M_r (n x m) of replica r, with error feedback already added: P = sum_r M_r Q; orthonormal columns; Q = sum_r M_r^T P; the
-sum is P Q^T. Each replica keeps M_r - P Q^T / W as its residual, so that the residuals add up to what was left out. Q is where the next step starts; P is
-made orthonormal, so the unit of Q does not matter.
+For a gradient M_r (n x m) of replica r, with error feedback already added: P = sum_r M_r Q; orthonormal columns; Q =
+sum_r M_r^T P; the sum is P Q^T. Each replica keeps M_r - P Q^T / W as its residual, so that the residuals add up to
+what was left out. The next step starts from Q; P is made orthonormal, so the unit of Q does not matter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,14 @@ from shoal.module.random import mix, name_key
 
 @dataclass
 class PowerSGD(Algorithm):
-    """Rank-`rank` approximation of matrices for which that saves at least `min_compression` times; the rest is summed exactly. Convolution
-    kernels are matrices of (output channels, all else). The first `start` steps are exact."""
+    """Approximates gradient matrices by low rank; the other gradients are summed exactly.
+
+    - `rank`: rank of the approximation
+    - `min_compression`: the least factor that the approximation must save for a matrix to be approximated
+    - `start`: number of exact steps at the beginning
+
+    A convolution kernel is a matrix of (output channels, all else).
+    """
 
     rank: int = 4
     min_compression: float = 2.0
@@ -34,18 +40,20 @@ class PowerSGD(Algorithm):
         super().attach(replica)
         self._step = 0
         self._residual = [chunk.like_gradient() for chunk in replica.chunks]
-        self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
+        self._index = {chunk.index: index for index, chunk in enumerate(replica.chunks)}
         self._q: dict[str, Tensor] = {}
         for chunk in replica.chunks:
             for slot in chunk.slots:
                 if self._thin(slot):
                     seed = int(mix(torch.tensor(name_key(slot.name))))
                     draw = torch.Generator().manual_seed(seed % 2**63)
-                    q = torch.randn(slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.grad_dtype)
+                    q = torch.randn(
+                        slot.numel // slot.shape[0], self._rank(slot), generator=draw, dtype=chunk.grad_dtype
+                    )
                     self._q[slot.name] = q.to(chunk.data.device)
         self._kept = Kept(self._residual, [parts_of(chunk) for chunk in replica.chunks])
         self._start = Kept(list(self._q.values()), [{name: slice(None)} for name in self._q])
-        self._place_of_q = {name: place for place, name in enumerate(self._q)}
+        self._index_of_q = {name: index for index, name in enumerate(self._q)}
 
     @property
     def keeps_back(self) -> bool:
@@ -62,8 +70,8 @@ class PowerSGD(Algorithm):
         if self._step < self.start or not thin or group.size == 1:
             group.all_reduce(flat, purpose=purpose)
             return
-        residual = self._kept.take(self._place[chunk.index])
-        starts = [self._start.take(self._place_of_q[slot.name]) for slot in thin]
+        residual = self._kept.take(self._index[chunk.index])
+        starts = [self._start.take(self._index_of_q[slot.name]) for slot in thin]
         rest = [slot for slot in chunk.slots if slot.name not in self._q]
         for slot in thin:
             slot.view(flat).add_(slot.view(residual))
@@ -93,10 +101,7 @@ class PowerSGD(Algorithm):
     def state(self) -> dict[str, State]:
         self.begin(self._step)
         residual = by_parameter(self.replica.chunks, self._residual)
-        return {
-            "residual": State({name: residual[name] for name in self._q}, "split"),
-            "q": State(self._q, "mean"),
-        }
+        return {"residual": State({name: residual[name] for name in self._q}, "split"), "q": State(self._q, "mean")}
 
     def _rank(self, slot: Slot) -> int:
         return min(self.rank, slot.shape[0], slot.numel // slot.shape[0])
@@ -109,6 +114,6 @@ class PowerSGD(Algorithm):
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns of the same span, by QR in at least fp32; columns that are zero (an untouched parameter) stay finite."""
+    """Returns orthonormal columns of the same span, by QR in at least fp32; zero columns stay finite."""
     q, _ = torch.linalg.qr(columns)
     return q

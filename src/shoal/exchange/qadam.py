@@ -1,7 +1,8 @@
-"""Adam whose momentum travels compressed: QAdam (Bagua, 8 bits) and 1-bit Adam (https://arxiv.org/abs/2102.02888).
+"""Adam with compressed momentum: QAdam (Bagua, 8 bits) and 1-bit Adam (https://arxiv.org/abs/2102.02888).
 
-For `warmup` steps ordinary Adam on exact sums. Then the variance v is frozen, and with it its bias correction 1 - b2^T (correcting a frozen
-v by a growing t would raise the learning rate silently), and each replica takes its own gradient into the momentum:
+The first `warmup` steps are ordinary Adam on exact sums. Then the variance v is frozen, and with it its bias correction
+1 - b2^T (correcting a frozen v by a growing t would raise the learning rate silently), and each replica adds its own
+gradient to the momentum:
 
     m_r = b1 m + (1 - b1) g_r;   m = mean over r of m_r, through the codec with error feedback
     x <- x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^T)) + eps), with weight decay as the optimizer has it
@@ -25,8 +26,14 @@ from shoal.plan import Option
 
 @dataclass
 class QAdam(Algorithm):
-    """Needs Adam or AdamW. Clipping is local once the momentum is compressed: it comes before the momentum. Choose `warmup` near a tenth
-    of the run, so that v is settled when it is frozen."""
+    """Exchanges Adam's momentum instead of gradients; needs Adam or AdamW.
+
+    - `warmup`: exact steps before the variance is frozen; a tenth of the run lets it settle
+    - `codec`: how the momentum travels
+    - `error_feedback`: whether what the codec loses is added in the next step
+
+    Once the momentum is compressed each replica clips its own gradient, before the momentum.
+    """
 
     warmup: int = 100
     codec: Option = "u8"
@@ -43,16 +50,18 @@ class QAdam(Algorithm):
             )
         for name in ("amsgrad", "maximize"):
             if any(group[name] for group in adam.param_groups):
-                raise UserError(f"plan.exchange: compressing momentum does not go with {name}=True of {type(adam).__name__}")
+                raise UserError(
+                    f"plan.exchange: compressing momentum does not go with {name}=True of {type(adam).__name__}"
+                )
         if self.warmup < 1:
             raise UserError(f"plan.exchange: warmup = {self.warmup}: the variance needs at least one exact step")
         self._adam, self._codec = adam, codec(self.codec)
         self._feedback = Feedback(replica.chunks, replica.group) if self.error_feedback else None
-        # T of each parameter; 0 while its variance is not frozen.
+        # T of each parameter; 0 while its variance is not frozen
         self._frozen = {slot.name: torch.zeros(1) for chunk in replica.chunks for slot in chunk.slots}
 
     def holds(self, step: int) -> Holds:
-        return Holds.SUM if step < self.warmup else Holds.OWN
+        return Holds.SUM if step < self.warmup else Holds.LOCAL_SUM
 
     def skips_on_device(self, step: int) -> bool:
         return step < self.warmup and super().skips_on_device(step)
@@ -65,15 +74,16 @@ class QAdam(Algorithm):
         group, optimizer = self.replica.group, self.replica.optimizer
         options = {id(parameter): options for options in self._adam.param_groups for parameter in options["params"]}
         alone = frozenset(untouched)
-        for place, chunk in enumerate(self.replica.chunks):
+        for index, chunk in enumerate(self.replica.chunks):
             momentum = chunk.gradient.mul_(factor)  # clipped as a replica's own mean
             names = [slot.name for slot in chunk.slots if slot.name not in alone]
             for name in names:
                 self._take_in(name, optimizer.grad(name), options[id(optimizer.parameters[name])])
-            waiting = [] if self._feedback is None else [self._feedback.own[place], self._feedback.summed[place]]
+            waiting = [] if self._feedback is None else [self._feedback.own[index], self._feedback.summed[index]]
             views = [slot.view(flat) for flat in waiting for slot in chunk.slots if slot.name in alone]
-            before = [view.clone() for view in views]  # nothing of an untouched parameter is applied, so all of it waits on
-            momentum.div_(group.size)  # before it is sent: what the codec loses is then of the mean, however many replicas there are
+            before = [view.clone() for view in views]  # nothing of an untouched parameter is applied: all of it waits
+            # before it is sent: what the codec loses is then of the mean, whatever the number of replicas
+            momentum.div_(group.size)
             scatter_gather(momentum, group, self._codec, f"momentum {chunk.index}", *waiting)
             for view, as_it_was in zip(views, before, strict=True):
                 view.copy_(as_it_was)
@@ -88,7 +98,8 @@ class QAdam(Algorithm):
         state = self._adam.state.get(parameter)
         if not state:
             raise UserError(
-                f"plan.exchange: {name} got its first gradient after the warm-up, so that it has no variance: warm up longer than {self.warmup}"
+                f"plan.exchange: {name} got its first gradient after the warm-up, so that it has no variance: "
+                f"warm up longer than {self.warmup}"
             )
         if not self._frozen[name]:
             self._frozen[name].fill_(float(state["step"]))

@@ -1,10 +1,11 @@
-"""Collects gradients into their chunks and hands full chunks to the algorithm during backward, strictly in order.
+"""The reducer: collects gradients into their chunks and hands full chunks to the algorithm during backward, in order.
 
-Autograd's own gradient of a parameter is copied (the first time in a step) or added to its view of the chunk as soon as it is there, and
-let go: one pass over memory, with the cast to the chunk's dtype in it, and nothing to zero beforehand.
+Autograd's own gradient of a parameter is copied (the first time in a step) or added to its view of the chunk as soon as
+it is there, and freed: one pass over memory, with the cast to the chunk's dtype in it, and nothing to zero beforehand.
 
-All chunks go out once a step, in a round, during the last backward. Where chunks keep only their stretch of the gradient (ZeRO 2) every
-microbatch is a round of those chunks, whose sums are added up in the stretch; all ranks have as many rounds as the one with most microbatches.
+All chunks are exchanged once a step, in a round, during the last backward. Where chunks keep only their stretch of the
+gradient (ZeRO 2) every microbatch is a round of those chunks, whose sums are added up in the stretch; all ranks have as
+many rounds as the one with most microbatches.
 """
 
 from __future__ import annotations
@@ -25,17 +26,23 @@ from shoal.plan import Plan
 
 
 class Reducer:
-    """Watches each parameter's gradient; a chunk is handed over when all its parameters are in and it is at the front.
+    """Watches each parameter's gradient; hands over a chunk when all its parameters are in and it is at the front.
 
-    `touched[name]` says whether any backward of this step reached the parameter here. Where the chunks then hold the group's sum, `squares`
-    are the exact sums of squares of this rank's part of each, taken on the lane while the chunk is still in the cache: the ranks share that work.
-    `rows[name]` are the rows of a sparse chunk's gradient that are not zero, None for all. `arrivals` are the parameters in the order in
-    which the last backward completed them. `users`: the hooks on them.
+    - `touched[name]`: whether any backward of this step reached the parameter on this rank
+    - `squares`: where the chunks hold the group's sum, the exact sums of squares of this rank's part of each chunk,
+      taken on the lane while the chunk is still in the cache: the ranks share that work
+    - `rows[name]`: rows of a sparse chunk's gradient that are not zero, None for all
+    - `arrivals`: parameters in the order in which the last backward completed them
+
+    `users`: the users' hooks on the parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm, users: UserHooks | None = None) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], algorithm: Algorithm, users: UserHooks | None = None
+    ) -> None:
         replica = algorithm.replica
-        self._chunks, self._group, self._algorithm, self._lane = replica.chunks, algorithm.partners, algorithm, replica.lane
+        self._algorithm, self._chunks, self._lane = algorithm, replica.chunks, replica.lane
+        self._group = algorithm.partners
         self._lender, self._beside = replica.lender, replica.beside
         self._users = users or UserHooks({}, {}, Plan())
         self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
@@ -57,23 +64,27 @@ class Reducer:
             slot.name: slot.view(chunk.gradient) for chunk in self._chunks if not chunk.borrows for slot in chunk.slots
         }
         arrived = weakly(self._arrived)
-        for place, chunk in enumerate(self._chunks):
+        for index, chunk in enumerate(self._chunks):
             for slot in chunk.slots:
                 self.touched[slot.name] = False
-                hook = partial(arrived, place, slot)
+                hook = partial(arrived, index, slot)
                 self._hooks.append(parameters[slot.name].register_post_accumulate_grad_hook(hook))
         sharers = [algorithm.partners_of(chunk) for chunk in self._chunks]
         pieces = [chunk.norm_pieces(group.rank, group.size) for chunk, group in zip(self._chunks, sharers, strict=True)]
         self._pieces = pieces
 
     def detach(self) -> None:
-        """Watches no more: another reducer takes over."""
+        """Stops watching: another reducer takes over."""
         for hook in self._hooks:
             hook.remove()
 
     def begin(self, step: int, microbatches: int = 1, unscale: Tensor | None = None) -> None:
-        """A new step: nothing has been touched, whatever the chunks hold is of the step before. `microbatches`: the most that any partner has.
-        `unscale` (0-dim): what gradients are multiplied with before they are exchanged, where the loss is scaled."""
+        """Begins a step: nothing has been touched, and the chunks hold the gradients of the step before.
+
+        - `step`: number of the step
+        - `microbatches`: the most that any partner has
+        - `unscale`: 0-dim factor of gradients before they are exchanged, where the loss is scaled; else None
+        """
         self._unscale = unscale
         self._users.begin(microbatches, self._borrowing.__contains__, unscale)
         if self._lender is not None:  # an error may have cut the step before short
@@ -85,21 +96,25 @@ class Reducer:
         self.touched = dict.fromkeys(self.touched, False)
         self.squares = [sum_of_squares([], chunk.data.device) for chunk in self._chunks]
         holds = self._algorithm.holds(step)
-        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.OWN_MEAN)
+        self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
         self._round, self._rounds = 0, microbatches if self._lender is not None else 1
         self._begin_round()
 
     def _begin_round(self) -> None:
         last = self._round == self._rounds - 1
-        self._order = [place for place, chunk in enumerate(self._chunks) if last or chunk.borrows]
-        self._missing = {place: {slot.name for slot in self._chunks[place].slots} for place in self._order}
+        self._order = [index for index, chunk in enumerate(self._chunks) if last or chunk.borrows]
+        self._missing = {index: {slot.name for slot in self._chunks[index].slots} for index in self._order}
         self._front, self._lent, self.arrivals = 0, {}, []
 
     @contextmanager
     def backward(self, own_mean: Tensor, last: bool, complete: Collection[str] | None = None) -> Iterator[None]:
-        """Around each backward. In this rank's `last`, and in all where chunks borrow, one that is complete is exchanged while backward goes
-        on. `own_mean` turns this rank's sums so far into their means. `complete`: the parameters to which no later backward adds, where that is not all of them in the last
-        one and none before."""
+        """Surrounds each backward: complete chunks are exchanged during this rank's last one, or each if chunks borrow.
+
+        - `own_mean`: 0-dim factor from this rank's sums so far to their means
+        - `last`: whether it is this rank's last backward of the step
+        - `complete`: the parameters to which no later backward adds, where that is not all of them in the last one and
+          none before
+        """
         self._armed, self._own_mean = last or bool(complete) or self._lender is not None, own_mean
         self._complete = complete if self._lender is None else None
         try:
@@ -119,7 +134,7 @@ class Reducer:
 
     @torch.no_grad()
     def hand_over(self, aside: Sequence[Tensor], touched: Mapping[str, bool]) -> None:
-        """In place of backwards: the gradients of a whole step, laid out as the chunks, of which `touched` have any."""
+        """Hands over a step's gradients, laid out as the chunks, in place of backwards. `touched`: which have any."""
         self.touched = dict(touched)
         for chunk, flat in zip(self._chunks, aside, strict=True):
             chunk.gradient.copy_(flat)
@@ -130,11 +145,11 @@ class Reducer:
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        for place, missing in self._missing.items():
-            chunk = self._chunks[place]
+        for index, missing in self._missing.items():
+            chunk = self._chunks[index]
             for slot in chunk.slots:
                 if slot.name in missing and chunk.borrows:
-                    slot.view(self._flat(place)).zero_()
+                    slot.view(self._flat(index)).zero_()
                 elif not (self.touched[slot.name] or chunk.sparse or chunk.borrows):
                     slot.view(chunk.gradient).zero_()
             missing.clear()
@@ -144,35 +159,37 @@ class Reducer:
             self._begin_round()
 
     @torch.no_grad()
-    def _arrived(self, place: int, slot: Slot, parameter: Tensor) -> None:
+    def _arrived(self, index: int, slot: Slot, parameter: Tensor) -> None:
         gradient, name = parameter.grad, slot.name
         assert gradient is not None
-        if self._chunks[place].borrows:
-            put(slot.view(self._flat(place)), gradient, False)
+        if self._chunks[index].borrows:
+            put(slot.view(self._flat(index)), gradient, False)
         else:
             self._keep(name, self._views[name], gradient)
         parameter.grad, self.touched[name] = None, True
         if hooks := self._users.of_sum(parameter):
-            self._show(place, slot, parameter, hooks)
+            self._show(index, slot, parameter, hooks)
         if not self._armed or (self._complete is not None and name not in self._complete):
             return
         self.arrivals.append(name)
-        if place in self._missing:
-            if name not in self._missing[place]:
+        if index in self._missing:
+            if name not in self._missing[index]:
                 raise UserError(
-                    f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights does it: "
-                    "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    f"the gradient of {name} came twice in one backward, as reentrant checkpointing of shared weights "
+                    "does it: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
                 )
-            self._missing[place].discard(name)
-            if self._front < len(self._order) and place == self._order[self._front]:
+            self._missing[index].discard(name)
+            if self._front < len(self._order) and index == self._order[self._front]:
                 self._advance()
 
-    def _show(self, place: int, slot: Slot, parameter: Tensor, hooks: Sequence[Hook]) -> None:
-        """Lets a user's `hooks` see, and change, what has been added up here of a gradient."""
+    def _show(self, index: int, slot: Slot, parameter: Tensor, hooks: Sequence[Hook]) -> None:
+        """Lets a user's `hooks` see, and change, the sum of a gradient on this rank."""
         name, rows = slot.name, self.rows.get(slot.name)
-        view = slot.view(self._flat(place)) if self._chunks[place].borrows else self._views[name]
+        view = slot.view(self._flat(index)) if self._chunks[index].borrows else self._views[name]
         total = view if rows is None else torch.sparse_coo_tensor(rows.unique()[None], view[rows.unique()], view.shape)
-        result = run_on_sum(hooks, parameter, total, self._own_mean if self._unscale is None else self._own_mean * self._unscale)
+        result = run_on_sum(
+            hooks, parameter, total, self._own_mean if self._unscale is None else self._own_mean * self._unscale
+        )
         if result is total:
             return
         if result is None:  # as torch's optimizers take it
@@ -190,41 +207,41 @@ class Reducer:
             view.copy_(result)
 
     def _keep(self, name: str, view: Tensor, gradient: Tensor) -> None:
-        """Takes a gradient into the chunk's own: what comes in a step adds up there."""
+        """Adds a gradient to the chunk's, or writes it there if it is the first of the step."""
         if name not in self.rows:
             put(view, gradient, self.touched[name])
         elif gradient.is_sparse:
             self.rows[name] = add_rows(view, gradient, self.rows[name])
-        else:  # tied to something dense: rows are no shorter way to say it
+        else:  # tied to something dense: rows would be no shorter
             self.rows[name] = None
             view.add_(gradient)
 
-    def _flat(self, place: int) -> Tensor:
-        """The whole gradient that the chunk at `place` has been lent for this round."""
-        if place not in self._lent:
+    def _flat(self, index: int) -> Tensor:
+        """Returns the whole gradient that the chunk has borrowed for this round."""
+        if index not in self._lent:
             assert self._lender is not None
-            flat = self._lender.borrow(self._turn + self._order.index(place) - self._front, self._chunks[place].size)
-            self._chunks[place].clear_padding(flat)
-            self._lent[place] = flat
-        return self._lent[place]
+            flat = self._lender.borrow(self._turn + self._order.index(index) - self._front, self._chunks[index].size)
+            self._chunks[index].clear_padding(flat)
+            self._lent[index] = flat
+        return self._lent[index]
 
     def _advance(self) -> None:
         while self._front < len(self._order) and not self._missing[self._order[self._front]]:
-            place = self._order[self._front]
+            index = self._order[self._front]
             self._front += 1
-            chunk = self._chunks[place]
+            chunk = self._chunks[index]
             self._turn += 1
             if chunk.borrows:
                 assert self._lender is not None
-                flat = self._lent.pop(place)
-                work = partial(self._exchange_lent, place, self._turn - 1, flat, self._round)
+                flat = self._lent.pop(index)
+                work = partial(self._exchange_lent, index, self._turn - 1, flat, self._round)
                 self._lender.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
             else:
-                self._lane.submit(partial(self._exchange, place), f"chunk {chunk.index}")
+                self._lane.submit(partial(self._exchange, index), f"chunk {chunk.index}")
 
     @torch.no_grad()
-    def _exchange(self, place: int) -> None:
-        chunk = self._chunks[place]
+    def _exchange(self, index: int) -> None:
+        chunk = self._chunks[index]
         if self._unscale is not None:
             chunk.gradient.mul_(self._unscale)
         self._sum_beside(chunk)
@@ -236,27 +253,27 @@ class Reducer:
         elif self._reduces:
             self._algorithm.reduce(chunk, self._own_mean)
         if self._sums:
-            self.squares[place] = sum_of_squares(self._pieces[place], chunk.data.device)
+            self.squares[index] = sum_of_squares(self._pieces[index], chunk.data.device)
 
     def _sum_beside(self, chunk: Chunk) -> None:
-        """Of what the ranks among whom a model is cut have alike, each may have the gradient of its tokens alone."""
+        """Sums gradients of parameters that ranks of a cut model share, each having those of its tokens only."""
         if self._beside is not None and chunk.beside[1] > 1:
             self._beside.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index} beside")
             if chunk.sparse:
                 self.rows[chunk.slots[0].name] = None
 
     @torch.no_grad()
-    def _exchange_lent(self, place: int, turn: int, flat: Tensor, round_: int) -> None:
+    def _exchange_lent(self, index: int, turn: int, flat: Tensor, round_: int) -> None:
         assert self._lender is not None
-        chunk = self._chunks[place]
+        chunk = self._chunks[index]
         lent = chunk.with_gradient(self._lender.to_reduce(turn, flat))
         if self._unscale is not None:
             lent.gradient.mul_(self._unscale)
         self._sum_beside(lent)
         self._algorithm.reduce(lent, self._own_mean)
         home, new, last = chunk.owned.gradient, lent.owned.gradient, round_ == self._rounds - 1
-        pieces = self._pieces[place]
-        if new.is_cuda and home.is_cpu:  # all in the order of the lane's stream; the host waits for none of it
+        pieces = self._pieces[index]
+        if new.is_cuda and home.is_cpu:  # in the order of the lane's stream, without a wait of the host
             if round_ > 0:
                 new.add_(home.to(new.device, non_blocking=True))
             home.copy_(new, non_blocking=True)
@@ -266,5 +283,5 @@ class Reducer:
         else:
             home.add_(new)
         if last:
-            self.squares[place] = sum_of_squares(pieces, chunk.data.device)
+            self.squares[index] = sum_of_squares(pieces, chunk.data.device)
         self._lender.end(turn, new.nbytes if chunk.passes else 0)

@@ -1,4 +1,8 @@
-"""Gradients that are rows. Those of `nn.Embedding(sparse=True)` travel as rows, or as the whole where that is less; those of any other embedding are added to what a step has so far as rows."""
+"""Gradients of embeddings as rows.
+
+Those of `nn.Embedding(sparse=True)` travel as rows, or as a whole where that is less; those of any other embedding are
+added as rows to the sum of the step.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,16 @@ from shoal.comm import Group
 from shoal.exchange.hooks import is_hooked
 
 ByRows = tuple[nn.Embedding, Tensor]
-"""An embedding and its weight: where weights are gathered, to read `embedding.weight` is to use it."""
+"""An embedding and its weight, kept since reading `embedding.weight` would gather a sharded weight."""
 
 
 def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch.device) -> list[ByRows]:
-    """The embeddings whose gradients can be had as rows where they are given whole: on CPU, since filling a vocabulary's gradient with zeros for each microbatch takes longer there than all
-    that is computed of its tokens. Not those inside `compiled` blocks, where they would be traced, and not tied ones, whose other gradient is whole, or
-    (see as_rows) those whose weight has hooks of the user's, which may take it for whole."""
+    """Returns the embeddings whose gradients can be taken as rows although they are given whole. CPU only.
+
+    Filling a vocabulary's gradient with zeros for each microbatch takes longer there than all computation on its
+    tokens. Excluded are embeddings inside `compiled` blocks, which would be traced; tied ones, whose other gradient is
+    whole; and (see as_rows) those whose weight has users' hooks, which may expect a whole gradient.
+    """
     if device.type != "cpu":
         return []
     inside = {id(part) for block in compiled for part in block.modules()}
@@ -36,7 +43,7 @@ def row_by_row(module: nn.Module, compiled: Collection[nn.Module], device: torch
 
 @contextmanager
 def as_rows(embeddings: Sequence[ByRows]) -> Iterator[None]:
-    """What is computed of `embeddings` inside gives them gradients as rows, but for those whose weight has hooks by now."""
+    """Gives `embeddings` gradients as rows inside the block, except where a weight has hooks by now."""
     bare = [embedding for embedding, weight in embeddings if not is_hooked(weight)]
     for embedding in bare:
         embedding.sparse = True
@@ -48,7 +55,7 @@ def as_rows(embeddings: Sequence[ByRows]) -> Iterator[None]:
 
 
 def put(dense: Tensor, gradient: Tensor, adds: bool) -> None:
-    """Writes `gradient`, whole or as rows, to `dense`, or adds it to what is there; rows of one gradient are summed first, as a whole one would be."""
+    """Writes `gradient`, whole or as rows, to `dense`, or adds it if `adds`. Equal rows are summed first."""
     if gradient.is_sparse:
         if not adds:
             dense.zero_()
@@ -75,10 +82,11 @@ def add_rows(dense: Tensor, gradient: Tensor, rows: Tensor | None) -> Tensor | N
 
 
 def sum_rows(dense: Tensor, rows: Tensor | None, group: Group, purpose: str) -> Tensor | None:
-    """Replaces `dense`, zero outside `rows`, by its sum over `group`; returns the rows of the sum (sorted), None for all.
+    """Replaces `dense`, zero outside `rows`, by its sum over `group`; returns the sum's sorted rows, None for all.
 
-    The ranks tell how many rows they have. Where gathering them takes fewer bytes than an all-reduce of everything, they are gathered
-    and added in rank order, so that every rank gets the same bits; a rank whose `rows` are None makes it an all-reduce.
+    The ranks tell how many rows they have. Where gathering them takes fewer bytes than an all-reduce of everything,
+    they are gathered and added in rank order, so that every rank gets the same bits; a rank whose `rows` are None makes
+    it an all-reduce.
     """
     mine = None if rows is None else rows.unique()
     if group.size == 1:

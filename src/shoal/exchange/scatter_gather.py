@@ -1,4 +1,4 @@
-"""The sum over replicas through a codec: each rank sums one cut of what all send it encoded, and hands the encoded sum to all.
+"""The sum over replicas through a codec: each rank sums one cut of what all send, and sends the sum to all.
 
 Bytes on the wire are those of a ring all-reduce times encoded/plain; every value is rounded twice (Bagua's ByteGrad,
 https://arxiv.org/abs/2107.01499, section 3). All ranks decode the same bytes, so replicas stay equal.
@@ -22,20 +22,22 @@ ROW = 1024
 
 
 def cuts_of(numel: int, size: int) -> list[slice]:
-    """The cut of each rank: equal multiples of ROW, the last ones shorter or empty."""
+    """Returns the cut of each rank: equal multiples of ROW, the last ones shorter or empty."""
     each = -(-numel // (size * ROW)) * ROW
     return [slice(min(rank * each, numel), min((rank + 1) * each, numel)) for rank in range(size)]
 
 
 class Feedback:
-    """Error feedback for both roundings (1-bit Adam, https://arxiv.org/abs/2102.02888): what encoding lost of the own gradient, and of the
-    sum of this rank's cut, is added next time."""
+    """Error feedback for both roundings (1-bit Adam, https://arxiv.org/abs/2102.02888).
+
+    What encoding lost of the own gradient, and of the sum of this rank's cut, is added next time.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], group: Group) -> None:
         self._chunks, self._group = chunks, group
         device = chunks[0].data.device
         self.own = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
-        # As long as the chunk, zero outside this rank's cut: a change of the number of replicas then adds up.
+        # as long as the chunk, zero outside this rank's cut: can be summed when the number of replicas changes
         self.summed = [torch.zeros(chunk.size, dtype=torch.float32, device=device) for chunk in chunks]
         cuts = [cuts_of(chunk.size, group.size)[group.rank] for chunk in chunks]
         mine = [flat[cut] for flat, cut in zip(self.summed, cuts, strict=True)]
@@ -46,11 +48,11 @@ class Feedback:
         for kept in self._kept:
             kept.drop()
 
-    def take(self, place: int) -> tuple[Tensor, Tensor]:
-        """What `scatter_gather` takes of the chunk at `place`, for a step that may yet be left out."""
+    def take(self, index: int) -> tuple[Tensor, Tensor]:
+        """Returns the residuals of a chunk for `scatter_gather`, in a step that may yet be left out."""
         for kept in self._kept:
-            kept.take(place)
-        return self.own[place], self.summed[place]
+            kept.take(index)
+        return self.own[index], self.summed[index]
 
     def commit(self, to_mean: Tensor | None, skip: Tensor | None, untouched: Collection[str]) -> None:
         for kept in self._kept:
@@ -64,7 +66,7 @@ class Feedback:
         }
 
     def restored(self) -> None:
-        """Of what a resize gave to all, each rank keeps its cut."""
+        """Keeps this rank's cut of what a resize gave to all."""
         for flat in self.summed:
             mine = cuts_of(flat.numel(), self._group.size)[self._group.rank]
             flat[: mine.start].zero_()
@@ -74,7 +76,7 @@ class Feedback:
 def scatter_gather(
     flat: Tensor, group: Group, codec: Codec, purpose: str, own: Tensor | None = None, summed: Tensor | None = None
 ) -> None:
-    """Replaces `flat` by the sum over `group`, rounded by `codec`. `own` and `summed`: the residuals of error feedback, updated."""
+    """Replaces `flat` by the sum over `group`, rounded by `codec`. `own`, `summed`: residuals, updated."""
     if group.size == 1:
         return
     cuts = cuts_of(flat.numel(), group.size)
@@ -93,7 +95,11 @@ def scatter_gather(
 def sum_of_cut(
     flat: Tensor, cuts: Sequence[slice], group: Group, codec: Codec, purpose: str, own: Tensor | None = None
 ) -> Tensor:
-    """This rank's one of `cuts` (one a rank) of the sum of `flat` over `group`, fp32, each addend rounded by `codec`. `own`: see above."""
+    """Returns this rank's cut of the sum of `flat` over `group`, in fp32, each addend rounded by `codec`.
+
+    - `cuts`: the cut of each rank
+    - `own`: residual of error feedback, updated; None without
+    """
     sizes = [codec.encoded_bytes(cut.stop - cut.start) for cut in cuts]
     sent = flat.new_empty(sum(sizes), dtype=torch.uint8)
     with group.ledger.span("comm", "encode", flat.nbytes, "encode"):

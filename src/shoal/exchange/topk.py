@@ -1,4 +1,4 @@
-"""Only the largest gradients travel; the rest waits in the residual (Deep Gradient Compression, https://arxiv.org/abs/1712.01887)."""
+"""Top-k sparsification with residuals (Deep Gradient Compression, https://arxiv.org/abs/1712.01887)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.plan import Option
 
 @dataclass
 class TopK(Algorithm):
-    """Each rank sends the `ratio` of its entries that are largest in magnitude to all others; error feedback keeps the rest."""
+    """Sends the share `ratio` of entries that are largest in magnitude to all others; error feedback keeps the rest."""
 
     ratio: float = 0.01
     chunk_bytes: int | None = 16 * 2**20
@@ -26,7 +26,7 @@ class TopK(Algorithm):
         super().attach(replica)
         chosen: Option = {"name": "topk", "ratio": self.ratio}
         self._codec = codec(chosen)
-        self._place = {chunk.index: place for place, chunk in enumerate(replica.chunks)}
+        self._index = {chunk.index: index for index, chunk in enumerate(replica.chunks)}
         self._residual = [chunk.like_gradient(torch.float32) for chunk in replica.chunks]
         self._kept = Kept(self._residual, [parts_of(chunk) for chunk in replica.chunks])
 
@@ -41,7 +41,7 @@ class TopK(Algorithm):
         group, flat = self.replica.group, chunk.gradient
         if group.size == 1:
             return
-        residual = self._kept.take(self._place[chunk.index])
+        residual = self._kept.take(self._index[chunk.index])
         sent = flat.new_empty(self._codec.encoded_bytes(flat.numel()), dtype=torch.uint8)
         ErrorFeedback.over(self._codec, residual).encode(flat, sent)
         gathered = sent.new_empty(sent.numel() * group.size)

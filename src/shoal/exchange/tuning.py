@@ -1,7 +1,7 @@
-"""How large a chunk is to be: from what the links were measured to do. It changes when gradients travel, never what is computed.
+"""The size of chunks, from the measured speed of links. It changes when gradients travel, never what is computed.
 
-All G bytes of gradients in chunks of c take G/c times the latency a of a message, and after the last gradient has come one chunk is still to
-be sent, c/b at bandwidth b: a G/c + c/b is least at c = sqrt(a b G).
+All G bytes of gradients in chunks of c take G/c times the latency a of a message, and after the last gradient one chunk
+is still to be sent, c/b at bandwidth b: a G/c + c/b is least at c = sqrt(a b G).
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ OVERHEAD = 100e-6
 
 
 def worth_measuring(algorithm: Algorithm, gradient_bytes: int, ranks: int) -> bool:
-    """Whether there is anything to choose."""
+    """Returns whether there is anything to choose."""
     return ranks > 1 and algorithm.chunk_bytes is None and gradient_bytes > SMALLEST
 
 
 def given_chunk_bytes(algorithm: Algorithm, of_memory: int | None) -> int | None:
-    """What the plan fixes, by `plan.memory.chunk` or by the exchange; UserError if both do."""
+    """Returns the chunk size fixed by `plan.memory.chunk` or by the exchange. Raises UserError if both fix it."""
     said = algorithm.chunk_bytes
     if said is not None and (type(said) is not int or not 0 < said < 2**63):
         raise UserError(f"plan.exchange: chunk_bytes = {said!r:.100}: give a number of bytes, at least 1")
     if of_memory is not None and algorithm.chunk_bytes is not None:
         raise UserError(
-            f"plan.memory.chunk = {of_memory} and chunk_bytes = {algorithm.chunk_bytes} of plan.exchange both say how large a chunk is: give one"
+            f"plan.memory.chunk = {of_memory} and chunk_bytes = {algorithm.chunk_bytes} of plan.exchange both say how "
+            "large a chunk is: give one"
         )
     return algorithm.chunk_bytes if of_memory is None else of_memory
 
 
 def chunk_bytes(algorithm: Algorithm, gradient_bytes: int, link: Link | None) -> int:
-    """What the algorithm, or its user, says, else a power of two near the optimum for `link`."""
+    """Returns what the algorithm, or its user, fixes, else a power of two near the optimum for `link`."""
     if algorithm.chunk_bytes is not None:
         return algorithm.chunk_bytes
     if link is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.stalls import to_stderr
-from shoal.comm.world import World
+from shoal.comm.world import Seat, World
 from shoal.launch.environment import MPI, SLURM, Identity, discover
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
@@ -38,8 +38,7 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
     return World(
         identity.rank,
         identity.size,
-        local_rank=identity.local_rank,
-        local_size=identity.local_size,
+        seat=Seat(identity.local_rank, identity.local_size),
         store=dist.PrefixStore(f"world{next(arrival.worlds)}", store) if store is not None else None,
         generation=identity.generation,
         device="cuda:0" if own_gpu else None,  # a scheduler that gives each task a GPU shows it as the first one

@@ -1,7 +1,7 @@
-"""Native kernels: the C files beside this one, compiled on first use into one library in a cache (`cache`) keyed by source, flags and CPU.
+"""Native kernels: the C files of this folder, compiled on first use into one library in a cache (`cache`).
 
-No torch headers: plain pointers through ctypes. `library()` is None where there is no C compiler or SHOAL_NATIVE=0; callers then take
-their torch fallback.
+The library is keyed by source, flags and CPU. It needs no torch headers: plain pointers go through ctypes. `library()`
+is None where there is no C compiler or SHOAL_NATIVE=0; callers then use their torch fallback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from shoal.native import cache
 
 log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-std=gnu11")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+    "-std=gnu11",
+)
 _POINTER, _INT, _UINT32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "shoal_keep": (None, _POINTER, _INT, _INT, _POINTER, _UINT32, _INT),
@@ -51,18 +60,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "shoal_shm_has_come": (_INT, _POINTER, _INT, _INT, _POINTER),
     "shoal_tcp_swap": (_INT, _POINTER, _INT, _INT),
 }
-"""name: (result, *arguments), one line a function of the C files."""
+"""The result and the arguments of each function of the C files."""
 
 
 @once
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, or None (said once, as a warning, when compilation fails)."""
+    """Returns the compiled kernels, or None (with one warning when compilation fails)."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if os.environ.get("SHOAL_NATIVE") == "0" or compiler is None:
         return None
     try:
         return _load(compiler)
-    except (OSError, RuntimeError) as error:  # no place for the cache or none from which may be executed; or what the compiler said
+    except (OSError, RuntimeError) as error:  # no usable folder for the cache, or an error of the compiler
         warnings.warn(f"Shoal's kernels cannot be had, torch is used instead: {error}", stacklevel=2)
         return None
 
@@ -74,7 +83,9 @@ def _load(compiler: str) -> ctypes.CDLL:
 
     def build(target: Path) -> None:
         log.info("compiling the kernels, once on this machine")
-        done = subprocess.run([compiler, *_FLAGS, "-o", str(target), *map(str, sources)], capture_output=True, text=True)
+        done = subprocess.run(
+            [compiler, *_FLAGS, "-o", str(target), *map(str, sources)], capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"{compiler} could not compile them: {done.stderr.strip()[:500]}")
 
@@ -91,7 +102,7 @@ def _fingerprint(sources: list[bytes], compiler: str) -> str:
 
 
 def _cpu_features() -> bytes:
-    """What -march=native depends on: the cache may lie on a file system that several kinds of host share."""
+    """Returns what -march=native depends on: hosts of several kinds may share the file system of the cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

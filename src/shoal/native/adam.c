@@ -1,5 +1,6 @@
-/* Adam and AdamW over flat memory of the host in one pass: unscale, decay, moments, update, and the bf16 weights that the module sees.
- * fused/host_adam.py holds the torch form. Elements are taken in blocks that stay in the first cache, so that every loop is a simple one. */
+/* Adam and AdamW (Kingma & Ba 2014, Loshchilov & Hutter 2017) over flat host memory in one pass: unscale, decay,
+ * moments, update, and the bf16 weights that the module sees. optim/fused/host_adam.py holds the torch form. Elements
+ * are taken in blocks that stay in the first-level cache, so that every loop is a simple one. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -21,7 +22,7 @@ static void widen(float *to, const uint16_t *from, int n) {
     memcpy(to, bits, n * sizeof *to);
 }
 
-/* To nearest, ties to even; NaN stays NaN. */
+/* Rounds to nearest, ties to even; NaN stays NaN. */
 static void narrow(uint16_t *to, const float *from, int n) {
     uint32_t bits[BLOCK];
     memcpy(bits, from, n * sizeof *from);
@@ -31,7 +32,7 @@ static void narrow(uint16_t *to, const float *from, int n) {
     }
 }
 
-/* fp32 = (upper << 16) + lower, exactly; upper is the bf16 that the module sees, rounded half up (chunks/masters.py). */
+/* fp32 = (upper << 16) + lower, exactly; upper, the bf16 of the module, is rounded half up (chunks/masters.py). */
 static void join(float *to, const uint16_t *upper, const int16_t *lower, int n) {
     uint32_t bits[BLOCK];
     for (int i = 0; i < n; i++)
@@ -61,8 +62,13 @@ static void update(float *restrict p, const float *restrict g, float *restrict m
     }
 }
 
-/* `master`: fp32, or with MASTER_SPLIT the lower halves (int16) of which `weights` are the upper ones. `grad`: fp32 or bf16. `weights`: bf16 that get
- * the new values, or null. */
+/* Updates `elements` elements of `master`, `m` and `v` in place.
+ *
+ *     master     fp32, or with MASTER_SPLIT the lower halves (int16) of values whose upper halves are `weights`
+ *     grad       fp32, or bf16 with GRAD_BF16
+ *     weights    bf16, gets the new values; or null
+ *     kind       MASTER_SPLIT | GRAD_BF16 | DECOUPLED (AdamW's weight decay)
+ */
 void shoal_adam(void *master, const void *grad, float *m, float *v, uint16_t *weights, int64_t elements, int64_t kind,
                 const struct shoal_adam *a) {
     float wide[BLOCK], gradient[BLOCK];

@@ -1,8 +1,8 @@
-"""Where compiled libraries are kept. One is loaded only if it and its folder are this user's alone and it is whole.
+"""The cache of compiled libraries. One is loaded only if nobody else could write it and its checksum is right.
 
-    $XDG_CACHE_HOME/shoal/native     or ~/.cache/shoal/native; where that cannot be trusted or used:
-    $TMPDIR/shoal-native-<uid>       where that cannot be either: a fresh folder, which goes with the process
-        NAME.so, NAME.so.sha256
+$XDG_CACHE_HOME/shoal/native     or ~/.cache/shoal/native; where that cannot be trusted or used:
+$TMPDIR/shoal-native-<uid>       where that cannot be either: a fresh folder, removed with the process
+    NAME.so, NAME.so.sha256
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Build = Callable[[Path], None]
 
 
 def load(name: str, build: Build) -> ctypes.CDLL:
-    """The library `name`, built if it is not kept yet or is not what was built.
+    """Loads the library `name`, built if it is not in the cache or is damaged.
 
-    Raises RuntimeError as `build` does, OSError if no folder will do.
+    Raises RuntimeError as `build` does, OSError if no folder can be used.
     """
     try:
         return _load_from(_usual_folder(), name, build)
@@ -70,19 +70,21 @@ def _private_folders() -> Iterator[Path]:
 
 
 def _make(folder: Path) -> None:
-    """Makes `folder` if it does not exist. Raises OSError if others could have put files there, or could exchange it."""
+    """Makes `folder` if it does not exist. Raises OSError if others could have put files there, or could replace it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     above = folder.parent.stat()
     if above.st_uid not in (0, os.geteuid()):
-        raise OSError(f"{folder.parent} belongs to another user (uid {above.st_uid}); set XDG_CACHE_HOME to a folder of your own")
+        raise OSError(
+            f"{folder.parent} belongs to another user (uid {above.st_uid}); set XDG_CACHE_HOME to a folder of your own"
+        )
     if problem := _problem(folder.lstat(), stat.S_ISDIR):
         raise OSError(f"{folder} {problem}; remove it, or set XDG_CACHE_HOME to a folder of your own")
 
 
 def _problem(status: os.stat_result, is_kind: Callable[[int], bool]) -> str:
-    """Why what has this status cannot be trusted, or ''."""
+    """Returns why a file with this status cannot be trusted, or ""."""
     if not is_kind(status.st_mode):
         return "is not what it should be (a link?)"
     if status.st_uid != os.geteuid():
@@ -93,9 +95,9 @@ def _problem(status: os.stat_result, is_kind: Callable[[int], bool]) -> str:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether the file is there, is this user's alone, and has the checksum that stands beside it.
+    """Returns whether the file exists, is this user's alone, and has the checksum of the file beside it.
 
-    A library cut short would load, and end the process when its missing pages are touched.
+    A truncated library would load, and kill the process when its missing pages are touched.
     """
     checksum = _checksum_of(target)
     try:
@@ -107,7 +109,9 @@ def _is_whole(target: Path) -> bool:
 
 
 def _build(target: Path, build: Build) -> None:
-    """Both files reach the disk before they get their names; who dies in between leaves a mismatch, which is built anew."""
+    """Builds a library and its checksum. Both reach the disk before they get their names; a crash in between leaves a
+    mismatch, which is built anew.
+    """
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         fresh = Path(scratch) / target.name
         build(fresh)
@@ -139,7 +143,7 @@ def _flush(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, so that the ranks of a host compile once; where the file system has no locks, each does."""
+    """Locks `folder`, so that the ranks of a host compile once; where the file system has no locks, each does."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):

@@ -1,7 +1,8 @@
-/* Row-wise codecs. comm/codecs/ holds the layout of a row and the torch form of each function, which gives the same bits.
+/* Row-wise codecs. comm/codecs/ documents the layout of a row and holds the torch form of each function, which gives
+ * the same bits.
  *
- * Loops over LANES partial results stand where a reduction would tie the compiler to one order of the elements: they are the vector
- * registers. Headers go through memcpy since a row may start at any address.
+ * Reductions loop over LANES partial results (the vector registers), where a single one would tie the compiler to one
+ * order of the elements. Headers go through memcpy since a row may start at any address.
  */
 #include <math.h>
 #include <stdint.h>
@@ -50,14 +51,14 @@ static inline void row_range(const float *x, int64_t n, float *minimum, float *r
         *minimum = *range = NAN;
 }
 
-/* Writes the header {scale, minimum} of a row whose codes go up to `levels`; returns the factor from x - minimum to a code. */
+/* Writes the header {scale, minimum} of a row of codes up to `levels`; returns the factor from x - minimum to code. */
 static inline float row_header(float range, float minimum, float levels, uint8_t *out) {
     float header[2] = {range * (1.0f / levels), minimum};
     memcpy(out, header, 8);
     return range > SMALLEST_RANGE ? 1.0f / range * levels : 0.0f;
 }
 
-/* Codes 0..255, a byte each. */
+/* Encodes codes 0..255, a byte each. */
 void shoal_u8_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out) {
     for (int64_t start = 0; start < numel; start += row) {
         const float *x = flat + start;
@@ -75,7 +76,7 @@ void shoal_u8_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out
     }
 }
 
-/* Codes 0..15, two a byte: the row's first half in the low nibbles, its second half in the high ones. */
+/* Encodes codes 0..15, two a byte: the row's first half in the low nibbles, its second half in the high ones. */
 void shoal_u4_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out) {
     for (int64_t start = 0; start < numel; start += row) {
         const float *x = flat + start;
@@ -100,7 +101,9 @@ void shoal_u4_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out
 }
 
 /* out = decoded, or out += factor * decoded. */
-static inline void put(float *out, float decoded, float factor, int add) { *out = add ? *out + factor * decoded : decoded; }
+static inline void put(float *out, float decoded, float factor, int add) {
+    *out = add ? *out + factor * decoded : decoded;
+}
 
 static inline void u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int add) {
     for (int64_t start = 0; start < numel; start += row) {
@@ -128,16 +131,20 @@ static inline void u4_decode(const uint8_t *data, int64_t numel, int64_t row, fl
     }
 }
 
-void shoal_u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) { u8_decode(data, numel, row, out, 1.0f, 0); }
+void shoal_u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
+    u8_decode(data, numel, row, out, 1.0f, 0);
+}
 void shoal_u8_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
     u8_decode(data, numel, row, out, factor, 1);
 }
-void shoal_u4_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) { u4_decode(data, numel, row, out, 1.0f, 0); }
+void shoal_u4_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
+    u4_decode(data, numel, row, out, 1.0f, 0);
+}
 void shoal_u4_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
     u4_decode(data, numel, row, out, factor, 1);
 }
 
-/* The sum of |x| in the order of a tree: the second half of a row, filled up with zeros to a power of two, onto the first, and again. */
+/* Sums |x| as a tree: pads the row with zeros to a power of two, adds its second half to its first, and repeats. */
 static float sum_of_magnitudes(const float *x, int64_t n) {
     int64_t half = 1;
     while (2 * half < n)
@@ -153,7 +160,7 @@ static float sum_of_magnitudes(const float *x, int64_t n) {
     return sums[0];
 }
 
-/* A bit an element, set where it is not negative: bit b of byte i belongs to element b * ceil(n / 8) + i of the row. */
+/* Encodes one bit an element, set if it is not negative: bit b of byte i is element b * ceil(n / 8) + i of the row. */
 void shoal_sign_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out) {
     for (int64_t start = 0; start < numel; start += row) {
         const float *x = flat + start;
@@ -194,14 +201,15 @@ static inline void sign_decode(const uint8_t *data, int64_t numel, int64_t row, 
     }
 }
 
-void shoal_sign_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) { sign_decode(data, numel, row, out, 1.0f, 0); }
+void shoal_sign_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
+    sign_decode(data, numel, row, out, 1.0f, 0);
+}
 void shoal_sign_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
     sign_decode(data, numel, row, out, factor, 1);
 }
 
-/* Writes the indices, ascending, of the elements whose |x| has at least the bits `threshold` (so NaN counts as the greatest); returns
- * how many there are, or -1 where `capacity` does not hold them.
- */
+/* Writes the ascending indices of the elements whose |x|, as bits, is at least `threshold` (so NaN counts as the
+ * greatest). Returns how many there are, or -1 if they exceed `capacity`. */
 int64_t shoal_at_least(const float *flat, int64_t numel, uint32_t threshold, int64_t capacity, int32_t *indices) {
     int64_t count = 0;
     for (int64_t start = 0; start < numel; start += LANES) {

@@ -1,4 +1,4 @@
-/* Waiting for other processes through flags in shared memory. */
+/* Waiting for other processes through flags in shared memory: spin, then yield, then sleep on a futex. */
 #include "shm.h"
 #include <limits.h>
 #include <linux/futex.h>
@@ -23,9 +23,8 @@ static void rest(void) {
 #endif
 }
 
-/* Wakes `rank` if it sleeps. To be called after the store that it may wait for; the fence pairs with the one in shoal_await, so either
- * this sees the sleeper or the sleeper sees that store.
- */
+/* Wakes `rank` if it sleeps. Call it after the store that the rank may wait for: the fence pairs with the one in
+ * shoal_await, so either this call sees the sleeper or the sleeper sees that store. */
 void shoal_ring(struct shoal_rank *rank) {
     atomic_thread_fence(memory_order_seq_cst);
     if (atomic_load_explicit(&rank->asleep, memory_order_relaxed)) {
@@ -34,9 +33,8 @@ void shoal_ring(struct shoal_rank *rank) {
     }
 }
 
-/* Repeats `attempt` until it is done (-1) or `look` gives up (the rank waited for). First it looks again at once, then it gives the core
- * away, then it sleeps until somebody rings: ranks may be more than cores.
- */
+/* Repeats `attempt` until it is done (returns -1) or `look` gives up (returns the rank waited for). It spins first,
+ * then yields the core, then sleeps until another rank rings: there may be more ranks than cores. */
 int64_t shoal_await(struct shoal_shm *shm, shoal_attempt attempt, void *job) {
     struct shoal_rank *me = &shm->ranks[shm->rank];
     int64_t looks = 0, start = 0, looked = 0, moves = 0, seen = 0, asleep = 0, late;
@@ -59,7 +57,7 @@ int64_t shoal_await(struct shoal_shm *shm, shoal_attempt attempt, void *job) {
             int64_t go_on = 0, gone = late;
             looked = now;
             shm->look(late, now - start, atomic_load_explicit(&shm->ranks[late].stopped, memory_order_acquire), &go_on);
-            if (!go_on) { /* but it may have come between that attempt and its end */
+            if (!go_on) { /* the rank may have come between the attempt and its end */
                 if ((late = attempt(shm, job, &moves)) < 0 || late == gone)
                     break;
             }

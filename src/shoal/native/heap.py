@@ -1,11 +1,11 @@
-"""The C heap of a training process: freed memory is kept for the next step instead of being given back and faulted in anew.
+"""Settings of the C heap of a training process: freed memory is kept for the next step.
 
-Each step allocates the same activations and gradients. By default glibc maps large blocks freshly and returns the top of the heap whenever it is
-free, so the kernel zeroes hundreds of MiB of pages a step: for a GPT of 33.7M parameters on one core that took a seventh of the step
-in bf16, with the same peak of memory (docs/design.md).
+Each step allocates the same activations and gradients. By default glibc maps large blocks freshly and returns the top
+of the heap whenever it is free, so the kernel zeroes hundreds of MiB of pages a step: for a GPT of 33.7M parameters on
+one core that took a seventh of the step in bf16, with the same peak of memory (docs/design.md).
 
-The largest blocks are mapped all the same. A heap without end loses the holes that they leave to smaller ones, and grows: by a quarter of a rank's
-memory for a GPT of 124M, whose logits take 200 MiB.
+The largest blocks are still mapped. Without that limit, smaller blocks would take up the holes that they leave, and the
+heap would grow: by a quarter of a rank's memory for a GPT of 124M, whose logits take 200 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGE = 2**25
 
 
 def keep_freed_memory() -> bool:
-    """Sets it for this process, for good; False where the C library has no such options (it is not glibc)."""
+    """Sets these options for this process, for good; returns False where the C library has none (it is not glibc)."""
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,15 +1,16 @@
-/* Messages from one rank to another: a ring of cells for every pair, so that ranks neither meet nor wait in a circle.
+/* Messages from one rank to another: a ring of cells for every ordered pair, so that ranks need no meeting and cannot
+ * deadlock in a circle.
  *
- * A message fills one cell after the other, at least one; its first cell says how long it is and its tag. Between two ranks messages
- * come in the order in which they were sent. Tags below 0 are those of collectives, which have rings of their own: a message that
- * nobody has asked for yet does not stand in their way.
+ * A message fills one cell after the other, at least one; the head of a cell holds the message's length and tag.
+ * Between two ranks messages arrive in the order in which they were sent. Negative tags belong to collectives, which
+ * have rings of their own, so that a message which nobody has asked for yet does not block them.
  */
 #include "shm.h"
 #include <string.h>
 
 enum { KINDS = 2, CELLS = 4, ROOM = 1 << 19, SMALLEST = 4096 };
 
-/* Of a pair: what the sender writes, then what the receiver writes. */
+/* The counters and heads of a pair: what the sender writes, then what the receiver writes. */
 struct ring {
     _Alignas(64) _Atomic int64_t sent;
     struct {
@@ -18,7 +19,7 @@ struct ring {
     _Alignas(64) _Atomic int64_t taken;
 };
 
-/* One message. `cells`: how many have been moved. */
+/* One message to send or receive; comm/shm.py writes the same fields. `cells`: how many have been moved. */
 struct parcel {
     char *data;
     int64_t bytes, peer, tag, sends, cells;
@@ -30,7 +31,7 @@ struct job {
     const struct parcel *wrong;
 };
 
-/* A rank's rings of a kind share ROOM bytes, unless its peers are so many that cells would get tiny. */
+/* Returns the size of a cell: a rank's rings of a kind share ROOM bytes, unless so many peers would make cells tiny. */
 static int64_t cell_bytes(int64_t size) {
     int64_t even = ROOM / CELLS / size / SMALLEST * SMALLEST;
     return even > SMALLEST ? even : SMALLEST;
@@ -40,11 +41,11 @@ int64_t shoal_mail_bytes(int64_t size) {
     return KINDS * size * size * ((int64_t)sizeof(struct ring) + CELLS * cell_bytes(size));
 }
 
-/* Moves one cell; returns whether there was one to move, -1 if it is of another message than expected. */
+/* Moves one cell. Returns 1 if it moved, 0 if none was ready, -1 if it belongs to another message than expected. */
 static int move(struct shoal_shm *shm, struct parcel *parcel) {
     int64_t from = parcel->sends ? shm->rank : parcel->peer, to = parcel->sends ? parcel->peer : shm->rank;
     int64_t place = ((parcel->tag < 0) * shm->size + from) * shm->size + to, most = cell_bytes(shm->size);
-    struct ring *rings = (struct ring *)shoal_mail_start(shm), *ring = rings + place;
+    struct ring *rings = (struct ring *)shm->mail, *ring = rings + place;
     int64_t sent = atomic_load_explicit(&ring->sent, memory_order_acquire);
     int64_t taken = atomic_load_explicit(&ring->taken, memory_order_acquire);
     int64_t number = (parcel->sends ? sent : taken) % CELLS, done = parcel->cells * most;
@@ -73,7 +74,7 @@ static int has_moved(const struct shoal_shm *shm, const struct parcel *parcel) {
     return parcel->cells > 0 && parcel->cells * cell_bytes(shm->size) >= parcel->bytes;
 }
 
-/* A cell of every parcel in turn, as long as there is one that can be moved. */
+/* Moves a cell of every parcel in turn, as long as any can be moved. */
 static int64_t move_all(struct shoal_shm *shm, void *data, int64_t *moves) {
     struct job *job = data;
     int64_t before, late;
@@ -93,19 +94,20 @@ static int64_t move_all(struct shoal_shm *shm, void *data, int64_t *moves) {
     return late;
 }
 
-/* Sends and receives all parcels, no two with the same peer, direction and kind. Returns 0, 1 + the rank for which `look` gave up waiting,
- * or -1 - the rank whose message was another one than expected: then its parcel says what came.
- */
+/* Sends and receives all parcels, no two with the same peer, direction and kind. Returns 0; or 1 + the rank for which
+ * `look` gave up waiting; or -1 - the rank whose message was not the expected one: then its parcel says what came. */
 int64_t shoal_shm_mail(struct shoal_shm *shm, struct parcel *parcels, int64_t count) {
     struct job job = {parcels, count, 0};
     int64_t late = shoal_await(shm, move_all, &job);
     return job.wrong ? -1 - job.wrong->peer : 1 + late;
 }
 
-/* Whether the next message of rank `from` has come and has this tag; `stopped`: what that rank said when it stopped, or 0. */
+/* Returns whether the next message of rank `from` has come and has this tag. Sets `stopped` to why that rank stopped,
+ * or 0. */
 int64_t shoal_shm_has_come(struct shoal_shm *shm, int64_t from, int64_t tag, int64_t *stopped) {
-    struct ring *ring = (struct ring *)shoal_mail_start(shm) + ((tag < 0) * shm->size + from) * shm->size + shm->rank;
-    *stopped = atomic_load_explicit(&shm->ranks[from].stopped, memory_order_acquire); /* before: it may have sent, then stopped */
+    struct ring *ring = (struct ring *)shm->mail + ((tag < 0) * shm->size + from) * shm->size + shm->rank;
+    /* loaded before the counters, since the rank may have sent, then stopped */
+    *stopped = atomic_load_explicit(&shm->ranks[from].stopped, memory_order_acquire);
     int64_t sent = atomic_load_explicit(&ring->sent, memory_order_acquire);
     int64_t taken = atomic_load_explicit(&ring->taken, memory_order_acquire);
     return sent != taken && ring->heads[taken % CELLS].tag == tag;

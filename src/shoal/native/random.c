@@ -23,8 +23,10 @@ static inline void philox(uint64_t counter, uint64_t key, uint32_t out[4]) {
 
 #define BLOCK 64 /* counters at a time: lanes of a vector register, several times */
 
-/* kept[i] = 1 where element first + i of a sample survives: the word (e % 4) of philox(e / 4) under the sample's key is >= threshold, for element e. */
-void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t *keys, uint32_t threshold, int64_t first) {
+/* Writes the dropout mask `kept` [samples, elements]. Element e = first + i of a sample survives (1) where word e % 4
+ * of philox(e / 4) under the sample's key is >= threshold. */
+void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t *keys, uint32_t threshold,
+                int64_t first) {
     for (int64_t s = 0; s < samples; s++) {
         uint8_t *row = kept + s * elements;
         uint64_t key = (uint64_t)keys[s];
@@ -42,14 +44,14 @@ void shoal_keep(uint8_t *kept, int64_t samples, int64_t elements, const int64_t 
     }
 }
 
-/* SplitMix64's finaliser, as `mix` in module/random/philox.py. */
+/* The finaliser of SplitMix64 (Steele et al. 2014), as `mix` in module/random/philox.py. */
 static inline uint64_t mix(uint64_t x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
     return x ^ (x >> 31);
 }
 
-/* data[i] (bf16) is master[i] (fp32) rounded up or down by 16 drawn bits; chunks/masters.py holds the torch form. */
+/* Rounds master[i] (fp32) to data[i] (bf16), up or down by 16 random bits; chunks/masters.py holds the torch form. */
 void shoal_round_stochastically(uint16_t *data, const uint32_t *master, int64_t elements, int64_t key, int64_t start) {
     for (int64_t i = 0; i < elements; i++) {
         uint32_t bits = master[i], finite = (bits & 0x7F800000u) != 0x7F800000u;

@@ -39,38 +39,39 @@ static inline float load_f16(uint16_t value) {
 static inline uint16_t store_f16(float value) {
     uint32_t sign = bits(value) >> 16 & 0x8000, raw = bits(value) & 0x7fffffff;
     uint32_t normal = (raw - (112u << 23) + 0xfff + (raw >> 13 & 1)) >> 13; /* to the nearest, ties to even */
-    uint32_t subnormal = bits(from_bits(raw) + 0.5f) - bits(0.5f);          /* 0.5's last place is the smallest subnormal */
+    /* the last place of 0.5f is the smallest subnormal */
+    uint32_t subnormal = bits(from_bits(raw) + 0.5f) - bits(0.5f);
     uint32_t result = raw < 113u << 23 ? subnormal : normal;
     result = raw >= 143u << 23 ? 0x7c00 : result;
     result = raw > 0x7f800000 ? 0x7e00 : result;
     return result | sign;
 }
 
-#define LOOP(NAME, T, VALUE, LOAD, RESULT)                                                                                             \
-    static void NAME(void *out, const void *left, const void *right, int64_t count) {                                                  \
-        INDEPENDENT for (int64_t i = 0; i < count; i++) {                                                                              \
-            T x = ((const T *)left)[i], y = ((const T *)right)[i];                                                                     \
-            VALUE a = LOAD(x), b = LOAD(y);                                                                                            \
-            ((T *)out)[i] = RESULT;                                                                                                    \
-        }                                                                                                                              \
+#define LOOP(NAME, T, VALUE, LOAD, RESULT)                                                                             \
+    static void NAME(void *out, const void *left, const void *right, int64_t count) {                                  \
+        INDEPENDENT for (int64_t i = 0; i < count; i++) {                                                              \
+            T x = ((const T *)left)[i], y = ((const T *)right)[i];                                                     \
+            VALUE a = LOAD(x), b = LOAD(y);                                                                            \
+            ((T *)out)[i] = RESULT;                                                                                    \
+        }                                                                                                              \
     }
 
-/* A NaN on either side wins, as in torch.minimum and torch.maximum. */
-#define FLOATS(DTYPE, T, VALUE, LOAD, STORE)                                                                                           \
-    LOOP(sum_##DTYPE, T, VALUE, LOAD, STORE(a + b))                                                                                    \
-    LOOP(product_##DTYPE, T, VALUE, LOAD, STORE(a *b))                                                                                 \
-    LOOP(min_##DTYPE, T, VALUE, LOAD, ((a < b) | (a != a)) ? x : y)                                                                    \
-    LOOP(max_##DTYPE, T, VALUE, LOAD, ((a > b) | (a != a)) ? x : y)                                                                    \
-    static void divide_##DTYPE(void *values, int64_t count, int64_t by) {                                                              \
-        for (int64_t i = 0; i < count; i++)                                                                                            \
-            ((T *)values)[i] = STORE(LOAD(((T *)values)[i]) / (VALUE)by);                                                              \
+/* Minimum and maximum return a NaN on either side, as torch.minimum and torch.maximum do. */
+#define FLOATS(DTYPE, T, VALUE, LOAD, STORE)                                                                           \
+    LOOP(sum_##DTYPE, T, VALUE, LOAD, STORE(a + b))                                                                    \
+    LOOP(product_##DTYPE, T, VALUE, LOAD, STORE(a *b))                                                                 \
+    LOOP(min_##DTYPE, T, VALUE, LOAD, ((a < b) | (a != a)) ? x : y)                                                    \
+    LOOP(max_##DTYPE, T, VALUE, LOAD, ((a > b) | (a != a)) ? x : y)                                                    \
+    static void divide_##DTYPE(void *values, int64_t count, int64_t by) {                                              \
+        for (int64_t i = 0; i < count; i++)                                                                            \
+            ((T *)values)[i] = STORE(LOAD(((T *)values)[i]) / (VALUE)by);                                              \
     }
 
 /* Sums and products wrap around, which in C only unsigned numbers may. */
-#define INTEGERS(DTYPE, T)                                                                                                             \
-    LOOP(sum_##DTYPE, T, uint64_t, (uint64_t), (T)(a + b))                                                                             \
-    LOOP(product_##DTYPE, T, uint64_t, (uint64_t), (T)(a * b))                                                                         \
-    LOOP(min_##DTYPE, T, T, (T), a < b ? a : b)                                                                                        \
+#define INTEGERS(DTYPE, T)                                                                                             \
+    LOOP(sum_##DTYPE, T, uint64_t, (uint64_t), (T)(a + b))                                                             \
+    LOOP(product_##DTYPE, T, uint64_t, (uint64_t), (T)(a * b))                                                         \
+    LOOP(min_##DTYPE, T, T, (T), a < b ? a : b)                                                                        \
     LOOP(max_##DTYPE, T, T, (T), a > b ? a : b)
 
 FLOATS(f32, float, float, same_f32, same_f32)
@@ -88,13 +89,14 @@ enum { AVG = 4, BLOCK = 8192 };
 static const int64_t WIDTH[] = {4, 8, 2, 2, 1, 1, 2, 4, 8};
 static void (*const DIVIDE[])(void *, int64_t, int64_t) = {divide_f32, divide_f64, divide_bf16, divide_f16};
 static void (*const COMBINES[][5])(void *, const void *, const void *, int64_t) = {
-    COMBINE(f32), COMBINE(f64), COMBINE(bf16), COMBINE(f16), COMBINE(u8), COMBINE(i8), COMBINE(i16), COMBINE(i32), COMBINE(i64)};
+    COMBINE(f32), COMBINE(f64), COMBINE(bf16), COMBINE(f16), COMBINE(u8),
+    COMBINE(i8),  COMBINE(i16), COMBINE(i32),  COMBINE(i64)};
 
-/* Writes the `op` over at least two sources, ((s0 + s1) + s2) + ..., to every out; an out may be one of the sources. In blocks, so that
- * what is not the last sum stays in the first cache. `dtype` and `op` are places in the tables above.
- */
-void shoal_reduce(char *const *outs, int64_t num_outs, const char *const *sources, int64_t num_sources, int64_t bytes, int64_t dtype,
-                  int64_t op) {
+/* Writes the `op` over at least two sources, ((s0 + s1) + s2) + ..., to every out; an out may be one of the sources.
+ * Works in blocks, so that partial sums stay in the first-level cache. `dtype` and `op` are indices into the tables
+ * above. */
+void shoal_reduce(char *const *outs, int64_t num_outs, const char *const *sources, int64_t num_sources, int64_t bytes,
+                  int64_t dtype, int64_t op) {
     _Alignas(64) char scratch[BLOCK];
     for (int64_t start = 0; start < bytes; start += BLOCK) {
         int64_t length = bytes - start < BLOCK ? bytes - start : BLOCK, count = length / WIDTH[dtype];

@@ -1,19 +1,15 @@
-/* Collectives of the ranks of one host through a segment of shared memory.
+/* Collectives of the ranks of one host through a segment of shared memory (laid out in segment.c).
  *
- *     a page or more    each rank's lines (shm.h)
- *     mail              see mail.c
- *     slots             three a rank
+ * Ranks go through numbered meetings: each posts the number of the meeting that it has reached, then waits until all
+ * have. What is written before a meeting may be read until the reader posts the next one, so the writer may overwrite
+ * it once it has passed that next one. Slots rotate: one that is written before meeting m, and in this rank's own
+ * share once more before meeting m + 1, is free again at m + 3.
  *
- * Ranks go through numbered meetings: each posts the number of the meeting that it has come to, and waits until all have. What is
- * written before a meeting may be read until the reader posts the next one, so the writer may overwrite it when it has passed that next
- * one: slots rotate, and a slot that is written before meeting m, and in this rank's own share once more before meeting m + 1, is free
- * again at m + 3.
+ * Every operation returns 0; or 1 + the rank for which `look` gave up waiting; or -1 - the rank that called another
+ * operation, dtype, size or root. Bytes, dtypes and operations are trusted: Python checks them.
  *
- * Every operation returns 0; or 1 + the rank for which `look` gave up waiting; or -1 - the rank that came with another operation, dtype,
- * size or root. Bytes, dtypes and operations are trusted: Python checks them.
- *
- * `bases` and `place`: the tensor lies at bases[r] + offset on every rank r, in memory that all ranks have mapped, see shm_allocate.py;
- * if all ranks say so at an operation's first meeting, they read each other's tensors and copy nothing.
+ * `bases` and `place`: the tensor lies at bases[r] + offset on every rank r, in memory that all ranks have mapped
+ * (shm_allocate.py). If all ranks say so at an operation's first meeting, they read each other's tensors in place.
  */
 #include "shm.h"
 #include <string.h>
@@ -21,45 +17,28 @@
 #include <emmintrin.h>
 #endif
 
-enum { SLOT = 1 << 20, SMALL = 32768, LINE = 64, PAGE = 4096, PAST_CACHES = 1 << 24 };
+enum { SLOT = SHOAL_SLOT_BYTES, SMALL = 32768, LINE = 64, PAST_CACHES = 1 << 24 };
 enum { BARRIER, ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST };
 #define OFFSET(place) ((place) & (((int64_t)1 << 40) - 1))
 #define OF_OUT ((int64_t)1 << 62)
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
-static int64_t head_bytes(int64_t size) { return pages(size * (int64_t)sizeof(struct shoal_rank)); }
-
-int64_t shoal_shm_bytes(int64_t size) { return head_bytes(size) + pages(shoal_mail_bytes(size)) + size * 3 * SLOT; }
-
-char *shoal_mail_start(struct shoal_shm *shm) { return shm->base + head_bytes(shm->size); }
-
-int64_t shoal_shm_view_bytes(void) { return sizeof(struct shoal_shm); }
-
-/* Prepares `view`, so many bytes, which every operation then takes. */
-void shoal_shm_open(struct shoal_shm *view, char *base, int64_t rank, int64_t size, shoal_look look) {
-    *view = (struct shoal_shm){base, (struct shoal_rank *)base, rank, size, 0, look};
-}
-
-/* Tells those who wait for this rank that it will not come: `reason` is any number but 0. */
-void shoal_shm_stop(struct shoal_shm *shm, int64_t reason) {
-    atomic_store_explicit(&shm->ranks[shm->rank].stopped, reason, memory_order_release);
-}
 
 /* The slot of `rank` that belongs to `meeting`. */
 static char *slot(const struct shoal_shm *shm, int64_t rank, int64_t meeting) {
-    return shm->base + head_bytes(shm->size) + pages(shoal_mail_bytes(shm->size)) + (rank * 3 + meeting % 3) * SLOT;
+    return shm->slots + (rank * SHOAL_SLOTS + meeting % SHOAL_SLOTS) * SLOT;
 }
 
 static int64_t all_are_here(struct shoal_shm *shm, void *next, int64_t *moves) {
     int64_t *rank = next;
     (void)moves;
-    while (*rank < shm->size && atomic_load_explicit(&shm->ranks[*rank].meetings, memory_order_acquire) >= shm->meetings)
+    while (*rank < shm->size &&
+           atomic_load_explicit(&shm->ranks[*rank].meetings, memory_order_acquire) >= shm->meetings)
         ++*rank;
     return *rank == shm->size ? -1 : *rank;
 }
 
-/* Returns 0 when all have come, else 1 + the first rank that has not. */
+/* Waits until all ranks have come. Returns 0, or 1 + the first rank that did not come. */
 static int64_t meet(struct shoal_shm *shm, const struct shoal_card *card) {
     struct shoal_rank *me = &shm->ranks[shm->rank];
     int64_t next = 0, meeting = ++shm->meetings;
@@ -71,7 +50,8 @@ static int64_t meet(struct shoal_shm *shm, const struct shoal_card *card) {
     return 1 + shoal_await(shm, all_are_here, &next);
 }
 
-/* An operation's first meeting: 0, and whether all, none or some of the tensors lie at the same place, or what the operation returns. */
+/* Holds the first meeting of an operation. Returns 0 and says in `shared` whether all, none or some of the tensors lie
+ * at the same place; else what the operation is to return. */
 enum { NONE, SOME, ALL };
 static int64_t agree(struct shoal_shm *shm, const struct shoal_card *card, int *shared) {
     int64_t late = meet(shm, card), same = 0, somewhere = 0;
@@ -88,7 +68,7 @@ static int64_t agree(struct shoal_shm *shm, const struct shoal_card *card, int *
     return 0;
 }
 
-/* Where the share of `rank` of so many bytes starts: the shares are even but for whole cache lines. */
+/* The start of `rank`'s share of `bytes`: even shares, rounded to whole cache lines. */
 static int64_t cut(const struct shoal_shm *shm, int64_t bytes, int64_t rank) {
     return rank == shm->size ? bytes : bytes * rank / shm->size / LINE * LINE;
 }
@@ -97,20 +77,16 @@ static int64_t what(int64_t operation, int64_t dtype, int64_t op, int64_t root) 
     return operation | dtype << 8 | op << 16 | root << 24;
 }
 
-int64_t shoal_shm_barrier(struct shoal_shm *shm) {
-    int shared;
-    return agree(shm, &(struct shoal_card){BARRIER, 0, 0}, &shared);
-}
-
-/* What a rank hands in at once. `stride`: from one rank's cut to the next, where each gets its own. */
+/* What a rank hands in at once. `stride`: bytes from one rank's cut to the next, where each rank gets its own. */
 struct piece {
     const char *data;
     int64_t bytes, stride;
 };
 typedef void (*hand_in)(const struct shoal_shm *shm, const struct piece *piece);
 
-/* Hands in an operation's first piece and meets; where all ranks' tensors are shared already, nothing is copied. */
-static int64_t begin(struct shoal_shm *shm, const struct shoal_card *card, hand_in hand, const struct piece *piece, int *shared) {
+/* Hands in the first piece of an operation and meets; copies nothing where all ranks' tensors are shared already. */
+static int64_t begin(struct shoal_shm *shm, const struct shoal_card *card, hand_in hand, const struct piece *piece,
+                     int *shared) {
     if (!card->place)
         hand(shm, piece);
     int64_t failed = agree(shm, card, shared);
@@ -124,7 +100,7 @@ static void hand_whole(const struct shoal_shm *shm, const struct piece *piece) {
     memcpy(slot(shm, shm->rank, shm->meetings + 1), piece->data, piece->bytes);
 }
 
-/* All but the share that this rank itself reduces. */
+/* Hands in all but the share that this rank itself reduces. */
 static void hand_shares(const struct shoal_shm *shm, const struct piece *piece) {
     char *mine = slot(shm, shm->rank, shm->meetings + 1);
     int64_t start = cut(shm, piece->bytes, shm->rank), stop = cut(shm, piece->bytes, shm->rank + 1);
@@ -134,7 +110,6 @@ static void hand_shares(const struct shoal_shm *shm, const struct piece *piece) 
 
 static int64_t row_bytes(const struct shoal_shm *shm) { return SLOT / shm->size / LINE * LINE; }
 
-/* A row for each other rank. */
 static void hand_rows(const struct shoal_shm *shm, const struct piece *piece) {
     char *mine = slot(shm, shm->rank, shm->meetings + 1);
     for (int64_t rank = 0; rank < shm->size; rank++)
@@ -142,17 +117,18 @@ static void hand_rows(const struct shoal_shm *shm, const struct piece *piece) {
             memcpy(mine + rank * row_bytes(shm), piece->data + rank * piece->stride, piece->bytes);
 }
 
-/* Reduces what all ranks have at `start` of their slots of `meeting`, this rank at `mine`, which gets the result. */
-static void reduce_slots(const struct shoal_shm *shm, char *const *outs, int64_t num_outs, const char *mine, int64_t meeting,
-                         int64_t start, int64_t bytes, int64_t dtype, int64_t op) {
+/* Reduces what others have at `start` of their slots of `meeting`, and this rank at `mine`, into every out. */
+static void reduce_slots(const struct shoal_shm *shm, char *const *outs, int64_t num_outs, const char *mine,
+                         int64_t meeting, int64_t start, int64_t bytes, int64_t dtype, int64_t op) {
     const char *sources[shm->size];
     for (int64_t rank = 0; rank < shm->size; rank++)
         sources[rank] = rank == shm->rank ? mine : slot(shm, rank, meeting) + start;
     shoal_reduce(outs, num_outs, sources, shm->size, bytes, dtype, op);
 }
 
-/* Reduces this rank's share of a piece that was handed in before `meeting`, into the piece and into this rank's slot. */
-static void reduce_share(const struct shoal_shm *shm, char *piece, int64_t bytes, int64_t meeting, int64_t dtype, int64_t op) {
+/* Reduces this rank's share of a piece handed in before `meeting`, into the piece and into this rank's slot. */
+static void reduce_share(const struct shoal_shm *shm, char *piece, int64_t bytes, int64_t meeting, int64_t dtype,
+                         int64_t op) {
     int64_t start = cut(shm, bytes, shm->rank), stop = cut(shm, bytes, shm->rank + 1);
     char *outs[] = {piece + start, slot(shm, shm->rank, meeting) + start};
     reduce_slots(shm, outs, 2, piece + start, meeting, start, stop - start, dtype, op);
@@ -166,7 +142,8 @@ static void take_shares(const struct shoal_shm *shm, char *piece, int64_t bytes,
 }
 
 /* Reduces this rank's share of all ranks' tensors, and writes it to all of them. */
-static int64_t reduce_in_place(struct shoal_shm *shm, char *const *bases, const struct shoal_card *card, int64_t dtype, int64_t op) {
+static int64_t reduce_in_place(struct shoal_shm *shm, char *const *bases, const struct shoal_card *card, int64_t dtype,
+                               int64_t op) {
     int64_t start = cut(shm, card->bytes, shm->rank), stop = cut(shm, card->bytes, shm->rank + 1);
     char *tensors[shm->size];
     for (int64_t rank = 0; rank < shm->size; rank++)
@@ -175,8 +152,9 @@ static int64_t reduce_in_place(struct shoal_shm *shm, char *const *bases, const 
     return meet(shm, card);
 }
 
-/* One meeting instead of two, and every rank reduces all. */
-static int64_t reduce_small(struct shoal_shm *shm, char *flat, const struct shoal_card *card, int64_t dtype, int64_t op) {
+/* Takes one meeting instead of two: every rank reduces everything. */
+static int64_t reduce_small(struct shoal_shm *shm, char *flat, const struct shoal_card *card, int64_t dtype,
+                            int64_t op) {
     int shared;
     hand_whole(shm, &(struct piece){flat, card->bytes, 0});
     int64_t failed = agree(shm, card, &shared);
@@ -185,8 +163,8 @@ static int64_t reduce_small(struct shoal_shm *shm, char *flat, const struct shoa
     return failed;
 }
 
-int64_t shoal_shm_all_reduce(struct shoal_shm *shm, char *flat, int64_t bytes, int64_t dtype, int64_t op, char *const *bases,
-                             int64_t place) {
+int64_t shoal_shm_all_reduce(struct shoal_shm *shm, char *flat, int64_t bytes, int64_t dtype, int64_t op,
+                             char *const *bases, int64_t place) {
     struct shoal_card card = {what(ALL_REDUCE, dtype, op, 0), bytes, place};
     int shared;
     if (bytes <= SMALL)
@@ -208,7 +186,7 @@ int64_t shoal_shm_all_reduce(struct shoal_shm *shm, char *flat, int64_t bytes, i
     return 0;
 }
 
-/* `bytes`: of `out`, this rank's cut of `flat`. */
+/* `bytes`: the size of `out`, this rank's cut of `flat`. */
 int64_t shoal_shm_reduce_scatter(struct shoal_shm *shm, char *out, char *flat, int64_t bytes, int64_t dtype, int64_t op,
                                  char *const *bases, int64_t place) {
     struct shoal_card card = {what(REDUCE_SCATTER, dtype, op, 0), bytes, place};
@@ -231,14 +209,14 @@ int64_t shoal_shm_reduce_scatter(struct shoal_shm *shm, char *out, char *flat, i
             if ((failed = meet(shm, &card)))
                 return failed;
         }
-        reduce_slots(shm, &(char *){out + start}, 1, flat + mine + start, shm->meetings, shm->rank * row, length, dtype, op);
+        reduce_slots(shm, &(char *){out + start}, 1, flat + mine + start, shm->meetings, shm->rank * row, length, dtype,
+                     op);
     }
     return 0;
 }
 
-/* Copies the other ranks' cuts from where they lie. */
-/* Copies past the caches where `whole`, the bytes that the operation fills, would not stay there until they are read: memory need not be read
- * before it is overwritten then. */
+/* Copies `bytes`, past the caches where `whole` (all that the operation fills) would not stay in them until it is
+ * read: then memory is not read before it is overwritten. */
 static void fill(char *to, const char *from, int64_t bytes, int64_t whole) {
 #ifdef __SSE2__
     if (whole >= PAST_CACHES) {
@@ -255,19 +233,23 @@ static void fill(char *to, const char *from, int64_t bytes, int64_t whole) {
     memcpy(to, from, bytes);
 }
 
-static int64_t gather_in_place(struct shoal_shm *shm, char *out, const char *flat, char *const *bases, const struct shoal_card *card) {
+/* Copies the other ranks' cuts from where they lie. */
+static int64_t gather_in_place(struct shoal_shm *shm, char *out, const char *flat, char *const *bases,
+                               const struct shoal_card *card) {
     int64_t bytes = card->bytes, whole = bytes * shm->size;
     for (int64_t step = 1; step < shm->size; step++) {
         int64_t rank = (shm->rank + step) % shm->size;
-        fill(out + rank * bytes, bases[rank] + OFFSET(card->place) + (card->place & OF_OUT ? rank * bytes : 0), bytes, whole);
+        const char *from = bases[rank] + OFFSET(card->place) + (card->place & OF_OUT ? rank * bytes : 0);
+        fill(out + rank * bytes, from, bytes, whole);
     }
     if (!(card->place & OF_OUT) && out + shm->rank * bytes != flat)
         fill(out + shm->rank * bytes, flat, bytes, whole);
     return meet(shm, card);
 }
 
-/* `bytes`: of `flat`. `place` is that of `out` with OF_OUT, or that of `flat`. */
-int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat, int64_t bytes, char *const *bases, int64_t place) {
+/* `bytes`: the size of `flat`. `place`: where `out` lies, with OF_OUT, or where `flat` lies. */
+int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat, int64_t bytes, char *const *bases,
+                             int64_t place) {
     struct shoal_card card = {what(ALL_GATHER, 0, 0, 0), bytes, place};
     char *mine = out + shm->rank * bytes;
     int64_t whole = bytes * shm->size;
@@ -294,6 +276,11 @@ int64_t shoal_shm_all_gather(struct shoal_shm *shm, char *out, const char *flat,
         }
     }
     return 0;
+}
+
+int64_t shoal_shm_barrier(struct shoal_shm *shm) {
+    int shared;
+    return agree(shm, &(struct shoal_card){BARRIER, 0, 0}, &shared);
 }
 
 int64_t shoal_shm_broadcast(struct shoal_shm *shm, char *flat, int64_t bytes, int64_t root) {

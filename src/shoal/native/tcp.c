@@ -1,4 +1,4 @@
-/* Bytes out and in over several TCP connections at once, by the calling thread alone. */
+/* Sending and receiving over several TCP connections at once, by the calling thread alone. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -17,7 +17,7 @@ typedef struct {
 
 enum { DONE, MOVED, IDLE, FAILED };
 
-/* The bytes that went (1), that nothing goes now (0), or a failure, noted in the link (-1). */
+/* Returns 1 if bytes moved, 0 if none can move now, -1 after a failure, which it notes in the link. */
 static int outcome(shoal_tcp_link *link, ssize_t moved, int closed) {
     if (moved > 0) return 1;
     if (moved < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
@@ -37,10 +37,11 @@ static int pull(shoal_tcp_link *link) {
     return outcome(link, moved, 1);
 }
 
-/* Bytes for which a receiver is woken: one thread switch for many packets, since the core has other work. */
+/* Bytes that wake a receiver: one thread switch for many packets, since the core has other work. */
 #define ENOUGH (256 * 1024)
 
-/* Asks to be woken when ENOUGH or all that is left has come. A socket that cannot do so wakes for every packet. */
+/* Asks to be woken when ENOUGH bytes, or all that are left, have come. A socket that cannot do so wakes for every
+ * packet. */
 static void wait_for_enough(shoal_tcp_link *link, int *asked) {
     int bytes = link->in_left < ENOUGH ? link->in_left : ENOUGH;
     if (bytes == *asked) return;
@@ -48,8 +49,8 @@ static void wait_for_enough(shoal_tcp_link *link, int *asked) {
     setsockopt(link->socket, SOL_SOCKET, SO_RCVLOWAT, &bytes, sizeof bytes);
 }
 
-/* Works on `links` (at most 64): DONE when nothing is left, MOVED or IDLE when nothing has moved for `slice_ms` or a signal came while it
- * waited (call again), FAILED when a link has an error. */
+/* Moves the bytes of `links` (at most 64). Returns DONE when none are left; FAILED when a link has an error; MOVED or
+ * IDLE when none could move for `slice_ms`, or a signal came meanwhile: then call again. */
 int64_t shoal_tcp_swap(shoal_tcp_link *links, int64_t count, int64_t slice_ms) {
     struct pollfd waiting[64];
     int asked[64] = {0}, moved = 0;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm import Group, World
+from shoal.comm import Group, World, link_of
 from shoal.mesh import AXES, EXPERT_AXES, Mesh
 from shoal.parallel.route import AxisCosts
 
@@ -38,7 +38,7 @@ def measured_costs(groups: MeshGroups, device: torch.device) -> AxisCosts:
             latency[axis], rate[axis] = 0.0, float("inf")
             continue
         group = groups.group(axis)
-        link = group.link(device)
+        link = link_of(group, device)
         sent = 2 * (group.size - 1) / group.size * link.bandwidth  # link.bandwidth is of the tensor that is reduced
         worst = groups.world.everyone.all_reduce(torch.tensor([link.latency, 1.0 / sent], dtype=torch.float64), "max", "costs")
         latency[axis], rate[axis] = float(worst[0]), 1.0 / float(worst[1])

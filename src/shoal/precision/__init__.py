@@ -1,6 +1,15 @@
-"""What numbers a run computes in: the named precisions, their formats, the scaling of losses, how masters are kept."""
+"""The numbers a run computes in: named precisions, their formats, loss scaling, how masters are kept."""
 
 from shoal.precision.named import PRECISIONS, Precision, cast_at_the_border, cast_floating, precision, set_products
 from shoal.precision.scaling import LossScale, Scaling
 
-__all__ = ["PRECISIONS", "LossScale", "Precision", "Scaling", "cast_at_the_border", "cast_floating", "precision", "set_products"]
+__all__ = [
+    "PRECISIONS",
+    "LossScale",
+    "Precision",
+    "Scaling",
+    "cast_at_the_border",
+    "cast_floating",
+    "precision",
+    "set_products",
+]

@@ -1,4 +1,4 @@
-"""Number formats: their range and their steps, and which of them this machine multiplies matrices in."""
+"""Floating formats: their range and precision, and which of them a device multiplies matrices in."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating format. `stored` is the dtype in memory; tf32 is how products of fp32 factors are rounded.
+    """A binary floating format.
 
-    `largest` and `smallest` (normal) are its range, `epsilon` the step above 1.
+    - `stored`: the dtype in memory; tf32 is how products of fp32 factors are rounded
+    - `largest`, `smallest`: its range; `smallest` is the smallest normal number
+    - `epsilon`: the step above 1
     """
 
     name: str
@@ -24,7 +26,7 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Of sign, exponent and mantissa together."""
+        """Bits of sign, exponent and mantissa together."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
 
@@ -42,11 +44,11 @@ FORMATS = (
     _format("fp8 e4m3", torch.float8_e4m3fn, 4, 3),
     _format("fp8 e5m2", torch.float8_e5m2, 5, 2),
 )
-"""Widest first."""
+"""All formats, widest first."""
 
 
 def multiplies(kind: Format, device: torch.device) -> bool:
-    """Whether `device` has matrix products in that format; a CPU emulates none of those it lacks."""
+    """Returns whether `device` has matrix products in that format; a CPU emulates none of those it lacks."""
     if kind.name in ("fp64", "fp32", "bf16", "fp16"):
         return True
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""`precision = "fp8"`: bf16, with the matrix products of linear layers in fp8 where the device has them; torchao does it."""
+"""`precision = "fp8"`: bf16, with the matrix products of linear layers in fp8 where the device has them, by torchao."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from shoal.errors import UserError
 from shoal.precision.formats import FORMATS, multiplies
 
 MULTIPLE = 16
-"""Of both sides of a weight: what the kernels take."""
+"""The kernels need both sides of a weight to be multiples of this."""
 
 
 def products_in_fp8(module: nn.Module, device: torch.device) -> None:
-    """Swaps the linear layers of `module` whose sides are multiples of MULTIPLE for torchao's Float8Linear, scaled by tensor, dynamically.
+    """Swaps the linear layers of `module` whose sides are multiples of MULTIPLE for torchao's Float8Linear, scaled by
+    tensor, dynamically. Parameters keep their names and objects.
 
-    Parameters keep their names and objects. Raises UserError where the device has no fp8 or torchao is not there.
+    Raises UserError where the device has no fp8 or torchao is not installed.
     """
     eight = next(each for each in FORMATS if each.name == "fp8 e4m3")
     if not multiplies(eight, device):
         found = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         raise UserError(
-            f'precision = "fp8" needs a GPU with fp8 matrix products (compute capability 8.9); this is {found}. Take "bf16"'
+            'precision = "fp8" needs a GPU with fp8 matrix products (compute capability 8.9); '
+            f'this is {found}. Take "bf16"'
         )
     if importlib.util.find_spec("torchao") is None:
         raise UserError('precision = "fp8" needs torchao: pip install torchao')

@@ -1,9 +1,9 @@
-"""What a precision means, everywhere the same: the dtypes of what the module sees, of the masters, of the gradients.
+"""The meaning of a precision, everywhere the same: the dtypes of the module, of the masters and of the gradients.
 
-Under bf16 and fp16 the module sees low-precision views; the fp32 master lives with the optimizer, gradients accumulate and are reduced in
-fp32. Normalisation kernels accumulate in fp32 inside; BatchNorm keeps fp32 parameters and statistics; the model's floating
-inputs are cast down on the way in and its outputs up to fp32 on the way out, so the loss computes in fp32. Autocast is not
-used: autograd would save a low-precision copy of every weight outside its chunk.
+Under bf16 and fp16 the module sees low-precision views; the fp32 master lives with the optimizer, and gradients are
+accumulated and reduced in fp32. Normalisation kernels accumulate in fp32 inside; BatchNorm keeps fp32 parameters and
+statistics. The model's floating inputs are cast down on the way in and its outputs up to fp32 on the way out, so the
+loss computes in fp32. Autocast is not used: autograd would save a low-precision copy of every weight outside its chunk.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ from shoal.precision.scaling import Scaling
 
 @dataclass(frozen=True)
 class Precision:
-    """`model`: what the module computes in. `master`: what the optimizer updates. `grad`: accumulation and reduction. `scaling`: of the loss, for
-    what has a small range. `tf32`: whether fp32 products may round their factors to tf32 where the device has it. `keep`: how masters are kept
-    between steps (see chunks.masters). `fp8`: whether linear layers multiply in fp8."""
+    """The dtypes of a run.
+
+    - `model`: what the module computes in
+    - `master`: what the optimizer updates
+    - `grad`: accumulation and reduction of gradients
+    - `scaling`: of the loss, for a `model` dtype of small range
+    - `tf32`: whether fp32 products may round their factors to tf32 where the device has it
+    - `keep`: how masters are kept between steps (see chunks.masters)
+    - `fp8`: whether linear layers multiply in fp8
+    """
 
     name: str
     model: torch.dtype
@@ -43,14 +50,15 @@ class Precision:
         return self.model != self.master
 
     def parameter_dtype(self, built: torch.dtype, owner: nn.Module) -> torch.dtype:
-        """The dtype that the module sees of a parameter built as `built`; integers stay, BatchNorm keeps the master's."""
+        """Returns the dtype that the module sees of a parameter; integers stay, BatchNorm keeps the master's."""
         if not built.is_floating_point:
             return built
         return self.master if isinstance(owner, _BatchNorm) else self.model
 
     def buffer_dtype(self, buffer: Tensor, owner: nn.Module, persistent: bool) -> torch.dtype:
-        """The dtype of a buffer: floating ones follow the parameters, but running statistics and derived, non-persistent tables
-        (rotary frequencies) keep the master's under low precision."""
+        """Returns the dtype of a buffer. Floating ones follow the parameters, except that running statistics and
+        derived, non-persistent tables (rotary frequencies) keep the master's under low precision.
+        """
         if not buffer.is_floating_point():
             return buffer.dtype
         return self.master if isinstance(owner, _BatchNorm) or not persistent else self.model
@@ -68,33 +76,39 @@ KEEPS = ("whole", "split", "kahan", "stochastic")
 
 
 def precision(option: str | Mapping[str, Any]) -> Precision:
-    """The precision of that name, or of a table {name = ..., parameter = ...}: those of `Scaling` for fp16, `master` (one of KEEPS) for bf16.
+    """Returns the precision of a name, or of a table {name = ..., parameter = ...}.
 
-    UserError names what is wrong and the closest that there is.
+    Parameters are those of `Scaling` for fp16, and `master` (one of KEEPS) for bf16. Raises UserError that names what
+    is wrong and the closest name or parameter.
     """
     name = option if isinstance(option, str) else option.get("name")
     parameters = {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
     if not isinstance(name, str) or name not in PRECISIONS:
-        raise ArgumentError("precision", f' = "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}')
+        raise ArgumentError(
+            "precision",
+            f' = "{name}" is not one of {", ".join(PRECISIONS)}.{did_you_mean(str(name), list(PRECISIONS))}',
+        )
     chosen = PRECISIONS[name]
     known = [field.name for field in fields(Scaling)] if chosen.scaling else ["master"] if name == "bf16" else []
     for key in parameters:
         if key not in known:
             raise ArgumentError(
-                "precision", f' = "{name}" has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known) or "none"}'
+                "precision",
+                f' = "{name}" has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known) or "none"}',
             )
     if chosen.scaling is not None:
         return replace(chosen, scaling=Scaling(**parameters))
     keep = parameters.get("master", "whole")
     if keep not in KEEPS:
         raise ArgumentError(
-            "precision", f' = "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}'
+            "precision",
+            f' = "{name}": master = {keep!r} is not one of {", ".join(KEEPS)}.{did_you_mean(str(keep), list(KEEPS))}',
         )
     return replace(chosen, keep=keep)
 
 
 def set_products(module: nn.Module, chosen: Precision, device: torch.device) -> None:
-    """Which matrix products the device may use: tf32 is a switch of torch's for the whole process, which "fp32" leaves as it is."""
+    """Sets which matrix products the device may use. tf32 is a switch of the process, which "fp32" leaves alone."""
     if chosen.fp8:
         products_in_fp8(module, device)
     if chosen.tf32 and device.type == "cuda":
@@ -102,7 +116,7 @@ def set_products(module: nn.Module, chosen: Precision, device: torch.device) -> 
 
 
 def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
-    """Hooks on the root module: floating arguments to the model's dtype, low-precision results to the master's."""
+    """Hooks the root module: casts floating arguments to the model's dtype, results to the master's."""
 
     def inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floating((args, kwargs), chosen.model)
@@ -117,7 +131,7 @@ def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with each floating tensor in it, and what stands in for one, cast to `dtype`."""
+    """Casts each floating tensor in `tree`, and whatever stands in for one, to `dtype`."""
     return tree_map(lambda leaf: leaf.to(dtype) if _is_floating(leaf) else leaf, tree)
 
 

@@ -1,7 +1,8 @@
-"""Loss scaling for fp16: the loss is multiplied before backward, so that small gradients do not vanish, and gradients are divided again as they are
-reduced. A step whose gradients overflowed is skipped and, if the scale is dynamic, the scale is halved.
+"""Loss scaling for fp16: the loss is multiplied before backward, so that small gradients do not underflow.
 
-The rule is DeepSpeed's (`DynamicLossScaler`), kept on the device, so that the host need not wait for a step to know.
+Gradients are divided again as they are reduced. A step whose gradients overflowed is skipped and, if the scale is
+dynamic, the scale is halved. The rule is DeepSpeed's (`DynamicLossScaler`), kept on the device, so that the host need
+not wait for a step.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from torch import Tensor
 from shoal.errors import ArgumentError, UserError
 
 STATIC_PATIENCE = 20
-"""Overflows in a row after which a static scale is given up."""
+"""Consecutive overflows after which a static scale is given up."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """`loss_scale`: 0 for a dynamic one, else the scale. A dynamic one begins at 2 ** `initial_scale_power`, doubles after `loss_scale_window` steps
-    without an overflow, and halves at an overflow once `hysteresis` - 1 of them were let pass since it doubled, down to `min_loss_scale`."""
+    """The rule of the loss scale.
+
+    - `loss_scale`: a static scale; 0 for a dynamic one
+    - `initial_scale_power`: a dynamic scale begins at 2 ** `initial_scale_power`
+    - `loss_scale_window`: it doubles after this many steps without an overflow
+    - `hysteresis`: it halves at an overflow, once `hysteresis` - 1 overflows were tolerated since it doubled
+    - `min_loss_scale`: it never gets smaller
+    """
 
     loss_scale: float = 0
     initial_scale_power: int = 16
@@ -48,10 +55,10 @@ class Scaling:
 
 
 class LossScale:
-    """The scale of a run and what it has seen, as 0-dim fp64 tensors on `device`.
+    """The loss scale of a run, as 0-dim fp64 tensors on `device`.
 
-    `scale`: of the next step. `skipped`: steps so far whose gradients overflowed. `stuck`: whether the last one overflowed where the scale cannot get
-    smaller.
+    `scale`: of the next step. `skipped`: steps so far whose gradients overflowed. `stuck`: whether the last one
+    overflowed where the scale cannot get smaller.
     """
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
@@ -72,12 +79,14 @@ class LossScale:
         return self._state[4] > 0
 
     def update(self, overflow: Tensor) -> None:
-        """After a step; `overflow` (0-dim bool) says whether its gradients were not finite."""
+        """Updates the scale after a step; `overflow` (0-dim bool): whether its gradients were not finite."""
         rule = self._scaling
         scale, good, credit, skipped, stuck = self._state.unbind()
         if rule.loss_scale:
             in_a_row = torch.where(overflow, good + 1, 0.0)
-            self._state = torch.stack([scale, in_a_row, credit, skipped + overflow, (in_a_row >= STATIC_PATIENCE).double()])
+            self._state = torch.stack(
+                [scale, in_a_row, credit, skipped + overflow, (in_a_row >= STATIC_PATIENCE).double()]
+            )
             return
         halves = overflow & (credit <= 1)
         good = torch.where(overflow, 0.0, good + 1)
@@ -89,7 +98,7 @@ class LossScale:
         self._state = torch.stack([new, good, credit, skipped + overflow, stuck])
 
     def state(self) -> list[float]:
-        """What a checkpoint holds of it."""
+        """Returns the numbers that a checkpoint holds."""
         return self._state.tolist()
 
     def load(self, state: list[float]) -> None:

@@ -62,10 +62,10 @@ class Clip:
         """
         settings, partners, holds = self._settings, self._groups.partners, self._algorithm.holds(step)
         mean = torch.where(count > 0, expected / count, 0.0)
-        if holds is Holds.OWN:
+        if holds is Holds.LOCAL_SUM:
             mean = mean * partners.size  # the replicas' means, weighted by their counts, average to the group's
         self._algorithm.exchanged(step, mean)
-        is_mean = holds in (Holds.MEAN, Holds.OWN_MEAN, Holds.LATE, Holds.NOTHING)
+        is_mean = holds in (Holds.MEAN, Holds.LOCAL_MEAN, Holds.LATE, Holds.NOTHING)
         unit = torch.ones_like(mean) if is_mean else mean
         norm = (squares if holds is Holds.SUM else self._squares_here()).sqrt() * unit
         chunks, gradients = self._algorithm.replica.chunks, list[Tensor]()
@@ -85,10 +85,10 @@ class Clip:
     def _agreed(self, norm: Tensor, holds: Holds) -> Tensor:
         """Makes each replica's own norm one by which all vote alike, for the update is one that they make together."""
         partners = self._groups.partners
-        if holds not in (Holds.OWN, Holds.OWN_MEAN) or partners.size == 1:
+        if holds not in (Holds.LOCAL_SUM, Holds.LOCAL_MEAN) or partners.size == 1:
             return norm
         mean = (partners.all_reduce(norm.square(), purpose="norm") / partners.size).sqrt()
-        return mean if holds is Holds.OWN_MEAN else torch.where(torch.isfinite(mean), norm, mean)
+        return mean if holds is Holds.LOCAL_MEAN else torch.where(torch.isfinite(mean), norm, mean)
 
     def _squares_here(self) -> Tensor:
         """Sums the squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds

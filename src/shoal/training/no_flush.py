@@ -191,7 +191,7 @@ class NoFlushRunner:
                 "schedule with a "
                 "flush, such as 1f1b, or plan.dp = 1"
             )
-        alone = self._trained.algorithm.holds(batch.step) is Holds.ALONE
+        alone = self._trained.algorithm.holds(batch.step) is Holds.INDEPENDENT
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
         self._tell(step)
         return step
@@ -230,7 +230,7 @@ class NoFlushRunner:
         """Reduces the oldest step's gradients from here on, beside the computation, and agrees on them."""
         step = self._steps[0]
         number = step.batch.step
-        alone = self._trained.algorithm.holds(number) is Holds.ALONE
+        alone = self._trained.algorithm.holds(number) is Holds.INDEPENDENT
         self._trained.algorithm.begin(number)
         self._effects.statistics.begin()
         self._reduce.hand_over(number, None if step.scale is None else step.scale.reciprocal())

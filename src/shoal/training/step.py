@@ -67,7 +67,7 @@ class StepRunner:
         started = time.perf_counter()
         share = self.dealing.cut(batch.ids)
         self.settle()
-        alone = self._holds(batch.step) is Holds.ALONE
+        alone = self._holds(batch.step) is Holds.INDEPENDENT
         self._samples = sum(len(ids) for ids in share.microbatches) if alone else share.samples
         self.begin(batch.step, share.most, self.per_sample * self._samples)
         self.forward.module.train()
@@ -101,7 +101,7 @@ class StepRunner:
 
         `after`: microbatches of the partners behind this rank; `share`: see StepResult.
         """
-        step, totals, trained, alone = self._step, self._totals, self._trained, self._holds(self._step) is Holds.ALONE
+        step, totals, trained, alone = self._step, self._totals, self._trained, self._holds(self._step) is Holds.INDEPENDENT
         reduced = self._reduce.finish()
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
         answer = self._ballot.cast(totals.values, reduced, totals.ran, after, alone)

@@ -1,4 +1,4 @@
-"""Codecs: how a flat tensor travels. One idea a file; `codec` makes one from a plan's words."""
+"""Codecs: how a flat tensor is encoded for the wire. One format a file; `codec` makes one from a plan's option."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _FORMATS: dict[str, Callable[..., Codec]] = {"u8": U8, "u4": U4, "sign": Sign, "
 
 
 def codec(option: Option) -> Codec:
-    """The codec of a name or of a table, {name = "u8", row = 256}; UserError for an unknown name or parameter, or a wrong value."""
+    """Makes the codec of a name or of a table such as {name = "u8", row = 256}.
+
+    Raises UserError for an unknown name or parameter, or a wrong value.
+    """
     name, parameters = option_name(option, "exchange.codec"), option_parameters(option)
     names = [*_CASTS, *_FORMATS]
     if name not in names:

@@ -12,10 +12,10 @@ from shoal.comm.codecs.codec import BLOCK, add, as_bytes, as_values, check
 
 @dataclass(frozen=True)
 class Cast:
-    """Each element in `dtype`, rounded to nearest even. torch's cast is one vectorised pass: there is no kernel of ours.
+    """Casts each element to `dtype`, rounded to nearest even. torch's cast is one pass: no C kernel is needed.
 
-    fp16 overflows to Inf beyond 65504 and loses precision below 6e-5; bf16 has the range of fp32.
-    Relative error |decoded - x| / |x| of Gaussian values, measured: fp32 0, fp16 0.02 %, bf16 0.17 %.
+    fp16 overflows to Inf beyond 65504 and loses precision below 6e-5; bf16 has the range of fp32. Relative error
+    |decoded - x| / |x| of Gaussian values, measured: fp32 0, fp16 0.02 %, bf16 0.17 %.
     """
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Cast:
     def decode_add(self, data: Tensor, out: Tensor, scale: float = 1.0) -> None:
         check(self, out, data)
         values = as_values(data, self.dtype)
-        # On the CPU add_ of two types takes 16 ms for 8.4M elements, a cast and an add_ in cache 1.5 ms.
+        # For 8.4M elements on the CPU, add_ of two dtypes takes 16 ms; a cast and an add_ in cache take 1.5 ms.
         step = BLOCK if out.device.type == "cpu" else max(1, out.numel())
         for start in range(0, out.numel(), step):
             add(out[start : start + step], values[start : start + step].float(), scale)

@@ -11,12 +11,13 @@ from shoal.comm.codecs.codec import BLOCK, Codec
 class ErrorFeedback:
     """A codec with memory, one object a chunk (Karimireddy et al. 2019, https://arxiv.org/abs/1901.09847, algorithm 2):
 
-        corrected = flat + residual;    send encode(corrected);    residual = corrected - decode(encode(corrected))
+            corrected = flat + residual;    send encode(corrected);    residual = corrected - decode(encode(corrected))
 
-    so what was sent and the residual sum to all that came in. `residual` (fp32, `numel` elements) is state for the checkpoint: read it,
-    or copy into it. Where it would not be finite it becomes zero: a step that is refused for its gradients does not spoil the next ones.
+    What was sent and the residual thus sum to all inputs. `residual` (fp32, `numel` elements) is state for the
+    checkpoint: read it, or copy into it. Non-finite residuals become zero, so a step that is refused for its gradients
+    does not spoil the next ones.
 
-    Decoding is that of the codec; what it lacks in the eyes of the receiver is the sender's residual.
+    Decoding is that of the codec: the sender's residual is what the receiver lacks.
     """
 
     lossless = False
@@ -27,7 +28,7 @@ class ErrorFeedback:
 
     @classmethod
     def over(cls, codec: Codec, residual: Tensor) -> ErrorFeedback:
-        """One whose residual is kept elsewhere: `residual` (fp32, flat) is updated in place."""
+        """Makes a codec that updates `residual` (fp32, flat), which is kept elsewhere, in place."""
         feedback = cls(codec, 0)
         feedback.residual = residual
         return feedback
@@ -40,11 +41,15 @@ class ErrorFeedback:
         return self.codec.encoded_bytes(numel)
 
     def encode(self, flat: Tensor, out: Tensor) -> None:
-        """Fills `out` with flat + residual encoded, and renews the residual. `flat` is the whole chunk; its bytes may be cut by rows."""
+        """Encodes flat + residual into `out` and renews the residual.
+
+        `flat`: a whole chunk; bytes may be cut by rows.
+        """
         if flat.shape != self.residual.shape or out.shape != (self.encoded_bytes(flat.numel()),):
             raise ValueError(
-                f"error feedback over {self.residual.numel()} elements, {self.encoded_bytes(self.residual.numel())} bytes encoded, "
-                f"got {tuple(flat.shape)} for {tuple(out.shape)} bytes: one object serves one whole chunk"
+                f"error feedback over {self.residual.numel()} elements, "
+                f"{self.encoded_bytes(self.residual.numel())} bytes encoded, got {tuple(flat.shape)} for "
+                f"{tuple(out.shape)} bytes: one object serves one whole chunk"
             )
         for start, stop in self._cuts(flat):
             corrected = self.residual[start:stop].add_(flat[start:stop].float())
@@ -60,7 +65,7 @@ class ErrorFeedback:
         self.codec.decode_add(data, out, scale)
 
     def _cuts(self, flat: Tensor) -> list[tuple[int, int]]:
-        """Pieces of whole rows that stay in the CPU's cache over the four passes; a GPU, or a codec without rows, takes all at once."""
+        """Returns ranges of whole rows that stay in the CPU's cache; one range on a GPU or without rows."""
         numel, row = flat.numel(), self.codec.row
         step = max(1, numel) if row is None or flat.device.type != "cpu" else max(row, BLOCK // row * row)
         return [(start, min(start + step, numel)) for start in range(0, numel, step)]

@@ -1,4 +1,4 @@
-"""Eight and four bits an element between the minimum and the maximum of its row."""
+"""Uniform quantization to eight or four bits between the minimum and the maximum of a row."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from shoal.comm.codecs.rows import Rows, get_header, put_header
 
 _SMALLEST_RANGE = 1e-36
-"""Below it 1 / range would overflow: such a row decodes to its minimum."""
+"""Below this range 1 / range would overflow: such a row decodes to its minimum."""
 
 
 def quantize(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale [rows, 1], minimum [rows, 1], codes [rows, n], whole fp32 numbers up to `levels`) of fp32 `values` [rows, n].
+    """Quantizes fp32 `values` [rows, n] to whole numbers up to `levels`.
 
-    scale = (max - min) / levels; code = round((x - min) / scale), half to even; decoded = code * scale + min.
-    A row whose elements or whose range are not finite gets NaN for scale and minimum, and codes of 0.
+    Returns (scale [rows, 1], minimum [rows, 1], codes [rows, n] as fp32): scale = (max - min) / levels; code = round((x
+    - min) / scale), half to even; decoded = code * scale + min. A row whose elements or whose range are not finite gets
+    NaN for scale and minimum, and codes of 0.
     """
     low, high = torch.aminmax(values, dim=1, keepdim=True)
     low, high = low + 0.0, high + 0.0  # +0 for -0: which one is the smallest depends on the order of comparison
@@ -34,18 +35,18 @@ def quantize(values: Tensor, levels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class MinMax(Rows):
-    """What u8 and u4 share: header fp32 scale and minimum, then codes up to `levels`, which a format packs into bytes."""
+    """The common part of u8 and u4: a header of fp32 scale and minimum, then packed codes up to `levels`."""
 
     levels: ClassVar[int]
     header_bytes: ClassVar[int] = 8
 
     @abstractmethod
     def pack(self, codes: Tensor, width: int) -> Tensor:
-        """The bytes [rows, width] of `codes` (whole fp32 numbers [rows, n])."""
+        """Packs `codes` (whole fp32 numbers [rows, n]) into bytes [rows, width]."""
 
     @abstractmethod
     def unpack(self, data: Tensor, numel: int) -> Tensor:
-        """The codes [rows, numel] of the bytes `data` [rows, width]."""
+        """Returns the codes [rows, numel] of the bytes `data` [rows, width]."""
 
     def encode_rows(self, values: Tensor, out: Tensor) -> None:
         scale, minimum, codes = quantize(values, self.levels)
@@ -59,10 +60,10 @@ class MinMax(Rows):
 
 @dataclass(frozen=True)
 class U8(MinMax):
-    """A byte an element: header fp32 scale and minimum, then a code (0..255) an element. 0.8 % more than a quarter of fp32.
+    """One byte an element: a header of fp32 scale and minimum, then a code (0..255) for each element.
 
-    |decoded - x| <= (max - min) / 510 of the row, and rounding. Relative error (Euclidean) of Gaussian values, measured: 0.74 %
-    with rows of 1024, 0.64 % with 256.
+    Takes 0.8 % more than a quarter of fp32. |decoded - x| <= (max - min) / 510 of the row, plus rounding. Relative
+    error (Euclidean) of Gaussian values, measured: 0.74 % with rows of 1024, 0.64 % with 256.
     """
 
     row: int = 1024
@@ -80,11 +81,11 @@ class U8(MinMax):
 
 @dataclass(frozen=True)
 class U4(MinMax):
-    """Half a byte an element: header fp32 scale and minimum, then ceil(n / 2) bytes: element i of the row in the low half of byte i,
-    element ceil(n / 2) + i in its high half.
+    """Half a byte an element: a header of fp32 scale and minimum, then ceil(n / 2) bytes.
 
-    |decoded - x| <= (max - min) / 30 of the row, and rounding. Relative error (Euclidean) of Gaussian values and bits an element,
-    measured: rows of 128 10.0 %, 4.5; 256 10.9 %, 4.25; 512 11.7 %, 4.125; 1024 12.5 %, 4.06. Meant for use under ErrorFeedback.
+    Byte i holds element i of the row in its low half, element ceil(n / 2) + i in its high half. |decoded - x| <= (max -
+    min) / 30 of the row, plus rounding. Relative error (Euclidean) of Gaussian values and bits an element, measured:
+    rows of 128 10.0 %, 4.5; 256 10.9 %, 4.25; 512 11.7 %, 4.125; 1024 12.5 %, 4.06. Meant for use under ErrorFeedback.
     """
 
     row: int = 512

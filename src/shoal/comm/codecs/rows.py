@@ -1,8 +1,9 @@
-"""Codecs whose rows of a fixed number of elements stand alone: a header, then the codes of the row.
+"""Codecs that encode rows of a fixed number of elements independently: a header, then the codes of the row.
 
     | header | codes of row 0 | header | codes of row 1 | ... | header | codes of the last row, which may be shorter |
 
-On the CPU a C kernel does it (native/codecs.c), elsewhere, or without a compiler, torch: the same bytes and values, bit by bit.
+A C kernel (native/codecs.c) does it on the CPU; torch elsewhere, or without a compiler: the same bytes and values, bit
+by bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_ROW = 65536
 
 @dataclass(frozen=True)
 class Rows(ABC):
-    """What u8, u4 and sign share. `row`: elements a header serves, a multiple of 8 up to 65536.
+    """The common part of u8, u4 and sign. `row`: elements that one header serves, a multiple of 8 up to 65536.
 
     A format gives its name among the kernels, its sizes, and the torch form of a whole matrix of rows.
     """
@@ -78,11 +79,11 @@ class Rows(ABC):
 
     @abstractmethod
     def encode_rows(self, values: Tensor, out: Tensor) -> None:
-        """Fills `out` (uint8 [rows, row bytes], strided) with the fp32 `values` [rows, n]."""
+        """Encodes the fp32 `values` [rows, n] into `out` (uint8 [rows, row bytes], strided)."""
 
     @abstractmethod
     def decode_rows(self, data: Tensor, numel: int) -> Tensor:
-        """The fp32 values [rows, numel] of `data` (uint8 [rows, row bytes], strided)."""
+        """Returns the fp32 values [rows, numel] of `data` (uint8 [rows, row bytes], strided)."""
 
     def _row_bytes(self, numel: int) -> int:
         return self.header_bytes - numel // -self.elements_per_byte
@@ -92,7 +93,7 @@ class Rows(ABC):
         return None if kernels is None else getattr(kernels, f"shoal_{self.kernels}_{operation}")
 
     def _pieces(self, flat: Tensor, data: Tensor, kernel: object) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cuts of whole rows with their bytes: everything at once for a kernel and for a GPU, else what stays in cache between passes."""
+        """Yields whole rows and their bytes: all at once for a kernel or a GPU, else as many as stay in cache."""
         numel = flat.numel()
         at_once = flat.device.type != "cpu" or (kernel is not None and flat.dtype == torch.float32)
         step = max(1, numel) if at_once else max(self.row, BLOCK // self.row * self.row)
@@ -101,7 +102,7 @@ class Rows(ABC):
             yield flat[start:stop], data[self.encoded_bytes(start) : self.encoded_bytes(stop)]
 
     def _matrices(self, flat: Tensor, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The full rows, and the short last one, each as a matrix with its matrix of bytes."""
+        """Yields the full rows, and the short last one, each as a matrix with the matrix of its bytes."""
         full = flat.numel() // self.row * self.row
         border = self.encoded_bytes(full)
         if full:
@@ -122,7 +123,7 @@ class Rows(ABC):
 
 
 def get_header(data: Tensor, numbers: int) -> Tensor:
-    """The fp32 header [rows, numbers] of rows of bytes, at any address."""
+    """Returns the fp32 header [rows, numbers] of rows of bytes at any address."""
     return data[:, : 4 * numbers].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

@@ -14,11 +14,11 @@ from shoal.comm.codecs.rows import Rows, get_header, put_header
 
 @dataclass(frozen=True)
 class Sign(Rows):
-    """decoded = sign(x) * mean |x| of the row: the scaled sign of 1-bit Adam (https://arxiv.org/abs/2102.02888) and of Karimireddy et
-    al. 2019. Zero counts as positive. Diverges without ErrorFeedback.
+    """The scaled sign, decoded = sign(x) * mean |x| of the row, of 1-bit Adam (https://arxiv.org/abs/2102.02888) and of
+    Karimireddy et al. 2019. Zero counts as positive. Training diverges without ErrorFeedback.
 
-    Header fp32 mean, then ceil(n / 8) bytes: bit b of byte i belongs to element b * ceil(n / 8) + i of the row.
-    1.03 bits an element; relative error (Euclidean) of Gaussian values 60 %, measured (theory: sqrt(1 - 2 / pi)).
+    A header of the fp32 mean, then ceil(n / 8) bytes: bit b of byte i belongs to element b * ceil(n / 8) + i of the
+    row. 1.03 bits an element; relative error (Euclidean) of Gaussian values 60 %, measured (theory: sqrt(1 - 2 / pi)).
     """
 
     row: int = 1024
@@ -29,7 +29,7 @@ class Sign(Rows):
 
     def encode_rows(self, values: Tensor, out: Tensor) -> None:
         mean = sum_of_magnitudes(values) * (1.0 / values.shape[1])
-        put_header(out, mean.where(~mean.isnan(), torch.nan))  # one NaN for all: theirs differ by sign and payload
+        put_header(out, mean.where(~mean.isnan(), torch.nan))  # one NaN for all, which else differ by sign and payload
         size = out.shape[1] - self.header_bytes
         planes = F.pad(values >= 0, (0, 8 * size - values.shape[1])).view(-1, 8, size)
         shifts = torch.arange(8, dtype=torch.uint8, device=values.device).view(8, 1)
@@ -43,8 +43,9 @@ class Sign(Rows):
 
 
 def sum_of_magnitudes(values: Tensor) -> Tensor:
-    """Sum of |x| of each row, [rows, 1], in the order of a tree: the second half, filled up with zeros to a power of two, onto the first,
-    and again. So the kernel and torch agree to the bit.
+    """Returns the sum of |x| of each row, [rows, 1], added as a tree, so that the kernel and torch agree to the bit.
+
+    The row is padded with zeros to a power of two; its second half is added to its first, and so on.
     """
     width = 1 << (values.shape[1] - 1).bit_length()
     sums = F.pad(values.abs(), (0, width - values.shape[1]))

@@ -1,4 +1,4 @@
-"""The largest elements alone, with their places."""
+"""Sparsification: only the elements of largest magnitude, with their indices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _VALUES = {"fp32": torch.float32, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TopK:
-    """The ceil(ratio * numel) elements of largest magnitude, at least one: their int32 indices, ascending, then their `values`
-    ("fp32" or "fp16"). All others decode to zero. Meant for use under ErrorFeedback.
+    """Sends the ceil(ratio * numel) elements of largest magnitude, at least one; all others decode to zero.
 
-    The selection is over the whole tensor, so it is not cut (`row` is None). NaN counts as the largest magnitude, then Inf.
-    Relative error (Euclidean) of Gaussian values, measured: ratio 0.01 95.7 %, 0.1 74.9 %.
+    The bytes are int32 indices, ascending, then their `values` ("fp32" or "fp16"). Meant for use under ErrorFeedback.
+    The selection is over the whole tensor, so it cannot be cut (`row` is None). NaN counts as the largest magnitude,
+    then Inf. Relative error (Euclidean) of Gaussian values, measured: ratio 0.01 95.7 %, 0.1 74.9 %.
     """
 
     ratio: float = 0.01
@@ -44,7 +44,7 @@ class TopK:
         return False
 
     def entries(self, numel: int) -> int:
-        """How many of `numel` elements are sent."""
+        """Returns how many of `numel` elements are sent."""
         return math.ceil(self.ratio * numel)
 
     def encoded_bytes(self, numel: int) -> int:
@@ -79,10 +79,11 @@ class TopK:
 
 
 def largest(flat: Tensor, count: int) -> Tensor:
-    """The indices (int32, ascending) of the `count` elements of largest magnitude of fp32 `flat`; which of equal ones is left open.
+    """Returns the ascending int32 indices of the `count` largest magnitudes of fp32 `flat`; ties are arbitrary.
 
-    On the CPU a sample of a large tensor gives a threshold that a little more than `count` elements should reach; if so, the choice among
-    them is the exact one. Else, and on a GPU, the choice is among all: there a comparison with what the host knows would make it wait.
+    On the CPU a sample of a large tensor gives a threshold that a little more than `count` elements should reach; if
+    so, the choice among them is exact. Otherwise, and on a GPU, the choice is among all: comparing counts there would
+    make the host wait.
     """
     if flat.device.type == "cpu" and flat.numel() >= _EXACT_BELOW:
         candidates = _at_least(flat, _threshold(flat, count), 4 * count + 64)
@@ -94,12 +95,12 @@ def largest(flat: Tensor, count: int) -> Tensor:
 
 
 def _magnitude(flat: Tensor) -> Tensor:
-    """The bits of |x| as int32, which order like |x|, and NaN above Inf."""
+    """Returns the bits of |x| as int32, which sort like |x|, with NaN above Inf."""
     return flat.view(torch.int32) & 0x7FFFFFFF
 
 
 def _threshold(flat: Tensor, count: int) -> int:
-    """A magnitude that more than `count` elements reach, were the sample true: four standard deviations below the sample's estimate."""
+    """Returns a magnitude that more than `count` elements should reach: four deviations below a sample's estimate."""
     stride = flat.numel() // _SAMPLE | 1  # odd: not always the same columns of a matrix
     sample = _magnitude(flat[::stride].contiguous())
     expected = count / flat.numel() * len(sample)
@@ -108,7 +109,7 @@ def _threshold(flat: Tensor, count: int) -> int:
 
 
 def _at_least(flat: Tensor, threshold: int, capacity: int) -> Tensor | None:
-    """The indices (int32, ascending) of the elements whose magnitude reaches the threshold; None if the kernel finds more than `capacity`."""
+    """Returns the ascending int32 indices of elements of at least this magnitude; None beyond `capacity`."""
     kernels = library()
     if kernels is not None:
         indices = torch.empty(capacity, dtype=torch.int32)

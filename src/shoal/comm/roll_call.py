@@ -1,0 +1,41 @@
+"""Names the ranks that did not come to a collective that failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+_SECONDS = 0.5  # once in the life of a group; a launcher waits little longer for the ranks that have lost one
+
+
+class RollCall:
+    """Asks once, after the first failure of a group, which of its ranks stopped at the same collective.
+
+    - `store`: the group's store; without one nobody can be asked
+    - `rank`: this rank in the group
+    - `ranks`: the group's ranks in the world, for messages
+    """
+
+    def __init__(self, store: dist.Store | None, rank: int, ranks: Sequence[int]) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+
+    def call(self, number: int) -> str:
+        """Returns a sentence about who is missing at the collective of this number; "" where that cannot be known."""
+        store, self._store = self._store, None
+        if store is None:
+            return ""
+        missing = []
+        deadline = time.monotonic() + _SECONDS
+        with suppress(RuntimeError):
+            store.set(f"stopped/{number}/{self._rank}", "1")
+        for rank, name in enumerate(self._ranks):
+            here = False
+            with suppress(RuntimeError):  # a store whose server is gone answers nothing: that rank counts as missing
+                while not (here := store.check([f"stopped/{number}/{rank}"])) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+            if not here:
+                missing.append(name)
+        return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "
