@@ -23,7 +23,7 @@ import torch
 from benchmarks.memory import peak_pss
 from benchmarks.processes import trim_memory
 from shoal import Engine, Plan
-from shoal.chunks.gradient_pool import Lender
+from shoal.chunks.gradient_pool import GradientPool
 from shoal.models import GPT, GPTConfig, causal_lm
 from tests.pool import apart, disposable_ranks
 
@@ -43,12 +43,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's"
 
 
 class Loans:
-    """The most bytes of whole gradients that a Lender has lent at a time and somebody still holds."""
+    """The most bytes of whole gradients that a GradientPool has lent at a time and somebody still holds."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now = self.most = 0
-        borrow = Lender.borrow
-        monkeypatch.setattr(Lender, "borrow", lambda lender, turn, numel: self._lent(borrow(lender, turn, numel)))
+        borrow = GradientPool.borrow
+        monkeypatch.setattr(GradientPool, "borrow", lambda gradient_pool, turn, numel: self._lent(borrow(gradient_pool, turn, numel)))
 
     def _lent(self, flat: torch.Tensor) -> torch.Tensor:
         self._now += flat.nbytes

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
     from shoal.exchange import as_ddp_hook, as_fsdp2
     from shoal.optim import lr
-    from shoal.optim.optimizer import decay_matrices_only
+    from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
     from shoal.training.evaluation import Evaluation
     from shoal.training.result import StepResult
@@ -37,7 +37,7 @@ _HOME = {
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
-    "decay_matrices_only": "shoal.optim.optimizer",
+    "decay_matrices_only": "shoal.optim.groups",
     "initialize_engine": "shoal.doors",
     "open_text": "shoal.data",
 }

@@ -19,8 +19,8 @@ from shoal.assembly.trainer import trainer
 from shoal.comm import World
 from shoal.data.loader import Collate
 from shoal.launch import join
+from shoal.optim.groups import GroupRule, OptimizerFactory
 from shoal.optim.lr import Schedule
-from shoal.optim.optimizer import GroupRule, OptimizerFactory
 from shoal.parallel.tensor import Rules
 from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
@@ -90,7 +90,7 @@ class Engine(Running):
         ranks = ranks_of(plan, world)
         recipe = Recipe.taken_from(arguments)
         whole = build_alike(model, recipe, ranks)
-        check(plan, recipe, whole.built.module, whole.options)
+        check(plan, recipe, whole.built.module, whole.groups.options)
         samples = choose_microbatch(
             microbatch, global_batch, plan.dp, whole.built.module, sync_bn, partial(samples_to_fill, plan)
         )

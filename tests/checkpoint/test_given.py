@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR,
 import shoal
 from shoal.engine import Engine
 from shoal.models import regression
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.plan import Plan
 from tests.parity.cases import vectors
 from tests.pool import run_ranks

@@ -68,7 +68,7 @@ def adopted(name: str):
     built, chosen = build(Tied, 0), precision(name)
     device = torch.device("cpu")
     member = {key: 0 for key, _ in built.module.named_parameters()}
-    maker = ChunkMaker(built.module, member, chosen, Private(device), Keeping(Private(device), None))
+    maker = ChunkMaker(built.module, member, chosen, Private(device), {"": Keeping(Private(device), None)})
     chunks = maker.make(maker.cut(1 << 20))
     return built.module, chunks, adopt(built.module, chunks, built.value, chosen, device)
 

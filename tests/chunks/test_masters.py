@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import Engine, Plan, UserError
-from shoal.chunks import masters
-from shoal.chunks.chunk import Slot
+from shoal.chunks import Slot, masters
 from shoal.chunks.masters import CompactMasters, round_stochastically
 from shoal.comm.simulation import simulate_world
 from shoal.models import regression
@@ -25,35 +24,35 @@ def fp32(bits: list[int]) -> torch.Tensor:
 
 def keeper(how: str, master: torch.Tensor) -> tuple[CompactMasters, torch.Tensor, torch.Tensor]:
     data = torch.zeros(len(master), dtype=torch.bfloat16)
-    return CompactMasters(how, data, master, [Slot("weight", torch.Size([len(master)]), 0)]), data, master
+    return CompactMasters(how, master, [Slot("weight", torch.Size([len(master)]), 0)]), data, master
 
 
 @given(st.lists(finite, min_size=1, max_size=50))
 def test_split_masters_lose_nothing(bits: list[int]):
     values = fp32(bits)
     kept, data, master = keeper("split", values.clone())
-    kept.close(0)
+    kept.close(data, 0)
     assert master.untyped_storage().nbytes() == 0
-    kept.open()
+    kept.open(data)
     assert torch.equal(master.view(torch.int32), values.view(torch.int32))
-    assert torch.allclose(data.float(), values.bfloat16().float(), rtol=2**-8, atol=0)
+    assert torch.allclose(data.float(), values.bfloat16().float(), rtol=2**-8, atol=2**-133)  # of subnormals one step
 
 
 def test_kahans_rest_holds_what_rounding_left():
     values = torch.randn(10_000)
     kept, data, master = keeper("kahan", values.clone())
-    kept.close(0)
-    kept.open()
+    kept.close(data, 0)
+    kept.open(data)
     assert torch.equal(data, master.bfloat16()), "so a checkpoint of the masters gives the same weights"
     assert ((master - values).abs() <= values.abs() * 2**-16).all()
     before = master.clone()
-    kept.close(0)
-    kept.open()
+    kept.close(data, 0)
+    kept.open(data)
     assert torch.equal(master, before)
     for _ in range(100):  # steps that bf16 alone would not feel
         master.add_(values, alpha=1e-4)
-        kept.close(0)
-        kept.open()
+        kept.close(data, 0)
+        kept.open(data)
     torch.testing.assert_close(master, values * 1.01, rtol=1e-3, atol=0)  # bf16 alone would have stayed at 1.00
 
 

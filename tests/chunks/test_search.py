@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.chunks import ChunkKey, ChunkMaker, search
-from shoal.chunks.allocate import Private, Shards, Weights
+from shoal.chunks.allocate import Private
 from shoal.chunks.make import Keeping
 from shoal.chunks.search import AT_A_TIME, SHARE, SMALLEST
+from shoal.chunks.shard import Gathered, Shards
 from shoal.precision import precision
 
 CPU = torch.device("cpu")
@@ -52,11 +53,11 @@ def test_the_numbers_are_those_of_the_chunks_and_none_is_better(shapes, frozen, 
     group = Ranks(ranks)
     shards = Shards(group, group, None, CPU, 3, Private(CPU), whole)
     member = {name: index % 2 for index, (name, _) in enumerate(module.named_parameters())}
-    maker = ChunkMaker(module, member, kind, Private(CPU), Keeping(Private(CPU), shards))
+    maker = ChunkMaker(module, member, kind, Private(CPU), {"": Keeping(Private(CPU), shards)})
     choice = search(maker.described, ranks, kind.grad.itemsize, whole, budget)
     for each in choice.candidates:
         chunks = maker.make(maker.cut(each.chunk_bytes))
-        assert all(chunk.passes and chunk._weights is Weights.PASSING for chunk in chunks)
+        assert all(chunk.passes and isinstance(chunk.placement, Gathered) for chunk in chunks)
         used = sum(slot.numel * chunk.data.itemsize for chunk in chunks for slot in chunk.slots)
         assert each.chunks == len(chunks)
         assert each.weights == sum(chunk.nbytes_whole for chunk in chunks) == each.padding + used

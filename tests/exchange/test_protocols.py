@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.chunks.chunk import Slot
+from shoal.chunks import Slot
 from shoal.comm import Group
 from shoal.comm.codecs import codec
 from shoal.comm.emulate import simulate

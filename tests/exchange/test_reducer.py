@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.chunks import Chunk, Slot, value_of
+from shoal.chunks import Chunk, ChunkSpec, Slot, value_of
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
 from shoal.exchange import Algorithm, Replica
 from shoal.exchange.reducer import Reducer
+from shoal.optim.groups import ParamGroups
 from shoal.optim.optimizer import ChunkOptimizer
 
 pytestmark = pytest.mark.fast
@@ -31,11 +32,11 @@ def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict
     """Three parameters of one number in chunks 0, 1, 2."""
     names = ["a", "b", "c"]
     chunks = [
-        Chunk(i, (Slot(name, torch.Size([1]), 0),), dtype, torch.float32, torch.float32, True, Private(CPU))
+        Chunk(ChunkSpec(i, (Slot(name, torch.Size([1]), 0),), 1, dtype, torch.float32, torch.float32), Private(CPU))
         for i, name in enumerate(names)
     ]
     parameters = {name: nn.Parameter(chunk.data) for name, chunk in zip(names, chunks, strict=True)}
-    optimizer = ChunkOptimizer(torch.optim.SGD, chunks, parameters, [{}], dict.fromkeys(names, 0))
+    optimizer = ChunkOptimizer(torch.optim.SGD, chunks, parameters, ParamGroups([{}], dict.fromkeys(names, 0)))
     world, watching, lane = World.single(CPU), Watching(), Lane(CPU)
     watching.attach(Replica(chunks, world.everyone, lane, optimizer, lambda name, places: world.group(name, list(places))))
     return Reducer(parameters, watching), watching, parameters, lane, chunks

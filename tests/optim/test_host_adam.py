@@ -60,12 +60,12 @@ def test_split_masters_are_updated_as_whole_ones(form):
     p, g, m, v = tensors()
     m2, v2, master = m.clone(), v.clone(), p.clone()
     weights = torch.empty(N, dtype=torch.bfloat16)
-    keeper = CompactMasters("split", weights, master, [])
-    keeper.close(0)
+    keeper = CompactMasters("split", master, [])
+    keeper.close(weights, 0)
     for step in (1, 2, 3):
         adam_update(keeper.rest, g, m, v, step, decoupled=True, weights=weights, **OPTIONS)
         adam_update(p, g, m2, v2, step, decoupled=True, **OPTIONS)
-    keeper.open()
+    keeper.open(weights)
     assert torch.equal(master, p) and torch.equal(m, m2) and torch.equal(v, v2)
 
 

@@ -31,7 +31,7 @@ from shoal.models import (
     masked_lm,
     regression,
 )
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.parallel import Layout
 
 SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples

@@ -13,8 +13,8 @@ import torch
 
 from shoal import Plan
 from shoal.data import Cursor, stack_samples
+from shoal.optim.groups import decay_matrices_only
 from shoal.optim.lr import cosine
-from shoal.optim.optimizer import decay_matrices_only
 from shoal.precision import cast_floating
 from shoal.training.loss import call_loss
 from shoal.training.microbatches import microbatches

@@ -15,8 +15,8 @@ from shoal import Engine, Plan
 from shoal.data import Cursor
 from shoal.data.loader import stack_samples
 from shoal.models import GPT, LSTM, GPTConfig, LSTMConfig, MoEConfig, causal_lm
+from shoal.optim.groups import decay_matrices_only
 from shoal.optim.lr import cosine
-from shoal.optim.optimizer import decay_matrices_only
 from shoal.pipeline import kept_versions, make_schedule, stages_of, units_of
 from shoal.precision import cast_floating
 from shoal.training.loss import call_loss

@@ -15,7 +15,7 @@ from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
 from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
 from shoal.precision import precision as precision_named
 from tests.exchange import teacher

@@ -18,7 +18,7 @@ from torch import nn
 from shoal.assembly.recipe import Recipe
 from shoal.errors import UserError
 from shoal.exchange import Algorithm, Holds
-from shoal.optim.optimizer import needs_whole_parameters
+from shoal.optim.groups import needs_whole_parameters
 from shoal.parallel.context import Context
 from shoal.parallel.tensor import check_rules
 from shoal.pipeline import Runner

@@ -22,7 +22,7 @@ from shoal.exchange import Algorithm
 from shoal.exchange.apart import check_biases
 from shoal.exchange.choose import choose_exchange
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
-from shoal.optim.optimizer import needs_whole_parameters, small_optimizer
+from shoal.optim.groups import needs_whole_parameters, small_optimizer
 from shoal.optim.tiers.pager import Pager
 from shoal.precision import Precision
 
@@ -68,7 +68,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
     """
     ranks, parted, pipeline = local.ranks, local.parted, local.pipeline
     plan, device, replicas, tp = ranks.plan, ranks.world.device, ranks.replicas, ranks.tp
-    precision, optimizer, options = recipe.precision, recipe.optimizer, local.whole.options
+    precision, optimizer, options = recipe.precision, recipe.optimizer, local.whole.groups.options
 
     offload = None if plan.memory is None else Offload(plan, device, replicas, ranks.everyone, ranks.world.ledger)
     small = partial(small_optimizer, optimizer, options)
@@ -81,11 +81,10 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
         precision = offload.narrow_gradients(precision, optimizer, options, recipe.global_batch <= microbatch)
     maker = ChunkMaker(
         local.module,
-        local.whole.member,
+        local.whole.groups.member,
         precision,
         Private(device),
-        keeping,
-        apart,
+        {"": keeping, **apart},
         groups_of(local.layouts),
         (tp.rank, tp.size),
         not local.flushes,

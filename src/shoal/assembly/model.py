@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from shoal.module.compiling import blocks, compile_blocks, nothing_to_recompute,
 from shoal.module.random import Randomness, attention
 from shoal.module.recompute import Recompute, without_caches
 from shoal.native.heap import keep_freed_memory
-from shoal.optim.optimizer import GroupRule, group_options
+from shoal.optim.groups import GroupRule, ParamGroups, group_options
 from shoal.parallel.layout import Layout
 from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import Rules
@@ -40,13 +39,11 @@ from shoal.training.no_flush import check_unflushed
 class WholeModel:
     """A model that has been built and not yet cut.
 
-    `options`: of each optimizer group, of which `member[name]` is a parameter's index.
-    `hooked`: the parameters on which the model's author has hooks.
+    `groups`: its parameters by the optimizer's options; `hooked`: those on which the model's author has hooks.
     """
 
     built: Built
-    options: list[dict[str, Any]]
-    member: Mapping[str, int]
+    groups: ParamGroups
     hooked: Sequence[str]
 
 
@@ -62,7 +59,7 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
 def whole_model(built: Built, rule: GroupRule | None) -> WholeModel:
     """What has to be known of the whole of `built`, whose parameters are grouped by `rule`."""
     hooked = [name for name, parameter in built.module.named_parameters() if is_hooked(parameter)]
-    return WholeModel(built, *group_options(built.module.named_parameters(), rule), hooked)
+    return WholeModel(built, group_options(built.module.named_parameters(), rule), hooked)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import state
-from shoal.chunks import Chunk, Passing, Tier, budget
+from shoal.chunks import Buffer, Chunk, Passing, Tier, budget
 from shoal.chunks.allocate import Private
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
 from shoal.errors import UserError
 from shoal.optim.fused.host_adam import adam_update
-from shoal.optim.optimizer import ChunkOptimizer, OptimizerFactory, state_keys, updates_on_host
+from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
+from shoal.optim.optimizer import ChunkOptimizer
 from shoal.optim.tiers.disk import Disk
-from shoal.optim.tiers.host import Host, streams
+from shoal.optim.tiers.host import HostStore, streams
 from shoal.optim.tiers.page import has_master
 from shoal.optim.tiers.pager import Pager
 from shoal.optim.tiers.placement import IN_TURN, move_to_device, on_device, on_disk
@@ -73,7 +74,7 @@ class Offload:
         trained = [chunk for chunk in owned if chunk.trainable and chunk.slots]
         self.update = self._how(trained, disk is not None)
         if self.update == "streamed":
-            pager = Pager(trained, keys, Host(self._device), False, {}, self._ledger)
+            pager = Pager(trained, keys, HostStore(self._device), False, {}, self._ledger)
             self.tier.take(IN_TURN, pager.nbytes)
             return pager
         if disk is None:
@@ -90,7 +91,7 @@ class Offload:
             pager.begin_after(max(set(known[0]).intersection(*known), default=0))
         return pager
 
-    def _how(self, trained: Sequence[Chunk], disk: bool) -> str:
+    def _how(self, trained: Sequence[Buffer], disk: bool) -> str:
         """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU,
         which has something else to do during the forward; else where it takes less."""
         asked, able = self.allowed.update, not disk and all(has_master(chunk) for chunk in trained)

@@ -9,7 +9,7 @@ from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.trainer import Trainer
 from shoal.chunks import Chunk, Passing, Tier
-from shoal.chunks.gradient_pool import Lender
+from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.versions import Versions
 from shoal.comm import Link
 from shoal.data import Batch
@@ -28,7 +28,7 @@ class Parts:
     `mesh`: which rank stands where.
     `chunks`: what parameters lie in, of about `chunk_bytes` each, chosen for `link` where that was measured.
     `passing`: how weights come and go that are not whole here; `recompute`: what backward computes again.
-    `lender`: memory that gradients take in turn; `pager`: optimizer state that comes from host or disk.
+    `gradient_pool`: memory that gradients take in turn; `pager`: optimizer state that comes from host or disk.
     `tier`: what is on the device of `plan.memory`, `host`: what it has at home there.
     `exchange`: the algorithm of the plan's exchange; `runner`: what makes steps.
     `versions`: the weights that microbatches under way see, where the schedule has no flush.
@@ -42,7 +42,7 @@ class Parts:
     link: Link | None
     passing: Passing | None
     recompute: Recompute | None
-    lender: Lender | None
+    gradient_pool: GradientPool | None
     pager: Pager | None
     tier: Tier | None
     host: Tier | None
@@ -64,7 +64,7 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         link=memory.link,
         passing=memory.gather,
         recompute=local.recompute,
-        lender=trainer.lender,
+        gradient_pool=trainer.gradient_pool,
         pager=memory.pager,
         tier=None if offload is None else offload.tier,
         host=None if offload is None else offload.host,

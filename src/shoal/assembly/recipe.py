@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.data.loader import Collate
 from shoal.errors import UserError
+from shoal.optim.groups import GroupRule, OptimizerFactory
 from shoal.optim.lr import Schedule
-from shoal.optim.optimizer import GroupRule, OptimizerFactory
 from shoal.parallel.tensor import Rules
 from shoal.precision import Precision
 from shoal.precision import precision as precision_named

@@ -11,8 +11,9 @@ from torch import nn
 from shoal.assembly.offload import Offload
 from shoal.chunks import Budget, Chunk, ChunkMaker, Executor, Passing, search
 from shoal.chunks.activations_on_host import OnHost
-from shoal.chunks.allocate import Private, Shards, Shared
+from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import Keeping
+from shoal.chunks.shard import Shards
 from shoal.comm import Group, World
 from shoal.exchange import Algorithm
 from shoal.exchange.tuning import given_chunk_bytes
@@ -75,7 +76,7 @@ class Storage:
         pass. None where the links decide."""
         allowed = Budget() if self._offload is None else self._offload.allowed
         given = given_chunk_bytes(exchange, allowed.chunk)
-        if given is not None or shards is None or not shards.weights_pass():
+        if given is not None or shards is None or not shards.gathers():
             return given
         found = search(
             maker.described, shards.group.size, itemsize, shards.whole_parameters, allowed.device
@@ -113,11 +114,11 @@ class Storage:
             if chunk.is_cut:  # alike within a copy since `adopt`
                 chunk.agree()
                 continue
-            group = self._apart.get(chunk.apart, self._replicas)
+            group = self._apart.get(chunk.spec.variant, self._replicas)
             group.broadcast(chunk.master, purpose="weights")
             chunk.publish()
         for chunk in chunks:
-            if chunk.beside[1] > 1:  # which the ranks beside this one have too
+            if chunk.spec.tp_copy[1] > 1:  # which the ranks beside this one have too
                 beside.broadcast(chunk.owned.master, purpose="weights")
                 chunk.publish()
 

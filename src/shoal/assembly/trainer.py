@@ -13,7 +13,7 @@ from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
 from shoal.checkpoint.given import Given
-from shoal.chunks import Lender
+from shoal.chunks import GradientPool
 from shoal.chunks.allocate import Shared
 from shoal.chunks.versions import Versions
 from shoal.comm import Lane
@@ -25,7 +25,7 @@ from shoal.module.buffers import OtherBuffers
 from shoal.module.compiling import blocks
 from shoal.optim.lr import Course
 from shoal.optim.optimizer import ChunkOptimizer
-from shoal.optim.tiers.deferred_update import Later
+from shoal.optim.tiers.deferred_update import DeferredUpdate
 from shoal.pipeline import delay
 from shoal.plan import option_name
 from shoal.precision import LossScale
@@ -44,7 +44,7 @@ class Trainer:
     """What makes a step.
 
     `given`: what the caller gave optimizer and scheduler, for checkpoints. `lane`: where gradients are exchanged.
-    `lender`: the memory that gradients take in turn, None where each has its own.
+    `gradient_pool`: the memory that gradients take in turn, None where each has its own.
     `versions`: the weights that microbatches under way still see, None where a schedule has a flush.
     """
 
@@ -52,7 +52,7 @@ class Trainer:
     scheduler: LRScheduler | None
     given: Given
     lane: Lane
-    lender: Lender | None
+    gradient_pool: GradientPool | None
     loss_scale: LossScale | None
     versions: Versions | None
     runner: StepRunner | NoFlushRunner
@@ -72,12 +72,12 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
     for chunk in memory.trainable:
         chunk.rest()
     lane = Lane(world.device, world.ledger)
-    lender = _attach(local, memory, optimizer, lane)
+    gradient_pool = _attach(local, memory, optimizer, lane)
     check_gradients_by_name(local.ranks.plan, recipe, memory.exchange, local.flushes)
     scale = LossScale(memory.precision.scaling, world.device) if memory.precision.scaling else None
     versions = None if local.flushes else Versions(memory.trainable, memory.parameters, _late(local) + 1)
     runner = _runner(local, memory, recipe, microbatch, optimizer, scheduler, scale, versions)
-    return Trainer(optimizer, scheduler, given, lane, lender, scale, versions, runner)
+    return Trainer(optimizer, scheduler, given, lane, gradient_pool, scale, versions, runner)
 
 
 def lockstep(local: Local, memory: Memory) -> bool:
@@ -109,27 +109,26 @@ def _optimizer(local: Local, memory: Memory, recipe: Recipe) -> ChunkOptimizer:
         recipe.optimizer,
         memory.trainable,
         memory.parameters,
-        local.whole.options,
-        local.whole.member,
+        local.whole.groups,
         recipe.clip_value,
         pager,
         offload is not None and offload.chunkwise,
-        Later(local.ranks.world.ledger) if deferred else None,
+        DeferredUpdate(local.ranks.world.ledger) if deferred else None,
         None if offload is None or pager is None else partial(offload.commit, pager=pager),
     )
 
 
-def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane) -> Lender | None:
+def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane) -> GradientPool | None:
     """Attaches the exchange to the chunks that it reduces; returns what lends them memory for gradients."""
     ranks, offload = local.ranks, memory.offload
     shared = Shared(ranks.replicas, ranks.world.device)
-    lender = memory.maker.lender(memory.trainable, shared, None if offload is None else offload.tier)
+    gradient_pool = memory.maker.gradient_pool(memory.trainable, shared, None if offload is None else offload.tier)
     by_tokens = any("tp" in layout.reduce for layout in local.layouts.values())
     tokens = ranks.group("tp-gradients", "tp") if by_tokens else None
     deciding = ranks.group("tp-decisions", "tp") if ranks.tp.size > 1 else None
     among = partial(ranks.among, ranks.replicas)
-    memory.exchange.attach(Replica(memory.trainable, ranks.replicas, lane, optimizer, among, lender, tokens, deciding))
-    return lender
+    memory.exchange.attach(Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, tokens, deciding))
+    return gradient_pool
 
 
 def _late(local: Local) -> int:

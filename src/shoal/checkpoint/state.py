@@ -26,10 +26,11 @@ from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.reader import load, tensor_shapes
-from shoal.chunks import Chunk, Slot
+from shoal.chunks import Buffer, Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import CheckpointError, UserError
-from shoal.optim.optimizer import CHOICES, ChunkOptimizer
+from shoal.optim.groups import CHOICES
+from shoal.optim.optimizer import ChunkOptimizer
 from shoal.parallel.layout import Box, Layout
 
 
@@ -299,7 +300,7 @@ def _is_optimizer_state(title: str) -> bool:
     return (title.split(".", 2)[2] if title.startswith("replica.") else title).startswith("optim.")
 
 
-def _masters_wanted(owned: Chunk, standing: Standing) -> list[Want]:
+def _masters_wanted(owned: Buffer, standing: Standing) -> list[Want]:
     wants = []
     for slot in owned.slots:
         wants += _wants(f"model.{slot.name}", standing.layouts[slot.name], slot.view(owned.master), slot.start)

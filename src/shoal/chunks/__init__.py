@@ -2,23 +2,27 @@
 
 from shoal.chunks.adopt import adopt, move
 from shoal.chunks.assign import ChunkKey, assign
-from shoal.chunks.chunk import Chunk, Slot, sum_of_squares
+from shoal.chunks.buffer import Buffer, sum_of_squares
+from shoal.chunks.chunk import Chunk
 from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
 from shoal.chunks.gather import Passing
-from shoal.chunks.gradient_pool import Lender
+from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.make import ChunkMaker
 from shoal.chunks.search import search
+from shoal.chunks.spec import ChunkSpec, Slot
 from shoal.chunks.tier import Budget, Tier, budget
 from shoal.chunks.weakly import weakly
 
 __all__ = [
     "Budget",
+    "Buffer",
     "Chunk",
     "ChunkKey",
     "ChunkMaker",
+    "ChunkSpec",
     "Executor",
-    "Lender",
+    "GradientPool",
     "Passing",
     "Slot",
     "Tier",

@@ -1,9 +1,9 @@
-"""What backward keeps of the forward, waiting on the host: copied there while the forward goes on, back while backward does.
+"""Activations offloaded to the host: copied there during the forward, and back during backward.
 
-    forward     save a, save b, save c ...        a goes to the host beside what is computed; the device's memory of it is free then
-    backward    ... uses c, uses b, uses a        whatever is used, the one saved before it is on its way
+    forward     save a, save b, save c ...        a goes to the host during the forward; its device memory is free then
+    backward    ... uses c, uses b, uses a        while one is used, the one saved before it is on its way
 
-The part of a pass that is saved first goes, the rest is needed again soon. A storage goes once, however many tensors of it are saved.
+What a pass saves first goes; the rest is needed again soon. A storage goes once, however many tensors of it are saved.
 """
 
 from __future__ import annotations
@@ -23,26 +23,31 @@ from shoal.comm.lane import Ticket
 from shoal.errors import UserError
 
 BUFFERS = 2
-"""So many are on their way to the host at a time."""
+"""Storages on their way to the host at a time, at most."""
 WORTH = 1 << 14
-"""Bytes: what is smaller stays; a copy would cost more than it frees."""
+"""Bytes: a smaller storage stays, since a copy would cost more than it frees."""
 
 
 @dataclass(eq=False)
 class Away:
-    """A storage on the host: `flat` are its bytes there; `here` the same on the device while it is wanted. `earlier`: the one saved before it."""
+    """A storage on the host.
+
+    - `flat`: its bytes there; `here`: its bytes on the device while they are wanted
+    - `earlier`: the storage saved before it
+    - `ahead`: its bytes on the device, fetched before anybody has asked for them
+    """
 
     nbytes: int
     flat: Tensor
     earlier: weakref.ref[Away] | None
     here: weakref.ref[Tensor] | None = None
     fetched: Ticket | None = None
-    ahead: Tensor | None = None  # fetched before anybody has asked for it
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor of such a storage."""
+    """A tensor of a storage that is away."""
 
     away: Away
     dtype: torch.dtype
@@ -52,10 +57,10 @@ class Saved:
 
 
 class OnHost:
-    """Sends `share` of the bytes that backward keeps of each microbatch to the host, on `lane`. The first microbatch says how many there
-    are; of it all go.
+    """Sends `share` of the bytes that autograd saves of each microbatch to the host, on `lane`.
 
-    `host` is the tier there; `count` counts what is on the device, on a CPU.
+    The first microbatch goes as a whole, and says how many bytes there are. `host` is the tier there; `count` counts
+    what is on the device, where that is a CPU.
     """
 
     def __init__(self, share: float, lane: Lane, host: Tier, count: Activations | None) -> None:
@@ -70,7 +75,7 @@ class OnHost:
         self.bytes_out = self.bytes_in = 0
 
     def begin(self) -> None:
-        """A backward is over: what is saved now is of another microbatch."""
+        """Begins another microbatch: a backward is over."""
         self._stands_for = None
         if self._so_far:
             self._all, self._so_far = max(self._all or 0, self._so_far), 0  # the last batch may be short
@@ -79,7 +84,7 @@ class OnHost:
         self._last = None
 
     def _let_go(self, at_most: int) -> None:
-        """What has gone is not on the device any more; where more than `at_most` are on their way, waits for those."""
+        """Frees the device memory of what has arrived, and waits until at most `at_most` are on their way."""
         while self._leaving and (self._leaving[0][0].done or len(self._leaving) > at_most):
             ticket, _, tensor, version = self._leaving.popleft()
             ticket.wait()
@@ -122,10 +127,12 @@ class OnHost:
         return away
 
     def restore(self, saved: Saved, device: torch.device, first: bool) -> Tensor:
-        """The tensor on the device again; what was saved before it is on its way. `first`: of a node of the graph, which needs no more what the one
-        before it had."""
+        """Brings the tensor back to `device`, and starts with the one saved before it.
+
+        `first`: the first that a node of the graph asks for; what the node before it used may go.
+        """
         self._let_go(0)
-        if self._all is None and self._stands_for is None:  # what will stay from the next microbatch on takes its part now
+        if self._all is None and self._stands_for is None:  # takes the memory of what stays from the next microbatch on
             self._stands_for = torch.empty(round((1 - self._share) * self._so_far), dtype=torch.uint8, device=device)
             if self._count is not None:
                 self._count.keep(self._stands_for)
@@ -164,9 +171,10 @@ class OnHost:
 
 
 def check_unchanged(tensor: Tensor, version: int) -> None:
-    """UserError if `tensor`, saved at that `version`, has been changed since; autograd itself looks no more where hooks save."""
+    """Raises UserError if `tensor`, saved at `version`, was changed since; autograd itself does not look where hooks
+    save."""
     if tensor._version != version:
         raise UserError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it had been used (version {version}, now "
-            f"{tensor._version}): make the operation out of place"
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it had been used "
+            f"(version {version}, now {tensor._version}): make the operation out of place"
         )

@@ -1,4 +1,4 @@
-"""Moving a built module onto its storage, and on to another: parameters become views of chunks, buffers become real."""
+"""Moves a built module onto its chunks, and from one set to another: parameters become views, buffers become real."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal.chunks.chunk import Chunk, Slot
+from shoal.chunks.chunk import Chunk
+from shoal.chunks.spec import Slot
 from shoal.precision import Precision
 
 
 def adopt(
-    module: nn.Module, chunks: Sequence[Chunk], value: Callable[[str, Tensor], Tensor], precision: Precision, device: torch.device
+    module: nn.Module,
+    chunks: Sequence[Chunk],
+    value: Callable[[str, Tensor], Tensor],
+    precision: Precision,
+    device: torch.device,
 ) -> dict[str, nn.Parameter]:
     """Fills chunks and buffers with their initial values, one tensor at a time, and puts them into `module`.
 
-    Returns the parameters by their first names, in the module's order. Every place of a tied parameter gets the same object.
+    `value(name, built)` gives a tensor's initial value. Returns the parameters by their first names, in the module's
+    order; a tied parameter is one object in all its places.
     """
     slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.slots}
     owned: dict[str, list[Slot]] = {name: [] for name in slots}
@@ -57,7 +63,10 @@ def adopt(
 
 @torch.no_grad()
 def move(
-    parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter], old: Sequence[Chunk], new: Sequence[Chunk]
+    parameters: Mapping[str, nn.Parameter],
+    masters: Mapping[str, nn.Parameter],
+    old: Sequence[Chunk],
+    new: Sequence[Chunk],
 ) -> None:
     """Moves the values of `old` chunks into `new` ones of the same parameters, cut otherwise.
 
@@ -75,7 +84,7 @@ def move(
 
 
 def _take_over_hooks(parameter: nn.Parameter, built: Tensor) -> None:
-    """Those of users: the dicts themselves, so that their handles still remove them."""
+    """Takes over hooks of users: the dicts themselves, so that their handles still remove them."""
     if built._backward_hooks:
         parameter._backward_hooks = built._backward_hooks
     if built._post_accumulate_grad_hooks:
@@ -93,7 +102,8 @@ def _adopt_other_tensors(
     device: torch.device,
     adopted: Mapping[int, nn.Parameter],
 ) -> None:
-    """Makes buffers real, and tensors that the constructor kept as plain attributes; what was one tensor in several places stays one.
+    """Makes buffers real, and tensors that the constructor kept as plain attributes; one tensor in several places stays
+    one.
 
     `adopted`: the parameters by the `id` of those that were built, for attributes that refer to them.
     """
@@ -108,7 +118,9 @@ def _adopt_other_tensors(
                 owner._buffers[name] = buffers[id(buffer), dtype]
         for name, attribute in list(vars(owner).items()):
             of_torch = name in ("_parameters", "_buffers", "_modules")
-            if not of_torch and any(isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)):
+            if not of_torch and any(
+                isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)
+            ):
                 real = partial(_real, f"{prefix}.{name}".lstrip("."), value, device, adopted)
                 vars(owner)[name] = tree_map_only(Tensor, real, attribute)
         if isinstance(owner, nn.RNNBase):
@@ -116,9 +128,13 @@ def _adopt_other_tensors(
 
 
 def _real(
-    name: str, value: Callable[[str, Tensor], Tensor], device: torch.device, adopted: Mapping[int, nn.Parameter], tensor: Tensor
+    name: str,
+    value: Callable[[str, Tensor], Tensor],
+    device: torch.device,
+    adopted: Mapping[int, nn.Parameter],
+    tensor: Tensor,
 ) -> Tensor:
-    """What stands for `tensor`, found in the plain attribute `name`."""
+    """Makes the plain attribute `name`, a `tensor` of the built module, real."""
     if id(tensor) in adopted:
         return adopted[id(tensor)]
     return value(name, tensor).to(device) if isinstance(tensor, FakeTensor) else tensor

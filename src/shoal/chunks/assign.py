@@ -1,4 +1,4 @@
-"""Which parameter goes to which chunk: a pure function of names, shapes, dtypes and the chunk size."""
+"""Assigns parameters to chunks: pure functions of names, shapes, dtypes and the chunk size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.chunks.chunk import Slot, aligned, evenly
+from shoal.chunks.spec import Slot, aligned, evenly, extent
 
 Described = tuple[str, torch.Size, "ChunkKey"]
 Cut = list[tuple["ChunkKey", tuple[Slot, ...]]]
@@ -15,8 +15,12 @@ Cut = list[tuple["ChunkKey", tuple[Slot, ...]]]
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """What the parameters of one chunk share. `group` names who has it (see make), `options` its optimizer group. `sparse`: the name of
-    a parameter whose gradient is rows (nn.Embedding with sparse=True), which is alone in its chunk."""
+    """Properties that the parameters of one chunk share.
+
+    - `group`: which ranks have them (see `make`)
+    - `options`: index of the optimizer group
+    - `sparse`: name of a parameter whose gradient is rows (nn.Embedding with sparse=True), alone in its chunk
+    """
 
     dtype: torch.dtype
     group: str
@@ -26,11 +30,13 @@ class ChunkKey:
 
 
 def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int) -> Cut:
-    """Cuts `parameters` (name, shape, key) into chunks of about `chunk_bytes` of gradient: one that is more than half full is closed before
-    it would grow beyond, an emptier one takes the next parameter whole. So no bias travels alone between two large weights.
+    """Cuts `parameters` (name, shape, key) into chunks of about `chunk_bytes` of gradient.
 
-    Parameters come in the order in which their gradients are expected to be ready and stay in it; chunks are ordered by their
-    last parameter, since that is when they are full. Slots are aligned for the narrowest type that the chunk holds.
+    A chunk more than half full is closed before it would grow beyond that; an emptier one takes the next parameter
+    whole. So no bias travels alone between two large weights.
+
+    Parameters come in the order in which their gradients are expected, and stay in it; chunks are ordered by their last
+    parameter, since that is when they are full. Slots are aligned for the narrowest type that the chunk holds.
     """
     open_chunks: dict[ChunkKey, list[Slot]] = {}
     done: list[tuple[int, ChunkKey, tuple[Slot, ...]]] = []
@@ -42,8 +48,8 @@ def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int
 
     for position, (name, shape, key) in enumerate(parameters):
         itemsize = min(key.dtype.itemsize, grad_itemsize)
-        slots = open_chunks.get(key)
-        offset = aligned(slots[-1].offset + slots[-1].numel, itemsize) if slots else 0
+        slots = open_chunks.get(key, [])
+        offset = aligned(extent(slots), itemsize)
         if slots and offset + shape.numel() > limit and 2 * offset > limit:
             close(key)
             offset = 0
@@ -55,7 +61,7 @@ def assign(parameters: Iterable[Described], chunk_bytes: int, grad_itemsize: int
 
 
 def assign_like(parameters: Iterable[Described], groups: Sequence[Sequence[str]], grad_itemsize: int) -> Cut:
-    """Chunks of the parameters that `groups` name, in that order: how another rank has cut the same model, of which it has other parts."""
+    """Makes chunks of the parameters that `groups` name, in that order, as another rank cuts the same model."""
     described = {name: (shape, key) for name, shape, key in parameters}
     cut: Cut = []
     for names in groups:
@@ -63,15 +69,18 @@ def assign_like(parameters: Iterable[Described], groups: Sequence[Sequence[str]]
         key = described[names[0]][1]
         for name in names:
             itemsize = min(key.dtype.itemsize, grad_itemsize)
-            offset = aligned(slots[-1].offset + slots[-1].numel, itemsize) if slots else 0
+            offset = aligned(extent(slots), itemsize)
             slots.append(Slot(name, described[name][0], offset))
         cut.append((key, tuple(slots)))
     return cut
 
 
 def deal(slots: Sequence[Slot], ranks: int, itemsize: int) -> tuple[tuple[Slot, ...], int]:
-    """The same parameters laid out so that an even cut among `ranks` goes through none of them, and the size of it all: the largest first, each to the
-    rank that has least so far."""
+    """Lays whole parameters out for an even cut among `ranks`, the largest first, each on the rank that has least so
+    far.
+
+    Returns the slots, and the size of the chunk in elements.
+    """
     lengths = [0] * ranks
     dealt: list[tuple[int, Slot]] = []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
@@ -84,15 +93,22 @@ def deal(slots: Sequence[Slot], ranks: int, itemsize: int) -> tuple[tuple[Slot, 
 
 
 def lay_out(slots: Sequence[Slot], ranks: int, itemsize: int, whole_parameters: bool) -> tuple[tuple[Slot, ...], int]:
-    """The slots of a chunk that is cut evenly among `ranks`, and its size in elements; `whole_parameters`: no cut goes through one."""
+    """Lays a chunk out for an even cut among `ranks`: its slots, and its size in elements.
+
+    `whole_parameters`: no cut goes through a parameter.
+    """
     if whole_parameters:
         return deal(slots, ranks, itemsize)
-    return tuple(slots), evenly(slots[-1].offset + slots[-1].numel, ranks, itemsize)
+    return tuple(slots), evenly(extent(slots), ranks, itemsize)
 
 
 def departure(cut: Cut, order: Sequence[str]) -> float:
-    """When an element of the trainable gradients can leave, on average, if parameters come in `order`: 0 at the beginning of backward, 1 at
-    its end, time counted in elements that have come. Chunks leave in the order of `cut`, each when it and all before it are full."""
+    """Mean time at which an element of the gradients can leave if parameters come in `order`, from 0 to 1 of the
+    backward.
+
+    Time is counted in elements that have come. Chunks leave in the order of `cut`, each when it and all before it are
+    full.
+    """
     sizes = {slot.name: slot.numel for key, slots in cut if key.trainable for slot in slots}
     whole = max(1, sum(sizes.values()))
     came, at = 0, {}

@@ -1,9 +1,9 @@
-"""Sums of numbers from 0 on that have the same bits in whatever order and grouping they are added: which parameters share a chunk, and who added what,
-cannot be seen in them.
+"""Exact sums of numbers that are not negative: the same bits in whatever order and grouping they are added, so they do
+not depend on which parameters share a chunk, or on which rank added what.
 
-A sum is a row of digits of 32 bits, each a whole number in fp64: digit d counts multiples of 2^(32 d + LOWEST). Rows add up elementwise, without
-rounding for up to two million numbers; only `value_of` rounds. What is below 2^LOWEST is left out. (Demmel, Nguyen: Parallel reproducible summation, 2015,
-is the general case.)
+A sum is a row of digits of 32 bits, each a whole number in fp64: digit d counts multiples of 2^(32 d + LOWEST). Rows
+add up elementwise, without rounding for up to two million numbers; only `value_of` rounds. Values below 2^LOWEST are
+left out. (Demmel, Nguyen: Parallel reproducible summation, 2015, is the general case.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BITS, LOWEST, DIGITS = 32, -640, 52
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """The sum of `values` (1-D, fp64, none below 0) as a row of DIGITS; NaN in it if one of them is not finite."""
+    """Sums `values` (1-D, fp64, none below 0) into a row of DIGITS, with NaN in it if one of them is not finite."""
     finite = values.isfinite()
     rest = torch.where(finite, values, 0.0)
     digit = (torch.frexp(rest).exponent.long() - 1 - LOWEST).div(BITS, rounding_mode="floor").clamp(0, DIGITS - 1)
@@ -32,7 +32,7 @@ def exact_sum(values: Tensor) -> Tensor:
 
 
 def value_of(row: Tensor) -> Tensor:
-    """The sum that `row` stands for (0-dim, fp64)."""
+    """Rounds the sum that `row` stands for to fp64 (0-dim)."""
     return (row * _weights(row.device)).sum()
 
 

@@ -2,8 +2,8 @@
 
     ABSENT -> COMING -> HERE -> ABSENT        a block that is in use is HERE and does not go
 
-The first pass of a kind is recorded; from the second on its plan of moves runs (see movement). A pass that uses other blocks than the
-recorded one goes on as the first did, and is recorded instead.
+The first pass of a kind is recorded; from the second on its plan of moves runs (see `movement`). A pass that uses other
+blocks than the recorded one goes on as the first did, and is recorded instead.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal.errors import BudgetExceeded
 
 
 class Movable(Protocol):
-    """A block: `open` makes room for it, on the caller's thread; `fill` brings its bytes, on the lane; `let_go` frees the room. `settle` waits for what
-    `fill` waits for, where it comes from."""
+    """A block: `open` allocates its memory, on the caller's thread; `fill` brings its bytes, on the lane; `let_go`
+    frees the memory. `settle` waits for what `fill` waits for, an update of the block."""
 
     @property
     def nbytes_whole(self) -> int: ...
@@ -38,11 +38,14 @@ class State(Enum):
 
 
 class Executor:
-    """Moves `blocks`, known by their places, on `lane`, within what `tier` has left beside its other users.
+    """Moves `blocks`, known by their indices, on `lane`, within what `tier` has left beside its other users.
 
-    Without a tier, what is used together fits and one more: the one on its way. `bytes_in` counts what has come, `most` is the most that was there
-    at a time. `agree`: gives the smallest of what all ranks have, elementwise, where they bring blocks together: then all of them must make the same moves,
-    whatever else each has in its tier. `spare`: what the tier would have left at any moment of the last recorded pass if all blocks were there.
+    - `tier`: without one there is room for what is used together and one block more, which is on its way
+    - `ahead`: blocks on their way for later use at a time
+    - `agree`: takes the elementwise minimum over all ranks, where they gather blocks together: then all of them must
+      make the same moves, whatever else each has in its tier
+    - `bytes_in`: bytes that have come; `most`: the most that were in memory at a time
+    - `spare`: bytes that the tier would have left at any moment of the last recorded pass if all blocks were in memory
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Executor:
             tier.relieve = self._relieve
 
     def begin(self, key: Hashable) -> None:
-        """A pass of the kind `key`; whatever an earlier one left is let go."""
+        """Begins a pass of the kind `key`; whatever an earlier one left is let go."""
         self._all_goes()
         self._key, self._trace, self._others, self.active = key, [], [], True
         self._follows = self._plans.get(key)
@@ -81,45 +84,50 @@ class Executor:
             self._tier.most_others()
 
     def end(self) -> None:
-        """The pass is over: all goes. Raises BudgetExceeded, with the smallest budget that would do, if it was the first of its kind and the tier is too
-        small for it."""
-        for place, state in enumerate(self._states):
+        """Ends the pass: all blocks go.
+
+        Raises BudgetExceeded, with the smallest budget that would do, if the pass was the first of its kind and the
+        tier is too small for it.
+        """
+        for index, state in enumerate(self._states):
             if state is State.COMING:
-                self._arrive(place)
+                self._arrive(index)
         trace = self._all_goes()
         if trace and (self._follows is None or self._follows.trace != trace):
             self._follows = None
             room = self._room(trace)
             room = self._agree(room) if self._agree is not None else room
-            needed = [sum(self._sizes[place] for place in blocks) for blocks in trace]
+            needed = [sum(self._sizes[index] for index in blocks) for blocks in trace]
             short = max(need - left for need, left in zip(needed, room, strict=True))
             if short > 0:
                 assert self._tier is not None and self._tier.capacity is not None
-                capacity = self._tier.capacity
-                raise BudgetExceeded(capacity + short, capacity, f"{self._tier.name} memory for weights in use and all else")
-            self._plans[self._key] = Planned(trace, plan(trace, self._sizes, room, self._ahead), tuple(self._sizes), tuple(room))
+                capacity, what = self._tier.capacity, f"{self._tier.name} memory for weights in use and all else"
+                raise BudgetExceeded(capacity + short, capacity, what)
+            moves = plan(trace, self._sizes, room, self._ahead)
+            self._plans[self._key] = Planned(trace, moves, tuple(self._sizes), tuple(room))
             self.spare = min(room) - sum(self._sizes)
 
     @property
     def followed(self) -> Planned | None:
-        """The plan of the pass that is under way, or of the last one; None if that went another way, or was the first of its kind."""
+        """Plan of the pass under way, or of the last one; None if that went another way, or was the first of its
+        kind."""
         return self._follows
 
-    def forget_block(self, place: int) -> None:
-        """The block at `place` is always there, and nobody's to move; passes are recorded anew."""
-        self._sizes[place] = 0
+    def forget_block(self, index: int) -> None:
+        """Leaves the block at `index` alone from now on: it is always there. Passes are recorded anew."""
+        self._sizes[index] = 0
         self._plans.clear()
 
     def forget(self) -> None:
-        """The pass was cut short by an error: all goes, nothing is learned."""
+        """Ends a pass that an error cut short: all blocks go, nothing is learned."""
         self._lane.drain()
         self._all_goes()
 
     def _all_goes(self) -> Trace:
-        """Returns what the pass used."""
-        for place, state in enumerate(self._states):
+        """Lets all blocks go; returns what the pass used."""
+        for index, state in enumerate(self._states):
             if state is not State.ABSENT:
-                self._release(place)
+                self._release(index)
         if self._tier is not None:
             self._tier.measures = False
             self._others.append(self._tier.most_others())
@@ -127,7 +135,7 @@ class Executor:
         return trace
 
     def use(self, wanted: Iterable[int]) -> None:
-        """Returns when `wanted`, all that is needed now, is there; what else is there may go from now on."""
+        """Returns when `wanted`, all that is needed now, is in memory; other blocks may go from now on."""
         blocks = frozenset(wanted)
         if self._trace and self._trace[-1] == blocks:
             return
@@ -141,31 +149,32 @@ class Executor:
             self._move(self._follows.moves[tick], blocks)
         else:
             self._make_room(blocks)
-        for place in sorted(blocks):
-            self._used_at[place] = tick
-            if self._states[place] is State.ABSENT:
-                self._fetch(place)
-        for place in sorted(blocks):
-            if self._states[place] is State.COMING:
-                self._arrive(place)
+        for index in sorted(blocks):
+            self._used_at[index] = tick
+            if self._states[index] is State.ABSENT:
+                self._fetch(index)
+        for index in sorted(blocks):
+            if self._states[index] is State.COMING:
+                self._arrive(index)
 
     def _move(self, moves: Tick, blocks: frozenset[int]) -> None:
-        """Makes `moves`, but what is not among `blocks` comes later if others have taken its room; where ranks move together none can wait alone."""
-        for place in moves.release:
-            if self._states[place] is State.HERE:
-                self._release(place)
-        for place in moves.fetch:
-            may_wait = place not in blocks and self._agree is None
-            if self._states[place] is State.ABSENT and not (may_wait and self._is_taken(place)):
-                self._fetch(place)
+        """Makes `moves`; a block that is not among `blocks` comes later if others have taken its room, unless ranks
+        move together, where none can wait alone."""
+        for index in moves.release:
+            if self._states[index] is State.HERE:
+                self._release(index)
+        for index in moves.fetch:
+            may_wait = index not in blocks and self._agree is None
+            if self._states[index] is State.ABSENT and not (may_wait and self._is_taken(index)):
+                self._fetch(index)
 
-    def _is_taken(self, place: int) -> bool:
-        """Whether the tier has no room for the block at `place`."""
+    def _is_taken(self, index: int) -> bool:
+        """Whether the tier has no room for the block at `index`."""
         tier = self._tier
-        return tier is not None and tier.capacity is not None and tier.used + self._sizes[place] > tier.capacity
+        return tier is not None and tier.capacity is not None and tier.used + self._sizes[index] > tier.capacity
 
     def _make_room(self, blocks: frozenset[int]) -> None:
-        """Lets go what was used longest ago until `blocks` fit."""
+        """Lets blocks go, used longest ago first, until `blocks` fit."""
         if self._tier is None:
             room = self._room((blocks,))[0]
         elif self._tier.capacity is None:
@@ -174,53 +183,55 @@ class Executor:
             room = 0
         else:
             room = self._tier.capacity - self._tier.others()
-        missing = sum(self._sizes[place] for place in blocks if self._states[place] is State.ABSENT)
+        missing = sum(self._sizes[index] for index in blocks if self._states[index] is State.ABSENT)
         self._let_go(self._held + missing - room, blocks)
 
     def _relieve(self, nbytes: int) -> None:
-        """The tier asks for that much. Where ranks move together none can help itself."""
+        """Frees `nbytes` for the tier; where ranks move together none can help itself."""
         if self._agree is None:
             self._let_go(nbytes, self._trace[-1] if self._trace else frozenset())
 
     def _let_go(self, nbytes: int, needed: frozenset[int]) -> None:
-        """Frees that much, or all that there is but for what is `needed`; what was used longest ago first."""
-        others = [place for place, state in enumerate(self._states) if state is not State.ABSENT and place not in needed]
+        """Frees `nbytes`, or all that is not `needed`; blocks used longest ago go first."""
+        others = [i for i, state in enumerate(self._states) if state is not State.ABSENT and i not in needed]
         target = self._held - nbytes
-        for place in sorted(others, key=lambda place: self._used_at[place]):
+        for index in sorted(others, key=lambda index: self._used_at[index]):
             if self._held <= target:
                 break
-            if self._states[place] is State.COMING:
-                self._arrive(place)
-            self._release(place)
+            if self._states[index] is State.COMING:
+                self._arrive(index)
+            self._release(index)
 
     def _room(self, trace: Trace) -> list[int]:
-        """Of each tick: what the tier has left beside the others, or the largest that `trace` uses together and one block more."""
+        """Bytes for blocks at each tick: what the tier has left, or the most that `trace` uses together and one block
+        more."""
         if self._tier is None:
-            return [max(sum(self._sizes[place] for place in blocks) for blocks in trace) + max(self._sizes)] * len(trace)
+            most = max(sum(self._sizes[index] for index in blocks) for blocks in trace)
+            return [most + max(self._sizes)] * len(trace)
         if self._tier.capacity is None:
             return [sum(self._sizes)] * len(trace)
         return [self._tier.capacity - others for others in self._others[1 : len(trace) + 1]]
 
-    def _fetch(self, place: int) -> None:
-        block, size = self._blocks[place], self._sizes[place]
+    def _fetch(self, index: int) -> None:
+        block, size = self._blocks[index], self._sizes[index]
         if self._tier is not None:
-            self._tier.take(MOVING, size, f"the weights of chunk {place}")
+            self._tier.take(MOVING, size, f"the weights of chunk {index}")
         block.open()
         self._held += size
         self.most = max(self.most, self._held)
         self.bytes_in += size
-        self._states[place] = State.COMING
-        self._tickets[place] = self._lane.submit(block.fill, f"weights {place}")
+        self._states[index] = State.COMING
+        self._tickets[index] = self._lane.submit(block.fill, f"weights {index}")
 
-    def _arrive(self, place: int) -> None:
-        self._blocks[place].settle()  # so that this wait and that for the transfer are told apart
-        self._tickets[place].wait("weights")
-        self._states[place] = State.HERE
+    def _arrive(self, index: int) -> None:
+        self._blocks[index].settle()  # so that this wait and that for the transfer are told apart
+        self._tickets[index].wait("weights")
+        self._states[index] = State.HERE
 
-    def _release(self, place: int) -> None:
-        self._tickets.pop(place, None)
-        self._blocks[place].let_go()
-        self._states[place] = State.ABSENT
-        self._held -= self._sizes[place]
+    def _release(self, index: int) -> None:
+        self._tickets.pop(index, None)
+        self._blocks[index].let_go()
+        self._states[index] = State.ABSENT
+        self._held -= self._sizes[index]
         if self._tier is not None:
-            self._tier.give(MOVING, self._sizes[place])
+            self._tier.give(MOVING, self._sizes[index])

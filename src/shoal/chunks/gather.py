@@ -1,13 +1,14 @@
-"""Weights that are whole only while they are used (ZeRO 3 where ranks share no memory): hooks say when.
+"""Weights that are whole only while they are used (ZeRO 3 where ranks share no memory, offload): hooks say when.
 
     forward     a module that is about to run, or an access to a parameter, says what is needed
-    backward    autograd asks for the weight that it saved: kept is only which part of which chunk it was
+    backward    autograd asks for the weight that it saved (see `saved`)
 
-What a module asked for stays while it runs, its own weights from the beginning; what the loss function itself asks for, while it runs. Those of a module
-that runs again in the middle of a backward (recompute) stay until their gradients have come, since what was saved then is out of our hands; frozen ones
-until the end of that backward.
+What a module asks for stays while its forward runs; what the loss function itself asks for stays for the whole
+microbatch. Weights of a module that runs again during backward (recompute) stay until their gradients have come, since
+another implementation then holds what was saved; frozen ones stay until the end of that backward.
 
-Between passes a parameter shows NaN of its shape, so that who reads it there by mistake neither reads freed memory nor goes on unnoticed.
+Between passes a parameter shows NaN of its shape: reading it there by mistake neither touches freed memory nor goes
+unnoticed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,37 +23,22 @@ import torch
 from torch import Tensor, nn
 
 from shoal.chunks.activations import Activations
-from shoal.chunks.activations_on_host import OnHost, Saved, check_unchanged
+from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.executor import Executor
+from shoal.chunks.saved import SavedTensors
 from shoal.chunks.tier import Tier
 from shoal.chunks.weakly import weakly
 from shoal.errors import UserError
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A view of a chunk's data that autograd has saved."""
-
-    place: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What else autograd has saved, and its version then."""
-
-    tensor: Tensor
-    version: int
-
-
 class Passing:
-    """Watches `module`, whose parameters are views of `chunks` among others, and asks `executor` for those in time.
+    """Watches `module` and asks `executor` for the weights that it needs, in time.
 
-    `together`: modules that run as one, since hooks inside them would be compiled. `tier`: where what backward keeps is counted, on a CPU.
+    - `chunks`: whose weights are gathered; the module may have others
+    - `together`: modules that run as one, since hooks inside them would be compiled
+    - `tier`: where what backward keeps is counted, on a CPU
+    - `on_host`: makes what takes a part of that to the host
     """
 
     def __init__(
@@ -66,19 +51,18 @@ class Passing:
         on_host: Callable[[Activations | None], OnHost] | None = None,
     ) -> None:
         self._chunks, self.executor = chunks, executor
-        self._place = {slot.name: place for place, chunk in enumerate(chunks) for slot in chunk.slots}
-        self._storage = {chunk.data.untyped_storage()._cdata: place for place, chunk in enumerate(chunks)}
-        self._always = {p.untyped_storage()._cdata for name, p in module.named_parameters() if name not in self._place}
-        self._activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
-        self.on_host = on_host(self._activations) if on_host is not None else None
-        self._running: list[set[int]] = []  # what the loss and the modules whose forward is under way asked for, innermost last
+        self._index = {slot.name: index for index, chunk in enumerate(chunks) for slot in chunk.slots}
+        always = {p.untyped_storage()._cdata for name, p in module.named_parameters() if name not in self._index}
+        activations = Activations(tier) if tier is not None and tier.device.type == "cpu" else None
+        away = on_host(activations) if on_host is not None else None
+        self._saved = SavedTensors(chunks, always, self._use, activations, away)
+        # what the loss and the modules whose forward is under way asked for, innermost last
+        self._running: list[set[int]] = []
         self._until_gradients: dict[int, set[str]] = {}
-        self._node: Any = None
-        self._of_node: frozenset[int] = frozenset()
         self._all_there, self._is_aside = 0, False
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._place}
+        self._views = {name: (p, p.detach(), _blank(p)) for name, p in module.named_parameters() if name in self._index}
         self._needs: dict[nn.Module, set[str]] = {}
         self._show(False)
         closed = {id(inner) for outer in together for inner in outer.modules() if inner is not outer}
@@ -86,7 +70,7 @@ class Passing:
             if id(each) in closed:
                 continue
             as_one = any(each is outer for outer in together) or isinstance(each, nn.RNNBase)
-            needs = {self._names[id(p)] for p in each.parameters(recurse=as_one)} & self._place.keys()
+            needs = {self._names[id(p)] for p in each.parameters(recurse=as_one)} & self._index.keys()
             runs_alone = as_one or all(child is each for child in each.modules())
             self._needs[each] = needs if runs_alone else set()
             each.register_forward_pre_hook(self._enter, prepend=True)
@@ -94,12 +78,12 @@ class Passing:
             if not as_one:
                 each._parameters = _Asked(each._parameters, self._asked)
         for name, parameter in module.named_parameters():
-            if name in self._place and parameter.requires_grad:
+            if name in self._index and parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(partial(weakly(self._came), name))
 
     @contextmanager
     def step(self, kind: Hashable) -> Iterator[None]:
-        """Around a pass that is the same each time for the same `kind`: all microbatches of a step, or an evaluation."""
+        """Context of a pass, the same each time for the same `kind`: all microbatches of a step, or an evaluation."""
         if self._all_there:
             if torch.is_grad_enabled():
                 raise UserError("a step inside engine.whole_weights(): it would not see what it updates. Train outside")
@@ -116,11 +100,15 @@ class Passing:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, forwards are no part of a pass and are for shapes alone: their weights are zeros, all in the same memory. (Blank ones, of one element, not every kernel takes.)"""
+        """Context of forwards for shapes alone, no part of a pass: all weights are zeros in the same memory.
+
+        Not every kernel takes the blank ones of one element.
+        """
         largest: dict[torch.dtype, int] = {}
         for _, view, _ in self._views.values():
             largest[view.dtype] = max(view.numel(), largest.get(view.dtype, 0))
-        zeros = {dtype: torch.zeros(numel, dtype=dtype, device=self._chunks[0].data.device) for dtype, numel in largest.items()}
+        device = self._chunks[0].data.device
+        zeros = {dtype: torch.zeros(numel, dtype=dtype, device=device) for dtype, numel in largest.items()}
         for parameter, view, _ in self._views.values():
             parameter.data = zeros[view.dtype][: view.numel()].view(view.shape)
         self._is_aside = True
@@ -131,22 +119,22 @@ class Passing:
             self._show(self.executor.active or bool(self._all_there))
 
     def left(self) -> None:
-        """The forward that ran is over, in the middle of modules: an exception that no hook sees has ended it."""
+        """Ends a forward in the middle of modules: an exception that no hook sees has ended it."""
         del self._running[1:]
 
     def begin(self, kind: Hashable) -> None:
-        """A pass begins, for those whose passes are no block of code: forwards `watching` and backwards, until `end` or `abandon`."""
+        """Begins a pass that is no block of code: forwards `watching` and backwards, until `end` or `abandon`."""
         if not self._all_there:
             self._show(True)
             self._running.append(set())
             self.executor.begin(kind)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Around what makes a graph: autograd keeps of weights only where they lie."""
-        return nullcontext() if self._all_there else torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        """Context in which a graph is made: autograd keeps of weights only where they lie."""
+        return nullcontext() if self._all_there else self._saved.watching()
 
     def end(self) -> None:
-        """The pass is over. Raises BudgetExceeded if it was the first of its kind and needs more than there is."""
+        """Ends the pass. Raises BudgetExceeded if it was the first of its kind and needs more than there is."""
         try:
             self._clear()
             if self.executor.active:
@@ -155,23 +143,21 @@ class Passing:
             self._show(bool(self._all_there))
 
     def abandon(self) -> None:
-        """The pass was cut short: nothing is learned from it."""
+        """Ends a pass that was cut short: nothing is learned from it."""
         self._clear()
         self.executor.forget()
         self._show(bool(self._all_there))
 
     def backward_is_over(self) -> None:
-        """Nothing is needed any more of what the loss function asked for, or of what this backward recomputed."""
+        """Forgets what the loss function asked for and what this backward recomputed."""
         if self._running:
             self._running[0].clear()
         self._until_gradients.clear()
-        self._node, self._of_node = None, frozenset()
-        if self.on_host is not None:
-            self.on_host.begin()
+        self._saved.backward_is_over()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, all weights are there. All ranks come alike."""
+        """Context in which all weights are there; all ranks enter together."""
         if self.executor.active:
             raise UserError("all weights are asked for in the middle of a step: do it between steps")
         if not self._all_there:
@@ -193,21 +179,19 @@ class Passing:
         return [chunk for chunk in self._chunks if chunk.passes]
 
     def stays(self, chunk: Chunk) -> None:
-        """The weights of `chunk` are always there from now on."""
-        place = self._chunks.index(chunk)
-        storage = chunk.data.untyped_storage()._cdata
-        del self._storage[storage]
-        self._always.add(storage)
+        """Leaves `chunk` alone from now on: its weights are always there."""
+        index = self._chunks.index(chunk)
+        self._saved.stays(chunk)
         for slot in chunk.slots:
-            del self._place[slot.name]
+            del self._index[slot.name]
             parameter, view, _ = self._views.pop(slot.name)
             parameter.data = view
             for needs in self._needs.values():
                 needs.discard(slot.name)
-        self.executor.forget_block(place)
+        self.executor.forget_block(index)
 
     def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Makes contexts for a second forward of `module`, whose hooks do not run then."""
+        """Makes contexts of a second forward of `module`, during which its hooks do not run."""
         return partial(self._again, module)
 
     @contextmanager
@@ -219,12 +203,12 @@ class Passing:
             self._leave()
 
     def _show(self, views: bool) -> None:
-        """Parameters are views of their chunks, or blank."""
+        """Makes parameters views of their chunks, or blank."""
         for parameter, view, blank in self._views.values():
             parameter.data = view if views else blank
 
     def __deepcopy__(self, _: Any) -> Passing:
-        """A copy of the module is watched no more, but the hooks that it copies need somebody."""
+        """Returns itself: the hooks that a copy of the module has need somebody, though it is not watched."""
         return self
 
     def _clear(self) -> None:
@@ -241,78 +225,41 @@ class Passing:
             self._running.pop()
 
     def _asked(self, parameter: Tensor) -> None:
-        """A module's parameter was read, by whomever."""
+        """Notes that a module's parameter was read."""
         name = self._names.get(id(parameter))
-        if self.executor.active and name in self._place and not self._is_aside:
+        if self.executor.active and name in self._index and not self._is_aside:
             self._ask({name})
 
     def _ask(self, names: set[str]) -> None:
-        """`names` are needed while what runs now goes on; in a second forward, until their gradients have come."""
+        """Asks for `names` while what runs now goes on; in a second forward, until their gradients have come."""
         if not names:
             return
-        places = {self._place[name] for name in names}
+        indices = {self._index[name] for name in names}
         in_backward = torch._C._current_graph_task_id() != -1
         for name in names if in_backward else ():
-            self._until_gradients.setdefault(self._place[name], set()).add("" if name in self._frozen else name)
-        are_held = places <= set().union(*self._running)
-        self._running[-1] |= places
+            self._until_gradients.setdefault(self._index[name], set()).add("" if name in self._frozen else name)
+        are_held = indices <= set().union(*self._running)
+        self._running[-1] |= indices
         if in_backward or not are_held:
-            self._use(places)
+            self._use(indices)
 
     def _came(self, name: str, _: Tensor) -> None:
-        place = self._place.get(name, -1)
-        if (waits_for := self._until_gradients.get(place)) is not None:
+        index = self._index.get(name, -1)
+        if (waits_for := self._until_gradients.get(index)) is not None:
             waits_for.discard(name)
             if not waits_for:
-                del self._until_gradients[place]
+                del self._until_gradients[index]
 
-    def _use(self, places: Iterable[int]) -> None:
+    def _use(self, indices: Iterable[int]) -> None:
         if not self.executor.active:
             raise UserError(
                 "backward asks for weights of a step that is over: keep no graph beyond the loss function that made it"
             )
-        self.executor.use(frozenset(places).union(*self._running, self._until_gradients))
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Kept | _Saved | Saved:
-        plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        storage = tensor.untyped_storage()._cdata if plain else 0
-        place = self._storage.get(storage)
-        lazy = plain and (tensor.is_conj() or tensor.is_neg())
-        if place is not None and lazy:
-            return tensor.detach().resolve_conj().resolve_neg()
-        if place is None:
-            kept = tensor.detach()  # itself it would keep its own graph alive
-            if not plain or storage in self._always:
-                return kept
-            here = not lazy and kept.device == self._chunks[0].data.device
-            if here and self.on_host is not None and (away := self.on_host.save(kept)):
-                return away
-            if self._activations is not None:
-                self._activations.keep(kept)
-            return _Kept(kept, kept._version)
-        return _Saved(place, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    def _unpack(self, saved: Tensor | _Kept | _Saved | Saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if isinstance(saved, _Kept):
-            check_unchanged(saved.tensor, saved.version)
-            return saved.tensor
-        node = torch._C._current_autograd_node()  # what it unpacks one after the other it uses together
-        first = node is None or node is not self._node
-        if first:
-            self._node, self._of_node = node, frozenset()
-        if isinstance(saved, Saved):
-            assert self.on_host is not None
-            return self.on_host.restore(saved, self._chunks[0].data.device, first)
-        self._of_node |= {saved.place}
-        self._use(self._of_node)
-        data = self._chunks[saved.place].data
-        return data.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        self.executor.use(frozenset(indices).union(*self._running, self._until_gradients))
 
 
 class _Asked(dict[str, Any]):
-    """A module's parameters by name; says so when one is asked for."""
+    """A module's parameters by name; calls `asked` with one that is read."""
 
     def __init__(self, parameters: Mapping[str, Any], asked: Callable[[Tensor], None]) -> None:
         super().__init__(parameters)

@@ -1,9 +1,10 @@
-"""The plan of moves: which blocks of memory come and go at which tick. Pure data, from what a pass was seen to use.
+"""Plan of moves: which blocks of memory come and go at which tick. Pure data, from what a pass was seen to use.
 
-A tick is a moment at which another set of blocks is needed; a trace is the ticks of a pass in order. Who goes when room is needed is the block
-that is used again latest (Belady's rule); it goes right after its last use, and what comes in its place is fetched as early as there is room, in
-the order of use, so that a transfer has the time of the computation before it. Fetching early never costs a transfer more: the rule has chosen
-before. (Cao, Felten, Karlin, Li: A study of integrated prefetching and caching strategies, 1995.)
+A tick is a moment at which another set of blocks is needed; a trace is the ticks of a pass in order. When room is
+needed, the block goes that is used again latest (Belady's rule), right after its last use. What comes instead is
+fetched as early as there is room, in the order of use, so that a transfer has the time of the computation before it.
+Fetching early never costs another transfer, since the rule has chosen before. (Cao, Felten, Karlin, Li: A study of
+integrated prefetching and caching strategies, 1995.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Trace = tuple[frozenset[int], ...]
 
 @dataclass(frozen=True)
 class Tick:
-    """What happens at one tick before its blocks are used, in this order; `fetch` may be for later ticks."""
+    """Moves at one tick, before its blocks are used: first `release`, then `fetch`, which may be for later ticks."""
 
     release: tuple[int, ...]
     fetch: tuple[int, ...]
@@ -28,7 +29,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Planned:
-    """The `moves` for a `trace` of blocks of `sizes`, with at most `room[tick]` bytes there."""
+    """Moves for a `trace` of blocks of `sizes` (bytes), with at most `room[tick]` bytes in memory."""
 
     trace: Trace
     moves: tuple[Tick, ...]
@@ -36,11 +37,11 @@ class Planned:
     room: tuple[int, ...]
 
     def fetched(self) -> int:
-        """The bytes that it brings in."""
+        """Bytes that it brings in."""
         return fetched(self.moves, self.sizes)
 
     def fetched_otherwise(self) -> dict[str, int]:
-        """The bytes that would come in by the rules that others follow."""
+        """Bytes that would come in by the rules of others."""
         return {
             "least recently used goes": fetched_by_recency(self.trace, self.sizes, self.room),
             "each goes after its use": fetched_and_released(self.trace, self.sizes),
@@ -49,7 +50,7 @@ class Planned:
 
 @dataclass
 class _Stay:
-    """A block is there from tick `start` to tick `stop`, both included."""
+    """Ticks from `start` to `stop`, both included, during which a block is in memory."""
 
     block: int
     start: int
@@ -57,10 +58,13 @@ class _Stay:
 
 
 def plan(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int], ahead: int = 1) -> tuple[Tick, ...]:
-    """The moves for `trace`, from nothing to nothing, with at most `capacity` bytes there at a time (of each tick, if a sequence).
+    """Plans the moves for `trace`, beginning and ending with nothing in memory.
 
-    `sizes[block]` in bytes. `ahead`: so many blocks may be on their way for later ticks at once. Raises BudgetExceeded for a tick that
-    needs more than there is.
+    - `sizes[block]`: bytes
+    - `capacity`: bytes in memory at a time, or at each tick
+    - `ahead`: blocks on their way for later ticks at a time
+
+    Raises BudgetExceeded for a tick that needs more than there is.
     """
     room = [capacity] * len(trace) if isinstance(capacity, int) else list(capacity)
     stays = _early(_stays(trace, sizes, room, _furthest(trace)), sizes, room, ahead)
@@ -74,12 +78,12 @@ def plan(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int], ahea
 
 
 def fetched(moves: Sequence[Tick], sizes: Sequence[int]) -> int:
-    """The bytes that a plan brings in."""
+    """Bytes that a plan brings in."""
     return sum(sizes[block] for tick in moves for block in tick.fetch)
 
 
 def fetched_by_recency(trace: Trace, sizes: Sequence[int], capacity: int | Sequence[int]) -> int:
-    """The bytes that would come in if the block went that was used longest ago (LRU), on demand."""
+    """Bytes that would come in on demand, if the block went that was used longest ago (LRU)."""
     room = [capacity] * len(trace) if isinstance(capacity, int) else list(capacity)
     uses = _uses(trace)
 
@@ -90,22 +94,23 @@ def fetched_by_recency(trace: Trace, sizes: Sequence[int], capacity: int | Seque
 
 
 def fetched_and_released(trace: Trace, sizes: Sequence[int]) -> int:
-    """The bytes that come in where each block goes after its use, as with FSDP."""
-    return sum(sizes[block] for before, now in zip((frozenset(), *trace), trace, strict=False) for block in now - before)
+    """Bytes that would come in if each block went after its use, as with FSDP."""
+    steps = zip((frozenset(), *trace), trace, strict=False)
+    return sum(sizes[block] for before, now in steps for block in now - before)
 
 
 def _furthest(trace: Trace) -> Callable[[int, int], float]:
     uses = _uses(trace)
 
     def next_use(tick: int, block: int) -> float:
-        place = bisect_right(uses[block], tick)
-        return uses[block][place] if place < len(uses[block]) else math.inf
+        index = bisect_right(uses[block], tick)
+        return uses[block][index] if index < len(uses[block]) else math.inf
 
     return next_use
 
 
 def _uses(trace: Trace) -> dict[int, list[int]]:
-    """The ticks at which each block is used."""
+    """Ticks at which each block is used."""
     uses: dict[int, list[int]] = {}
     for tick, blocks in enumerate(trace):
         for block in blocks:
@@ -113,8 +118,11 @@ def _uses(trace: Trace) -> dict[int, list[int]]:
     return uses
 
 
-def _stays(trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Callable[[int, int], float]) -> list[_Stay]:
-    """Blocks come when they are needed; of those that are not, the one of highest `priority(tick, block)` goes when room is needed."""
+def _stays(
+    trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Callable[[int, int], float]
+) -> list[_Stay]:
+    """Lets blocks come when they are needed; when room is, the one of highest `priority(tick, block)` goes of the
+    others."""
     stays: list[_Stay] = []
     here: dict[int, _Stay] = {}
     for tick, blocks in enumerate(trace):
@@ -137,7 +145,7 @@ def _stays(trace: Trace, sizes: Sequence[int], room: Sequence[int], priority: Ca
 
 
 def _early(stays: list[_Stay], sizes: Sequence[int], room: Sequence[int], ahead: int) -> list[_Stay]:
-    """The same stays, each begun as early as there is room, in their order, at most `ahead` blocks before they are needed."""
+    """Begins each stay as early as there is room, in their order, at most `ahead` blocks before they are needed."""
     held = [0] * len(room)
     coming = [0] * len(room)  # how many blocks are on their way at a tick, for later ones
     for stay in stays:

@@ -1,8 +1,8 @@
-"""Which size of chunk wastes least memory, where weights are whole only while they are used. A pure function: all ranks choose alike.
+"""Search of the chunk size that wastes least memory, where weights are gathered. Pure functions: all ranks agree.
 
-A chunk costs padding: slots begin on 64 bytes, the cut among ranks is even, whole parameters that are dealt to ranks leave them uneven. And the
-largest chunk sets what must be there at a time: the weights in use and those on their way, two gradients on loan. Small chunks cost the one, large
-ones the other, and none is smaller than the largest parameter.
+Chunks cost padding: slots begin on 64 bytes, the cut among ranks is even, whole parameters that are dealt to ranks
+leave them uneven. And the largest chunk sets what must be in memory at a time: the weights in use and those on their
+way, two gradients on loan. Small chunks cost the one, large ones the other.
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from shoal.chunks.assign import Described, assign, lay_out
 
 SMALLEST, LARGEST = 2**20, 2**28
-"""Bytes of gradient. Chunks smaller than SMALLEST, which cost more calls than they save memory, are taken only where a budget asks for them."""
+"""Bytes of gradient. Smaller chunks cost more calls than they save memory: they are taken only if a budget needs
+them."""
 TINIEST = 2**12
 AT_A_TIME = 2
 """Chunks in use: one that is computed with, one on its way."""
 SHARE = 0.5
-"""Of a device's budget, what weights in use and gradients on loan may take; the rest is for activations, which nobody knows yet."""
+"""Share of the device's budget for weights in use and gradients on loan; the rest is for activations, not known yet."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Chunks of about `chunk_bytes` of gradient. Bytes: `weights` of all chunks, padding included; `padding` of weights that belong to no parameter;
-    `in_use`, of weights and gradients at a time, at most."""
+    """Chunks of about `chunk_bytes` of gradient, and what they cost in bytes.
+
+    - `chunks`: their number
+    - `weights`: of all chunks, padding included
+    - `padding`: of weights that belong to no parameter
+    - `in_use`: weights and gradients in memory at a time, at most
+    """
 
     chunk_bytes: int
     chunks: int
@@ -34,28 +40,35 @@ class Candidate:
 
     @property
     def waste(self) -> float:
-        """The part of the weights that is padding."""
+        """Share of the weights that is padding."""
         return self.padding / max(1, self.weights)
 
     @property
     def cost(self) -> int:
-        """Bytes."""
+        """Bytes to be minimised."""
         return self.padding + self.in_use
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best of `candidates`, which are ordered by size."""
+    """Result of a search: `candidates`, ordered by size, and the `best` of them."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
 
 
 def search(
-    parameters: Sequence[Described], ranks: int, grad_itemsize: int, whole_parameters: bool = False, budget: int | None = None
+    parameters: Sequence[Described],
+    ranks: int,
+    grad_itemsize: int,
+    whole_parameters: bool = False,
+    budget: int | None = None,
 ) -> Choice:
-    """The chunk size of least cost for `parameters` (see `assign`), cut among `ranks`; of equal ones the largest. Of `budget`, bytes of the device, what
-    is in use may take SHARE; where nothing does, the one that takes least is chosen."""
+    """Finds the chunk size of least cost for `parameters` (see `assign`), cut among `ranks`; of equal ones the largest.
+
+    `budget`: bytes of the device. What is in use may take SHARE of it; if that is too little for all sizes, the one
+    that takes least is chosen.
+    """
     candidates = tuple(
         candidate(parameters, ranks, grad_itemsize, whole_parameters, size) for size in sizes(parameters, grad_itemsize)
     )
@@ -67,19 +80,20 @@ def search(
 
 
 def sizes(parameters: Sequence[Described], grad_itemsize: int) -> list[int]:
-    """Powers of two and one and a half times them, from an eighth of the largest parameter, SMALLEST at most, until one chunk holds all, or LARGEST."""
+    """Powers of two and one and a half times them, from an eighth of the largest parameter, or SMALLEST, until one
+    chunk holds all, or LARGEST."""
     elements = [shape.numel() for _, shape, _ in parameters]
     low = min(SMALLEST, max(TINIEST, max(elements, default=0) * grad_itemsize // 8))
     high = max(SMALLEST, sum(elements) * grad_itemsize)
     grid = (base * half // 2 for base in (2**power for power in range(LARGEST.bit_length())) for half in (2, 3))
     found = [size for size in grid if low <= size <= LARGEST]
-    return [size for place, size in enumerate(found) if place == 0 or found[place - 1] < high]
+    return [size for index, size in enumerate(found) if index == 0 or found[index - 1] < high]
 
 
 def candidate(
     parameters: Sequence[Described], ranks: int, grad_itemsize: int, whole_parameters: bool, chunk_bytes: int
 ) -> Candidate:
-    """What chunks of about `chunk_bytes` of gradient cost."""
+    """Counts what chunks of about `chunk_bytes` of gradient cost."""
     weights = padding = weight = gradient = 0
     cut = assign(parameters, chunk_bytes, grad_itemsize)
     for key, slots in cut:

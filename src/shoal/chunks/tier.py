@@ -1,7 +1,8 @@
 """Tiers of memory: how much of each there is, and who holds how much of it.
 
-On a GPU the device's tier is its memory. On a CPU it is a part of the same memory, set by `plan.memory`, in which weights in use, gradients on loan
-and what backward keeps are counted: so all that moves on a GPU can be seen, and tested, without one.
+On a GPU the device's tier is its memory. On a CPU it is a part of the same memory, set by `plan.memory`, in which
+weights in use, gradients on loan and activations are counted: so all that moves on a GPU can be seen, and tested,
+without one.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from shoal.plan import Option
 UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
 UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 MOVING = "weights in use"
-"""The role of what an Executor moves."""
+"""Role of what an Executor moves."""
 UPDATES = ("auto", "at once", "deferred", "streamed")
 ALL_ELSE = "all else"
-"""On a GPU: what its allocator has given out beside what is counted, activations above all."""
+"""Role, on a GPU, of what its allocator has given out beside what is counted: activations above all."""
 AUTO_SHARE = 0.9
-"""Of the device's free memory, what "auto" takes."""
+"""Share of the device's free memory that "auto" takes."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,14 @@ class DiskBudget:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a rank may use: bytes of `device` and of `host` (None: no limit), and a `disk` for what the host does not hold. `update`: when and where what is
-    at home on the host is updated, one of UPDATES. `chunk`: bytes of gradient of a chunk, None where Shoal chooses. `activations`: the share of what backward keeps that waits on the host."""
+    """Memory that a rank may use.
+
+    - `device`, `host`: bytes; None for no limit
+    - `disk`: for what the host does not hold
+    - `update`: when and where weights at home on the host are updated, one of UPDATES
+    - `chunk`: bytes of gradient of a chunk, None where Shoal chooses
+    - `activations`: the share of them that waits on the host
+    """
 
     device: int | None = None
     host: int | None = None
@@ -51,7 +58,7 @@ class Budget:
 
 
 def budget(option: Option | None, device: torch.device) -> Budget | None:
-    """What a plan's `memory` allows on `device`; None if the plan says nothing. Raises UserError for what it says wrong."""
+    """Reads a plan's `memory` for `device`; None if the plan says nothing. Raises UserError for what it says wrong."""
     if option is None:
         return None
     if option == "auto":
@@ -62,8 +69,12 @@ def budget(option: Option | None, device: torch.device) -> Budget | None:
     on_device, host, update = option.get("device"), option.get("host"), option.get("update", "auto")
     if update not in UPDATES:
         raise UserError(f"plan.memory.update = {update!r}: give one of {', '.join(UPDATES)}")
+    if on_device == "auto":
+        on_device = _free(device)
+    elif on_device is not None:
+        on_device = nbytes(on_device, "plan.memory.device")
     return Budget(
-        _free(device) if on_device == "auto" else None if on_device is None else nbytes(on_device, "plan.memory.device"),
+        on_device,
         None if host is None else nbytes(host, "plan.memory.host"),
         _disk(option["disk"]) if "disk" in option else None,
         update,
@@ -101,7 +112,7 @@ def _check_keys(table: Mapping[str, Any], known: list[str], what: str) -> None:
 
 
 def nbytes(value: Any, what: str) -> int:
-    """The bytes of "12GiB", "500MB" or a plain number; UserError names `what` otherwise."""
+    """Reads the bytes of "12GiB", "500MB" or a plain number; UserError names `what` otherwise."""
     found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
     if isinstance(value, bool) or not found or found[2] not in UNITS or found[1].count(".") > 1 or found[1] == ".":
         raise UserError(
@@ -112,10 +123,13 @@ def nbytes(value: Any, what: str) -> int:
 
 @dataclass
 class Tier:
-    """`capacity` bytes (None: no limit) of which `held[role]` are in use. `most`: by role, at a time; `most_in_all`: together.
+    """A memory of `capacity` bytes (None: no limit), and who holds how much of it.
 
-    `relieve(bytes)` is asked to free that much before a tier overflows. `measures`: while it is set nothing is refused; `most_in_all` then says what would
-    have done. `ledger`: told of all that changes, while it records.
+    - `held[role]`: bytes in use; `most[role]`: the most of them at a time; `most_in_all`: the most of all roles
+      together
+    - `relieve(bytes)`: asked to free that much before the tier overflows
+    - `measures`: while it is set nothing is refused; `most_in_all` then says what would have been enough
+    - `ledger`: told of all that changes, while it records
     """
 
     name: str
@@ -134,13 +148,13 @@ class Tier:
         return sum(self.held.values())
 
     def others(self) -> int:
-        """Bytes in use now but for weights that come and go; on a GPU by the allocator, which knows of all."""
+        """Bytes in use now, without weights that come and go; on a GPU by the allocator, which knows of all."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device) - self.held.get(MOVING, 0)
         return self.used - self.held.get(MOVING, 0)
 
     def most_others(self) -> int:
-        """The most of `others` since the last call."""
+        """Most bytes of `others` at a time since the last call."""
         if self.device.type == "cuda":
             most = torch.cuda.max_memory_allocated(self.device) - self.held.get(MOVING, 0)
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,5 +1,8 @@
-"""Hooks that do not keep alive who listens. A tensor's hooks are out of the garbage collector's sight: what they hold would live as long as the tensor,
-and the tensor as long as what holds it."""
+"""Hooks that do not keep alive the object they call.
+
+The garbage collector does not see a tensor's hooks: what they hold would live as long as the tensor, and the tensor as
+long as what holds it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls `method`, a bound one, as long as its object lives; then nothing."""
+    """Wraps the bound `method`: it is called as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -22,7 +25,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def is_weak(hook: Callable[..., Any]) -> bool:
-    """Whether it was made by `weakly`, as a `partial` or not: it is Shoal's own, not a user's."""
+    """Whether `hook` was made by `weakly`, wrapped in a `partial` or not: then it is Shoal's own, not a user's."""
     while isinstance(hook, partial):
         hook = hook.func
     return "is_weak" in getattr(hook, "__dict__", ())

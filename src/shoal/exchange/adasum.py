@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk
-from shoal.chunks.chunk import Slot
+from shoal.chunks import Chunk, Slot
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Holds, Replica

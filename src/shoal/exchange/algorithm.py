@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk, Lender
+from shoal.chunks import Chunk, GradientPool
 from shoal.comm import Group, Lane
 from shoal.optim.optimizer import ChunkOptimizer
 
@@ -50,7 +50,7 @@ class Replica:
     - `lane`: runs work in order beside the computation
     - `optimizer`: updates the masters of the chunks
     - `among`: makes a group of some of the replicas, by name and ranks in `group`
-    - `lender`: pool of whole gradients, where chunks borrow them
+    - `gradient_pool`: pool of whole gradients, where chunks borrow them
     - `beside`: ranks among whom the model is cut and which have different tokens: they sum the gradients of shared
       parameters
     - `deciding`: the same ranks, for decisions that depend on the values of the whole model
@@ -61,7 +61,7 @@ class Replica:
     lane: Lane
     optimizer: ChunkOptimizer
     among: Callable[[str, Sequence[int]], Group]
-    lender: Lender | None = None
+    gradient_pool: GradientPool | None = None
     beside: Group | None = None
     deciding: Group | None = None
 

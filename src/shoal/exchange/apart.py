@@ -42,7 +42,7 @@ class Apart(Algorithm):
         super().attach(replica)
         self._parts = []
         for kind, part in {"": self.usual, **self.apart}.items():
-            chunks = [chunk for chunk in replica.chunks if chunk.apart == kind]
+            chunks = [chunk for chunk in replica.chunks if chunk.spec.variant == kind]
             if not chunks:
                 continue
             own = replace(replica, chunks=chunks)
@@ -53,7 +53,7 @@ class Apart(Algorithm):
             self._parts.append(part)
 
     def partners_of(self, chunk: Chunk) -> Group:
-        return self.groups.get(chunk.apart, self.partners)
+        return self.groups.get(chunk.spec.variant, self.partners)
 
     def holds(self, step: int) -> Holds:
         return self.usual.holds(step)
@@ -63,7 +63,7 @@ class Apart(Algorithm):
             part.begin(step)
 
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
-        self.apart.get(chunk.apart, self.usual).reduce(chunk, own_mean)
+        self.apart.get(chunk.spec.variant, self.usual).reduce(chunk, own_mean)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         for part in self._parts:

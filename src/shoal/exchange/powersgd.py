@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.chunks import Chunk
-from shoal.chunks.chunk import Slot
+from shoal.chunks import Chunk, Slot
 from shoal.exchange.algorithm import USUAL_CHUNK, Algorithm, Replica, State, by_parameter
 from shoal.exchange.kept import Kept, parts_of
 from shoal.module.random import mix, name_key

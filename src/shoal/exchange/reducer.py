@@ -43,7 +43,7 @@ class Reducer:
         replica = algorithm.replica
         self._algorithm, self._chunks, self._lane = algorithm, replica.chunks, replica.lane
         self._group = algorithm.partners
-        self._lender, self._beside = replica.lender, replica.beside
+        self._gradient_pool, self._beside = replica.gradient_pool, replica.beside
         self._users = users or UserHooks({}, {}, Plan())
         self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
         self.touched: dict[str, bool] = {}
@@ -87,8 +87,8 @@ class Reducer:
         """
         self._unscale = unscale
         self._users.begin(microbatches, self._borrowing.__contains__, unscale)
-        if self._lender is not None:  # an error may have cut the step before short
-            self._lender.forget(self._lent.values())
+        if self._gradient_pool is not None:  # an error may have cut the step before short
+            self._gradient_pool.forget(self._lent.values())
         for chunk in self._chunks:
             if chunk.sparse:
                 clear(chunk.slots[0].view(chunk.gradient), self.rows.get(chunk.slots[0].name))
@@ -97,7 +97,7 @@ class Reducer:
         self.squares = [sum_of_squares([], chunk.data.device) for chunk in self._chunks]
         holds = self._algorithm.holds(step)
         self._sums, self._reduces = holds is Holds.SUM, holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
-        self._round, self._rounds = 0, microbatches if self._lender is not None else 1
+        self._round, self._rounds = 0, microbatches if self._gradient_pool is not None else 1
         self._begin_round()
 
     def _begin_round(self) -> None:
@@ -115,21 +115,21 @@ class Reducer:
         - `complete`: the parameters to which no later backward adds, where that is not all of them in the last one and
           none before
         """
-        self._armed, self._own_mean = last or bool(complete) or self._lender is not None, own_mean
-        self._complete = complete if self._lender is None else None
+        self._armed, self._own_mean = last or bool(complete) or self._gradient_pool is not None, own_mean
+        self._complete = complete if self._gradient_pool is None else None
         try:
             yield
         finally:
             self._armed = False
-        if self._lender is not None:
+        if self._gradient_pool is not None:
             self._end_round()
 
     def finish(self) -> None:
         """Hands over what is left (parameters that this step did not touch count as zero) and waits for the lane."""
         while self._round < self._rounds:
             self._end_round()
-        if self._lender is not None:
-            self._lender.settle()
+        if self._gradient_pool is not None:
+            self._gradient_pool.settle()
         self._lane.wait()
 
     @torch.no_grad()
@@ -219,8 +219,8 @@ class Reducer:
     def _flat(self, index: int) -> Tensor:
         """Returns the whole gradient that the chunk has borrowed for this round."""
         if index not in self._lent:
-            assert self._lender is not None
-            flat = self._lender.borrow(self._turn + self._order.index(index) - self._front, self._chunks[index].size)
+            assert self._gradient_pool is not None
+            flat = self._gradient_pool.borrow(self._turn + self._order.index(index) - self._front, self._chunks[index].size)
             self._chunks[index].clear_padding(flat)
             self._lent[index] = flat
         return self._lent[index]
@@ -232,10 +232,10 @@ class Reducer:
             chunk = self._chunks[index]
             self._turn += 1
             if chunk.borrows:
-                assert self._lender is not None
+                assert self._gradient_pool is not None
                 flat = self._lent.pop(index)
                 work = partial(self._exchange_lent, index, self._turn - 1, flat, self._round)
-                self._lender.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
+                self._gradient_pool.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
             else:
                 self._lane.submit(partial(self._exchange, index), f"chunk {chunk.index}")
 
@@ -257,16 +257,16 @@ class Reducer:
 
     def _sum_beside(self, chunk: Chunk) -> None:
         """Sums gradients of parameters that ranks of a cut model share, each having those of its tokens only."""
-        if self._beside is not None and chunk.beside[1] > 1:
+        if self._beside is not None and chunk.spec.tp_copy[1] > 1:
             self._beside.all_reduce(chunk.gradient, purpose=f"gradients {chunk.index} beside")
             if chunk.sparse:
                 self.rows[chunk.slots[0].name] = None
 
     @torch.no_grad()
     def _exchange_lent(self, index: int, turn: int, flat: Tensor, round_: int) -> None:
-        assert self._lender is not None
+        assert self._gradient_pool is not None
         chunk = self._chunks[index]
-        lent = chunk.with_gradient(self._lender.to_reduce(turn, flat))
+        lent = chunk.with_gradient(self._gradient_pool.to_reduce(turn, flat))
         if self._unscale is not None:
             lent.gradient.mul_(self._unscale)
         self._sum_beside(lent)
@@ -284,4 +284,4 @@ class Reducer:
             home.add_(new)
         if last:
             self.squares[index] = sum_of_squares(pieces, chunk.data.device)
-        self._lender.end(turn, new.nbytes if chunk.passes else 0)
+        self._gradient_pool.end(turn, new.nbytes if chunk.passes else 0)

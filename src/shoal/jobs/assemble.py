@@ -14,8 +14,8 @@ from shoal.errors import UserError, did_you_mean, in_section
 from shoal.jobs.config import Job
 from shoal.models import ModelSpec
 from shoal.optim.fused.trial import try_out
+from shoal.optim.groups import OptimizerFactory, decay_matrices_only
 from shoal.optim.lr import by_name
-from shoal.optim.optimizer import OptimizerFactory, decay_matrices_only
 from shoal.plan import option_parameters
 
 OPTIMIZERS = {

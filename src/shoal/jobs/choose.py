@@ -18,7 +18,7 @@ from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.launch.local import usable_cores
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import samples_to_fill
 from shoal.planner import Subject, with_stages
 from shoal.precision import precision

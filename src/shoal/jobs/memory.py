@@ -37,10 +37,7 @@ def _kept(engine: Engine) -> dict[str, int]:
         if chunk.trainable:
             gradient = chunk.grad if chunk.grad is not None else owned.gradient
             kept["gradients"] += gradient.nbytes
-            rest = owned.rest_of_masters
-            kept["masters"] += rest.nbytes if rest is not None else 0
-            if owned.keeps_masters and owned.master_like is not owned.data:
-                kept["masters"] += owned.master_like.nbytes
+            kept["masters"] += owned.nbytes_masters
     states = engine.optimizer.torch.state.values()
     storages = {id(value): value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)}
     kept["optimizer state"] = sum(storages.values())

@@ -49,10 +49,10 @@ class Moves:
         )
 
     def _counted(self) -> dict[str, int]:
-        passing, lender = self._engine.parts.passing, self._engine.parts.lender
+        passing, gradient_pool = self._engine.parts.passing, self._engine.parts.gradient_pool
         return {
             WEIGHTS: passing.executor.bytes_in if passing is not None else 0,
-            GRADIENTS: lender.bytes_home if lender is not None else 0,
+            GRADIENTS: gradient_pool.bytes_home if gradient_pool is not None else 0,
         }
 
     def _gradients_of_a_round(self) -> int:

@@ -17,7 +17,7 @@ from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
 from shoal.jobs.read import load_job
 from shoal.models import build
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.parallel.tensor import CutLayers
 from shoal.plan import Plan
 from shoal.planner import (

@@ -1,1 +1,1 @@
-"""Optimizers over chunks: groups, fused steps, learning rates, and where their state lives."""
+"""Optimizers over chunks: parameter groups, fused steps, learning rates, and the tiers that their state lies in."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as factories over torch's LambdaLR; any function `optimizer -> LRScheduler` serves as well."""
+"""Learning-rate schedules, as factories over torch's LambdaLR; any function `optimizer -> LRScheduler` serves too."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _cosine(step: int, total: int, warmup: int, floor: float) -> float:
 
 
 def constant(warmup: int = 0) -> Schedule:
-    """Linear warm-up over `warmup` steps (step s runs at (s + 1) / (warmup + 1)), then the optimizer's learning rate."""
+    """Linear warm-up over `warmup` steps (step s runs at (s + 1) / (warmup + 1)), then the full learning rate."""
     return partial(LambdaLR, lr_lambda=partial(_constant, warmup=warmup))
 
 
@@ -42,39 +42,42 @@ def linear(total: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
 
 
 def cosine(total: int, warmup: int = 0, floor: float = 0.1) -> Schedule:
-    """Warm-up, then half a cosine to `floor` times the learning rate at step `total`, constant after it (arXiv 1608.03983)."""
+    """Warm-up, half a cosine to `floor` times the learning rate at step `total`, then constant (arXiv 1608.03983)."""
     return partial(LambdaLR, lr_lambda=partial(_cosine, total=total, warmup=warmup, floor=floor))
 
 
 def by_name(name: str, total: int, warmup: int, floor: float) -> Schedule:
-    """The schedule of a job file: "constant", "linear" or "cosine"."""
-    schedules = {"constant": constant(warmup), "linear": linear(total, warmup, floor), "cosine": cosine(total, warmup, floor)}
+    """Makes the schedule of a job file: "constant", "linear" or "cosine"."""
+    schedules = {
+        "constant": constant(warmup),
+        "linear": linear(total, warmup, floor),
+        "cosine": cosine(total, warmup, floor),
+    }
     if name not in schedules:
         raise UserError(f'schedule "{name}" is not one of {", ".join(schedules)}.{did_you_mean(name, list(schedules))}')
     return schedules[name]
 
 
 PLACE = ("last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial", "verbose")
-"""What a scheduler's state says of where it is, or of the optimizer's learning rates; the rest says which schedule it is."""
+"""Keys of a scheduler's state that say where it is, or the learning rates; the others say which schedule it is."""
 
 
 class Course:
-    """What a schedule was when it was given, which a checkpoint records, and how it goes on from the middle.
-
-    To be made right after `scheduler`, before its first step.
-    """
+    """Records `scheduler` as given, for checkpoints, and continues it from any step. Made before its first step."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self._fresh = deepcopy(scheduler.state_dict())
-        self._options = [{key: deepcopy(value) for key, value in each.items() if key != "params"} for each in self._groups]
+        self._options = [
+            {key: deepcopy(value) for key, value in each.items() if key != "params"} for each in self._groups
+        ]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self._scheduler.optimizer.param_groups
 
     def about(self) -> dict[str, Any]:
-        """The schedule as JSON: its class and what it was given. A plain function of the step is known by its name alone."""
+        """Describes the schedule in JSON: class and settings. A function of the step is known by its name alone."""
         settings = _settings(self._fresh)
         if isinstance(self._scheduler, LambdaLR):
             found = [_function(each) for each in self._scheduler.lr_lambdas]
@@ -83,26 +86,27 @@ class Course:
         return json.loads(json.dumps(about, default=lambda value: type(value).__name__))
 
     def begin_at(self, step: int) -> None:
-        """Puts the optimizer's learning rates, and what else the schedule moves, where they are after `step` steps from its start."""
+        """Sets learning rates, and what else the schedule moves, to their values `step` steps after its start."""
         for group, fresh in zip(self._groups, self._options, strict=True):
             group.update(deepcopy(fresh))
         self._scheduler.load_state_dict(deepcopy(self._fresh))
         jump = isinstance(self._scheduler, LambdaLR) and step > 0  # a function of the step: no need to walk there
         if jump:
             self._scheduler.last_epoch, self._scheduler._step_count = step - 1, step
-        self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]  # updates came before, in another process
+        # updates came before, in another process
+        self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         for _ in range(1 if jump else step):
             self._scheduler.step()
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
-        """Takes over a state of the same schedule. A function of the step is asked again: it may be another one under the same name."""
+        """Takes over a state of the same schedule. Functions of the step are called anew: they may have changed."""
         self._scheduler.load_state_dict(dict(saved))
         if isinstance(self._scheduler, LambdaLR):
             self.begin_at(saved["last_epoch"])
 
 
 def _settings(state: Any) -> Any:
-    """Without its PLACE, also that of schedulers inside."""
+    """Removes the keys PLACE from `state`, also in schedulers inside."""
     if isinstance(state, Mapping):
         return {key: _settings(value) for key, value in state.items() if key not in PLACE}
     return [_settings(each) for each in state] if isinstance(state, list | tuple) else state

@@ -27,7 +27,7 @@ from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
 from shoal.errors import UserError, did_you_mean
 from shoal.module.build import build
-from shoal.optim.optimizer import OptimizerFactory
+from shoal.optim.groups import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
 from shoal.plan import Plan, option_name, option_parameters

@@ -18,7 +18,7 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.choose import check_exchange
 from shoal.exchange.tuning import given_chunk_bytes
-from shoal.optim.optimizer import OptimizerFactory
+from shoal.optim.groups import OptimizerFactory
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes
 from shoal.planner.memory import MemoryNeed, memory_need

@@ -21,7 +21,7 @@ from shoal.module.build import Built
 from shoal.module.compiling import blocks, nothing_to_recompute, recomputable
 from shoal.module.random import Randomness, attention, keyed_functional
 from shoal.module.recompute import Recompute
-from shoal.optim.optimizer import GroupRule, group_options
+from shoal.optim.groups import GroupRule, group_options
 from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import Rules, check_rules
 from shoal.plan import Plan, option_name

@@ -1,7 +1,7 @@
 """A dry run's events once more, for chunks: which are used together, which gradients are on loan, and how much of the
 device that takes.
 
-The same as the executor and the lender of `chunks/` do; tests hold them against each other to the byte.
+The same as the executor and the gradient_pool of `chunks/` do; tests hold them against each other to the byte.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.fused.host_adam import HostAdam
-from shoal.optim.optimizer import OptimizerFactory, is_fused, make_optimizer, needs_whole_parameters
+from shoal.optim.groups import OptimizerFactory, is_fused, make_optimizer, needs_whole_parameters
 from shoal.precision import Precision
 
 PRIMES = (3, 5, 7, 11, 13, 17)

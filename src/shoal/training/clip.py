@@ -94,11 +94,11 @@ class Clip:
         """Sums the squares of all gradients that the chunks hold now; of chunks that are cut, or apart, each owner adds
         its part."""
         chunks = self._algorithm.replica.chunks
-        apart = [chunk for chunk in chunks if chunk.is_cut or chunk.apart]
+        apart = [chunk for chunk in chunks if chunk.is_cut or chunk.spec.variant]
         sharers = [self._algorithm.partners_of(chunk) for chunk in apart]
         owned = zip(apart, sharers, strict=True)
         parts = [piece for chunk, group in owned for piece in chunk.norm_pieces(group.rank, group.size)]
-        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.apart) for piece in chunk.norm_pieces()]
+        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.spec.variant) for piece in chunk.norm_pieces()]
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
         if apart:
             cut = self._groups.partners.all_reduce(cut, purpose="norm")

@@ -122,7 +122,7 @@ class Commit:
         groups = self._groups
         if groups is None:
             return names
-        if any(chunk.is_cut or chunk.apart for chunk in self._trained.algorithm.replica.chunks):
+        if any(chunk.is_cut or chunk.spec.variant for chunk in self._trained.algorithm.replica.chunks):
             names = [name for theirs in groups.partners.all_gather_object(names) for name in theirs]
         if groups.tp is not None:
             names = [name for theirs in groups.tp.all_gather_object(names) for name in theirs]

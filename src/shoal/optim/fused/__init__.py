@@ -1,11 +1,12 @@
-"""A torch optimizer over flat storage: it sees few long pieces of chunks in place of many parameters, and looks like one over them.
+"""A torch optimizer over flat storage: it updates few long pieces of chunks, and looks like one over many parameters.
 
     chunk   | weight ................................... |pad| bias .. |pad| weight ........ |
     pieces  |<---- BLOCK ---->|<---- BLOCK ---->|<---- BLOCK ---->|<---- BLOCK ---->|<------>|
 
-Where an update is elementwise it does not matter where a tensor starts and ends, so the result is bitwise that of the optimizer over
-the parameters. On CUDA a piece is a whole chunk, for fewer kernels; on the CPU it is what a core's cache holds, so that the operations
-of an update after the first find their operands there. Bagua's `fuse_optimizer` and Apex's flat optimizers are the forerunners.
+Where an update is elementwise it does not matter where a tensor starts and ends, so the result is bitwise that of the
+optimizer over the parameters. On CUDA a piece is a whole chunk, for fewer kernels; on the CPU it is what a core's cache
+holds, so that later operations of an update find their operands there. Forerunners are Bagua's `fuse_optimizer` and
+Apex's flat optimizers.
 """
 
 from shoal.optim.fused.chunkwise import ChunkwiseOptimizer
@@ -15,4 +16,14 @@ from shoal.optim.fused.pieces import FlatChunk, Piece
 from shoal.optim.fused.storage import flatten
 from shoal.optim.fused.trial import coupled, refusal
 
-__all__ = ["BLOCK", "ChunkwiseOptimizer", "FlatChunk", "FlatOptimizer", "Piece", "coupled", "flatten", "fuse", "refusal"]
+__all__ = [
+    "BLOCK",
+    "ChunkwiseOptimizer",
+    "FlatChunk",
+    "FlatOptimizer",
+    "Piece",
+    "coupled",
+    "flatten",
+    "fuse",
+    "refusal",
+]

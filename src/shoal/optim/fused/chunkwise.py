@@ -12,13 +12,20 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class ChunkwiseOptimizer(torch.optim.Optimizer):
-    """The optimizers that `make` gives for the parameters of each chunk; groups, state and `state_dict` are those of one over all of them.
+    """One optimizer for each chunk, which looks like one over all parameters: groups, state and `state_dict` are that
+    one's.
 
-    `groups` is what that one would be given; `chunks[i]` are the parameters of chunk i, all of one group. It is for optimizers that update each parameter
-    by itself. What they keep by group, such as a count of updates, each of them keeps alike.
+    For optimizers that update each parameter by itself. What they keep by group, such as a count of updates, all of
+    them keep alike.
+
+    - `make`: makes an optimizer from a list of groups
+    - `groups`: what the one over all parameters would be given
+    - `chunks[i]`: the parameters of chunk i, all of one group
     """
 
-    def __init__(self, make: Make, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self, make: Make, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Sequence[nn.Parameter]]
+    ) -> None:
         group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
         self._group_of_chunk = [group_of[id(parameters[0])] for parameters in chunks]
         self._inner = [
@@ -28,7 +35,9 @@ class ChunkwiseOptimizer(torch.optim.Optimizer):
         stand_in = [{**groups[0], "params": [nn.Parameter(torch.zeros(2, 2))]}]  # a rank may own nothing
         self._first = self._inner[0] if self._inner else make(stand_in)
         whole = {index: inner.param_groups[0] for index, inner in zip(self._group_of_chunk, self._inner, strict=True)}
-        super().__init__([{**whole.get(index, {}), **group} for index, group in enumerate(groups)], dict(self._first.defaults))
+        super().__init__(
+            [{**whole.get(index, {}), **group} for index, group in enumerate(groups)], dict(self._first.defaults)
+        )
         for inner in self._inner:
             self.state.update(inner.state)
         self._share_state()
@@ -39,23 +48,20 @@ class ChunkwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def first(self) -> torch.optim.Optimizer:
-        """The first chunk's, which is like all of them."""
+        """Optimizer of the first chunk, which is like all of them."""
         return self._first
 
     def begin(self) -> None:
-        """A step begins: with the options of now, whatever a schedule makes of them before its last chunk is updated."""
+        """Begins a step with the options of now, whatever a schedule makes of them before its last chunk is updated."""
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
 
-    def step_chunk(self, place: int) -> None:
-        """Updates the parameters of the chunk at `place`; each chunk once a step."""
-        index = self._group_of_chunk[place]
-        inner, given = self._inner[place], self._options[index]
+    def step_chunk(self, chunk: int) -> None:
+        """Updates the parameters of the chunk with that index; each chunk once a step."""
+        index = self._group_of_chunk[chunk]
+        inner, given = self._inner[chunk], self._options[index]
         options = inner.param_groups[0]
         options.update(given)
-        for scaling in (
-            "grad_scale",
-            "found_inf",
-        ):  # what fused kernels multiply gradients with, and whether they leave all as it is
+        for scaling in ("grad_scale", "found_inf"):  # read by fused kernels: a factor, and whether to skip the update
             if hasattr(self, scaling):
                 setattr(inner, scaling, getattr(self, scaling))
         inner.step()
@@ -63,14 +69,14 @@ class ChunkwiseOptimizer(torch.optim.Optimizer):
         self.param_groups[index].update(counts)  # some count their updates there
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """All chunks in order."""
+        """Updates all chunks in order."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.begin()
-        for place in range(len(self._inner)):
-            self.step_chunk(place)
+        for chunk in range(len(self._inner)):
+            self.step_chunk(chunk)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

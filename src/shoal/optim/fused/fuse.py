@@ -14,9 +14,9 @@ from shoal.optim.fused.trial import refusal
 
 
 def fuse(factory: Callable[..., torch.optim.Optimizer]) -> Callable[[Iterable[Any]], FlatOptimizer]:
-    """A factory of the same optimizer over flat storage, for any training loop: `fuse(partial(RMSprop, lr=1e-3))(model.parameters())`.
+    """Makes a factory of the same optimizer over flat storage: `fuse(partial(RMSprop, lr=1e-3))(model.parameters())`.
 
-    It takes parameters or groups of them, and moves their values into storage of its own. Raises UserError, when called, for an
+    That takes parameters or groups of them, and moves their values into storage of its own. It raises UserError for an
     optimizer that is not elementwise.
     """
 
@@ -24,7 +24,9 @@ def fuse(factory: Callable[..., torch.optim.Optimizer]) -> Callable[[Iterable[An
         given = list(params)
         if not given:
             raise UserError("there are no parameters to optimise: give those of a model, e.g. model.parameters()")
-        groups = [{**g, "params": list(g["params"])} for g in given] if isinstance(given[0], dict) else [{"params": given}]
+        groups = (
+            [{**g, "params": list(g["params"])} for g in given] if isinstance(given[0], dict) else [{"params": given}]
+        )
         if against := refusal(factory, groups):
             raise UserError(f"this optimizer cannot be fused: {against}")
         member = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}

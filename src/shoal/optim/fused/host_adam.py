@@ -1,7 +1,8 @@
-"""Adam and AdamW on the host in one pass over memory, in C: torch's fused kernels write the unscaled gradient back and know one dtype for all, which costs
-an eighth of the traffic, and with bf16 weights a pass more.
+"""Adam and AdamW on the host in one pass over memory, in C.
 
-`HostAdam` stands in for the step of a torch Adam or AdamW, whose options, state and checkpoints stay what they are; `takes` says whether it can.
+torch's fused kernels write the unscaled gradient back, and know one dtype for all: an eighth more traffic, and with
+bf16 weights one more pass. `HostAdam` stands in for the step of a torch Adam or AdamW, whose options, state and
+checkpoints stay what they are; `takes` says whether it can.
 """
 
 from __future__ import annotations
@@ -16,26 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Chunk, Slot
+from shoal.chunks import Buffer, Slot
 from shoal.chunks.masters import join_halves, part_halves
 from shoal.native import library
 
 MASTER_SPLIT, GRAD_BF16, DECOUPLED = 1, 2, 4
 SHARE = 1 << 16
-"""Elements: less is not worth a thread's while."""
+"""Elements of a thread, at least."""
 
 
 class HostAdam:
-    """The step of `optimizer`, which has the state of an Adam, or AdamW if `decoupled`, over views of the masters of chunks, on the host, in the C kernel,
-    chunk by chunk."""
+    """Runs the step of `optimizer`, an Adam, or AdamW if `decoupled`, chunk by chunk in the C kernel on the host.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], decoupled: bool) -> None:
+    `parameters` are views of the masters of the chunks.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], decoupled: bool
+    ) -> None:
         self._optimizer, self._parameters, self._decoupled = optimizer, parameters, decoupled
-        self._group_of = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
+        self._group_of = {
+            id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]
+        }
 
     @staticmethod
-    def takes(optimizer: torch.optim.Optimizer, chunks: Sequence[Chunk]) -> bool:
-        """Whether the kernel does what `optimizer` would with fp32 masters, and gradients of fp32 or bf16, on the host."""
+    def takes(optimizer: torch.optim.Optimizer, chunks: Sequence[Buffer]) -> bool:
+        """Whether the kernel does what `optimizer` would with fp32 masters, and gradients of fp32 or bf16, on the
+        host."""
         plain = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
             group["amsgrad"]
             or group["maximize"]
@@ -50,13 +58,13 @@ class HostAdam:
         return plain and library() is not None and here and masters and gradients
 
     def begin(self) -> None:
-        """A step begins: with the options of now, whatever a schedule makes of them before its last chunk is updated."""
+        """Begins a step with the options of now, whatever a schedule makes of them before its last chunk is updated."""
         self._options = [dict(group) for group in self._optimizer.param_groups]
 
     @torch.no_grad()
-    def step(self, chunk: Chunk, factor: float, left_out: Collection[str]) -> None:
-        """Updates the owned `chunk` with gradients times `factor`, but not the parameters `left_out`; what the module sees of bf16 is written in the same
-        pass."""
+    def step(self, chunk: Buffer, factor: float, left_out: Collection[str]) -> None:
+        """Updates the owned `chunk` with gradients times `factor`, except the parameters `left_out`; bf16 data are
+        written in the same pass."""
         if not chunk.slots:
             return
         group = self._options[self._group_of[id(self._parameters[chunk.slots[0].name])]]
@@ -65,7 +73,7 @@ class HostAdam:
                 self._update(chunk, slot, factor, group)
         chunk.data_is_new = chunk.master_like is not chunk.data and chunk.data.dtype == torch.bfloat16
 
-    def _update(self, chunk: Chunk, slot: Slot, factor: float, group: Mapping[str, Any]) -> None:
+    def _update(self, chunk: Buffer, slot: Slot, factor: float, group: Mapping[str, Any]) -> None:
         state = self._optimizer.state[self._parameters[slot.name]]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -74,7 +82,8 @@ class HostAdam:
         lower = chunk.lower_halves
         master = slot.view(chunk.master if lower is None else lower).view(-1)
         adam_update(
-            master, slot.view(chunk.gradient).view(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), int(state["step"]),
+            master, slot.view(chunk.gradient).view(-1),
+            state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), int(state["step"]),
             lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
             decoupled=self._decoupled, grad_factor=factor,
             weights=slot.view(chunk.data).view(-1) if chunk.data.dtype == torch.bfloat16 else None,
@@ -103,14 +112,21 @@ def adam_update(
     grad_factor: float = 1.0,
     weights: Tensor | None = None,
 ) -> None:
-    """One update of 1-D tensors of equal length, in place, on the CPU, with torch's current number of threads.
+    """Updates 1-D tensors of equal length, in place, on the CPU, with torch's current number of threads.
 
-    `master`: fp32, or int16: then the lower halves of fp32 values whose upper ones are `weights` (see chunks.masters). `grad`: fp32 or bf16, times
-    `grad_factor`. `weights`: bf16 that get the new values. `step` counts from 1. `decoupled`: AdamW's weight decay.
+    - `master`: fp32; or int16, the lower halves of fp32 values whose upper ones are `weights` (see chunks.masters)
+    - `grad`: fp32 or bf16, times `grad_factor`
+    - `weights`: bf16 that get the new values
+    - `step`: counts from 1
+    - `decoupled`: weight decay of AdamW
     """
     bias1, bias2 = 1 - betas[0] ** step, 1 - betas[1] ** step
     arguments = _Arguments(betas[0], betas[1], eps, weight_decay, lr, lr / bias1, math.sqrt(bias2), grad_factor)
-    kind = MASTER_SPLIT * (master.dtype == torch.int16) | GRAD_BF16 * (grad.dtype == torch.bfloat16) | DECOUPLED * decoupled
+    kind = (
+        MASTER_SPLIT * (master.dtype == torch.int16)
+        | GRAD_BF16 * (grad.dtype == torch.bfloat16)
+        | DECOUPLED * decoupled
+    )
     tensors = [master, grad, exp_avg, exp_avg_sq, weights]
     kernels = library()
     if kernels is None:
@@ -125,7 +141,7 @@ def adam_update(
 
 
 def _in_shares(run: Callable[[slice], None], elements: int) -> None:
-    """Runs `run` over stretches of `elements`, one a thread."""
+    """Calls `run` for stretches of `elements`, one a thread."""
     threads = max(1, min(torch.get_num_threads(), elements // SHARE))
     if threads == 1:
         run(slice(0, elements))

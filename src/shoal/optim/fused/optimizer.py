@@ -1,4 +1,4 @@
-"""The optimizer that looks like one over the parameters and runs over the pieces of their chunks."""
+"""Optimizer over the pieces of chunks that looks like one over their parameters."""
 
 from __future__ import annotations
 
@@ -9,31 +9,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Chunk
+from shoal.chunks import Buffer
 from shoal.errors import UserError
 from shoal.optim.fused.pieces import FlatChunk
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 BLOCK = 1 << 18
-"""Elements of a piece on the CPU, 1 MiB in fp32. Of 2^14 to 2^20 it was fastest for AdamW, RMSprop, NAdam and Adadelta, 33.7 M parameters,
-1 MiB of L2 cache a core, one thread and two. Smaller pieces pay for the calls; one piece for all is 2 to 4 times slower, for memory."""
+"""Elements of a piece on the CPU, 1 MiB in fp32.
+
+Of 2^14 to 2^20 it was fastest for AdamW, RMSprop, NAdam and Adadelta, 33.7M parameters, 1 MiB of L2 cache a core, one
+thread and two. Smaller pieces pay for the calls; one piece for all is 2 to 4 times slower, for memory.
+"""
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The optimizer of `factory`, run over `chunks`; `param_groups`, `state` and `state_dict` are those of the parameters.
+    """Runs the optimizer of `factory` over `chunks`; `param_groups`, `state` and `state_dict` are those of the
+    parameters.
 
-    `groups` is what the factory would be given. `parameters[name]` are views of the masters of the chunks' slots; the slots of a chunk
-    are of one group. A gradient that is not its slot's view of the chunk is copied there; parameters without one are left alone.
-    `block`: elements of a piece, by default BLOCK on the CPU and whole chunks elsewhere. Bitwise equal to the optimizer over the
-    parameters if `refusal` has nothing against it; `fuse` asks it, other callers must.
+    - `groups`: what the factory would be given
+    - `parameters[name]`: views of the masters of the chunks' slots; the slots of a chunk are of one group. A gradient
+      that is not its slot's view of the chunk is copied there; a parameter without one is left alone
+    - `block`: elements of a piece, by default BLOCK on the CPU and whole chunks elsewhere
+
+    Bitwise equal to the optimizer over the parameters if `refusal` has nothing against it; `fuse` asks that, other
+    callers must.
     """
 
     def __init__(
         self,
         factory: OptimizerFactory,
         groups: Sequence[Mapping[str, Any]],
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Buffer],
         parameters: Mapping[str, nn.Parameter],
         block: int | None = None,
     ) -> None:
@@ -43,12 +50,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._lay_out(chunks)
         self._inner = factory([{**group, "params": self._flats(index)} for index, group in enumerate(groups)])
         described = zip(groups, self._inner.param_groups, strict=True)
-        super().__init__([{**inner, "params": list(group["params"])} for group, inner in described], self._inner.defaults)
+        super().__init__(
+            [{**inner, "params": list(group["params"])} for group, inner in described], self._inner.defaults
+        )
         self._adopt()
 
-    def _lay_out(self, chunks: Sequence[Chunk]) -> None:
+    def _lay_out(self, chunks: Sequence[Buffer]) -> None:
         self._grads = {slot.name: slot.view(chunk.gradient) for chunk in chunks for slot in chunk.slots}
-        self._places = {name: grad.data_ptr() for name, grad in self._grads.items()}
+        self._addresses = {name: grad.data_ptr() for name, grad in self._grads.items()}
         blocks = [self._block or (BLOCK if chunk.master.is_cpu else max(1, chunk.size)) for chunk in chunks]
         self._chunks = [FlatChunk(chunk, size, self._per_element) for chunk, size in zip(chunks, blocks, strict=True)]
         self._group_of_chunk = [self._group_of[id(self._named[chunk.slots[0].name])] for chunk in chunks]
@@ -56,11 +65,12 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """The optimizer of `factory`."""
+        """Optimizer that `factory` made, over the pieces."""
         return self._inner
 
-    def follow(self, chunks: Sequence[Chunk]) -> None:
-        """Goes on with other chunks of the same parameters, which are views of their masters by now; the state moves too."""
+    def follow(self, chunks: Sequence[Buffer]) -> None:
+        """Goes on with other `chunks` of the same parameters, which are views of their masters by now; moves the state
+        too."""
         saved = self.state_dict()
         self._lay_out(chunks)
         self._inner.state.clear()
@@ -97,22 +107,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _collect(self) -> set[str]:
-        """Brings the gradients into the chunks; returns which parameters have none."""
-        untouched, places, gradients = set(), [], []
+        """Copies gradients into the chunks; returns the names of parameters that have none."""
+        untouched, views, gradients = set(), [], []
         for name, parameter in self._named.items():
             grad = parameter.grad
             if grad is None:
                 untouched.add(name)
             elif grad.layout != torch.strided:
                 raise UserError(
-                    f"parameter {name} has a sparse gradient: flat storage takes dense ones. Use nn.Embedding(sparse=False), or "
-                    "the optimizer as it is"
+                    f"parameter {name} has a sparse gradient: flat storage takes dense ones. "
+                    "Use nn.Embedding(sparse=False), or the optimizer as it is"
                 )
-            elif grad.data_ptr() != self._places[name]:
-                places.append(self._grads[name])
+            elif grad.data_ptr() != self._addresses[name]:
+                views.append(self._grads[name])
                 gradients.append(grad)
-        if places:
-            torch._foreach_copy_(places, gradients)
+        if views:
+            torch._foreach_copy_(views, gradients)
         return untouched
 
     def _leave_out(self, untouched: set[str]) -> None:
@@ -126,11 +136,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             group["params"] = self._flats(index)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the optimizer over the parameters: each has counts of its own, where here those of a piece share them."""
+        """State dict of the optimizer over the parameters: each has counts of its own, though those of a piece share
+        them."""
         saved = super().state_dict()
         return saved | {
             "state": {
-                index: {key: value if key in self._per_element else copy.deepcopy(value) for key, value in values.items()}
+                index: {
+                    key: value if key in self._per_element else copy.deepcopy(value) for key, value in values.items()
+                }
                 for index, values in saved["state"].items()
             }
         }
@@ -139,19 +152,24 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Takes the state of this optimizer, or of the same one over the parameters."""
         super().load_state_dict(state_dict)
         for flat in self._chunks:
-            flat.put({slot.name: self.state.get(self._named[slot.name], {}) for slot in flat.chunk.slots}, self._inner.state)
+            flat.put(
+                {slot.name: self.state.get(self._named[slot.name], {}) for slot in flat.chunk.slots}, self._inner.state
+            )
         self._some_left_out = False
         self._show_pieces()
         self._adopt()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.param_groups) == len(self._inner.param_groups):
-            raise UserError("a flat optimizer takes no further parameters: its storage is laid out. Give it all of them at first")
+            raise UserError(
+                "a flat optimizer takes no further parameters: its storage is laid out. Give it all of them at first"
+            )
         super().add_param_group(param_group)
 
 
 def per_element_keys(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The state that holds one value an element, from two updates of six elements: no shape tells it of a single element."""
+    """Finds the state with one value an element, by two updates of six elements: shapes do not tell it of one
+    element."""
     keys: set[str] = set()
     for group in groups:
         if not group["params"]:  # another rank has them

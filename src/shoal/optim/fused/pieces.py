@@ -1,4 +1,4 @@
-"""A chunk cut into the pieces that an optimizer sees as its parameters, and the state of the chunk's own parameters in it."""
+"""Pieces of a chunk, which an optimizer sees as its parameters, and the state of the chunk's own parameters in them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Chunk, Slot
+from shoal.chunks import Buffer, Slot
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
 
 @dataclass(eq=False)
 class Piece:
-    """The range of a chunk that the inner optimizer sees as one parameter.
+    """A range of a chunk, which the inner optimizer sees as one parameter.
 
-    `adopted`: its state that lies in the chunk's. `seen`: all of its state when last looked at.
+    - `adopted`: its state that lies in the chunk's flat state
+    - `seen`: all of its state when last looked at
     """
 
     start: int
@@ -34,11 +35,11 @@ class Piece:
 class FlatChunk:
     """A chunk as the inner optimizer sees it: its pieces, and their state, one flat tensor a key of `per_element`.
 
-    State that is not per element, such as a count of updates, is one value a piece. Parameters of one piece therefore have the same
-    history; where one is left out of an update its piece is cut, for good.
+    State that is not per element, such as a count of updates, is one value a piece. So parameters of one piece have the
+    same history; where one is left out of an update its piece is cut, for good.
     """
 
-    def __init__(self, chunk: Chunk, block: int, per_element: set[str]) -> None:
+    def __init__(self, chunk: Buffer, block: int, per_element: set[str]) -> None:
         assert chunk.grad is not None
         self.chunk, self._block, self._per_element = chunk, block, per_element
         self._offsets = [slot.offset for slot in chunk.slots]
@@ -69,7 +70,8 @@ class FlatChunk:
         return isinstance(value, Tensor) and key in self._per_element
 
     def leave_out(self, untouched: Collection[str], state: State) -> bool:
-        """Takes the gradient from the pieces of `untouched` parameters; returns whether pieces had to be cut for that."""
+        """Takes the gradient from the pieces of `untouched` parameters; returns whether pieces had to be cut for
+        that."""
         slots = self.chunk.slots
         borders = [b.offset for a, b in pairwise(slots) if (a.name in untouched) != (b.name in untouched)]
         before = len(self.pieces)
@@ -80,7 +82,7 @@ class FlatChunk:
         return len(self.pieces) != before
 
     def _split(self, piece: Piece, borders: Sequence[int], state: State) -> list[Piece]:
-        """`piece` cut at the `borders` inside it; each part goes on with the state of the whole."""
+        """Cuts `piece` at the `borders` inside it; each part goes on with the state of the whole."""
         inside = sorted({border for border in borders if piece.start < border < piece.stop})
         if not inside:
             return [piece]
@@ -94,7 +96,9 @@ class FlatChunk:
         """Gives `piece` its part of the flat state, and copies of the other `values`."""
         piece.adopted = {key: self._flat_state[key][piece.start : piece.stop] for key in per_element}
         if values:
-            state[piece.flat] = {key: piece.adopted[key] if key in per_element else copy.deepcopy(v) for key, v in values.items()}
+            state[piece.flat] = {
+                key: piece.adopted[key] if key in per_element else copy.deepcopy(v) for key, v in values.items()
+            }
 
     def adopt(self, state: State) -> bool:
         """Moves state that an update made, or bound anew, into the flat state; returns whether `views` have changed."""
@@ -111,10 +115,12 @@ class FlatChunk:
         return changed
 
     def views(self, slot: Slot, state: State) -> dict[str, Any]:
-        """A parameter's state: views where it is per element, else its piece's own values."""
+        """Looks up a parameter's state: views where it is per element, else the values of its piece."""
         piece = self.pieces[bisect_right(self.pieces, slot.offset, key=lambda piece: piece.start) - 1]
         values = state.get(piece.flat, {})
-        return {key: slot.view(self._flat_state[key]) if key in piece.adopted else value for key, value in values.items()}
+        return {
+            key: slot.view(self._flat_state[key]) if key in piece.adopted else value for key, value in values.items()
+        }
 
     def put(self, saved: Mapping[str, Mapping[str, Any]], state: State) -> None:
         """Replaces all state by `saved`, given by parameter."""
@@ -127,7 +133,9 @@ class FlatChunk:
             mine = {key for key, value in values.items() if self._is_per_element(key, value, slot.shape)}
             for key in mine:
                 slot.view(self._flat(key, values[key])).copy_(values[key])
-            shared.append({key: None if key in mine else value for key, value in values.items()} | {"per element": mine})
+            shared.append(
+                {key: None if key in mine else value for key, value in values.items()} | {"per element": mine}
+            )
         slots = self.chunk.slots
         self.pieces = self._cut([slots[i].offset for i in range(1, len(slots)) if not equal(shared[i - 1], shared[i])])
         for piece in self.pieces:
@@ -136,7 +144,7 @@ class FlatChunk:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bitwise for tensors, by key for mappings."""
+    """Compares tensors bitwise, mappings by key."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
     if isinstance(a, Tensor) and isinstance(b, Tensor):

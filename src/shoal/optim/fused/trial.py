@@ -1,4 +1,4 @@
-"""Whether an optimizer can run over flat storage: by name, and by trying it out."""
+"""Decides whether an optimizer can run over flat storage: by name, and by trying it out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ TRIAL_BLOCK = 16
 
 
 def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the optimizer of `factory` for `groups` cannot run over flat storage, or None if it can.
+    """Says why the optimizer of `factory` for `groups` cannot run over flat storage; None if it can.
 
-    Beside those known by name it is tried out: on small parameters of several shapes, four updates with gradients of 1e-4 to 1e4,
-    one of them without one parameter, must give the same bits, of weights and state, as over flat storage in short pieces.
+    An optimizer not known by name is tried out: on small parameters of several shapes, four updates with gradients of
+    1e-4 to 1e4, one of them without one parameter, must give the same bits of weights and state as over flat storage in
+    short pieces.
     """
     first = {**groups[0], "params": [nn.Parameter(torch.zeros(2, 2, dtype=groups[0]["params"][0].dtype))]}
     optimizer = factory([first])
@@ -46,20 +47,25 @@ def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
     if same:
         return None
     return (
-        f"{name} gives other bits over concatenated tensors than over each of them, so it is not elementwise, or draws random "
-        "numbers. Use it as it is"
+        f"{name} gives other bits over concatenated tensors than over each of them, so it is not elementwise, or draws "
+        "random numbers. Use it as it is"
     )
 
 
 def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the optimizer of `factory` cannot update each parameter by itself, or None if it can: three updates of two matrices must give the same bits as
-    of each alone."""
+    """Says why the optimizer of `factory` cannot update each parameter by itself; None if it can.
+
+    Three updates of two matrices must give the same bits as of each alone.
+    """
     generator = torch.Generator().manual_seed(0)
     dtype, options = groups[0]["params"][0].dtype, {key: value for key, value in groups[0].items() if key != "params"}
     values = [torch.randn(4, 6, generator=generator).to(dtype) for _ in range(2)]
     gradients = [[torch.randn(4, 6, generator=generator).to(dtype) for _ in values] for _ in range(3)]
     together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    optimizers = [factory([{**options, "params": together}]), *(factory([{**options, "params": [each]}]) for each in alone)]
+    optimizers = [
+        factory([{**options, "params": together}]),
+        *(factory([{**options, "params": [each]}]) for each in alone),
+    ]
     name = type(optimizers[0]).__name__
     if isinstance(optimizers[0], torch.optim.LBFGS):
         return f"{name} {NOT_ELEMENTWISE[torch.optim.LBFGS]}"
@@ -74,7 +80,7 @@ def coupled(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
 
 
 def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether four updates over parameters and over flat storage give the same."""
+    """Compares four updates over parameters with the same over flat storage."""
     generator = torch.Generator().manual_seed(0)
     likes = [(index, group["params"][0], shape) for index, group in enumerate(groups) for shape in TRIAL_SHAPES]
 
@@ -103,7 +109,10 @@ def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]
 
 
 def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
-    """Runs a step of the optimizer on a parameter of its own. UserError that begins with `what` where torch refuses its options, or they are of wrong types."""
+    """Runs a step of the optimizer on a small parameter.
+
+    Raises UserError, beginning with `what`, where torch refuses its options, or they are of wrong types.
+    """
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     try:
@@ -114,4 +123,6 @@ def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # torch's own words need none
         raise UserError(f"{what} is refused by torch: {kind}{error}") from error
     if not parameter.isfinite().all():
-        raise UserError(f"{what} makes a weight of 1 with a gradient of 1 {parameter.flatten()[0]:g} in one step: give other values")
+        raise UserError(
+            f"{what} makes a weight of 1 with a gradient of 1 {parameter.flatten()[0]:g} in one step: give other values"
+        )

@@ -1,1 +1,1 @@
-"""Where weights and the state of optimizers live between steps: on the device, on the host, on disk."""
+"""Tiers: masters and optimizer state lie on the device, on the host or on a disk between steps."""

@@ -1,4 +1,5 @@
-"""Updates that go on while the next forward begins: exact, since whoever needs a chunk's weights waits for that chunk's update, and backward for all.
+"""Updates that run during the next forward. They are exact: whoever needs a chunk's weights waits for its update, and
+backward waits for all.
 
 step t      ... backward | norm, vote |
 updates                               | chunk 3 | chunk 2 | chunk 1 | chunk 0 |        in the order of the forward
@@ -15,11 +16,11 @@ from shoal.chunks.chunk import Chunk
 from shoal.comm.ledger import Ledger
 
 CAUSE = "update"
-"""What the trainer waits for then, in the ledger."""
+"""Cause of the trainer's waits for them, in the ledger."""
 
 
-class Later:
-    """A thread for the updates of one step after the other. `ledger`: told how long others wait for them."""
+class DeferredUpdate:
+    """Runs the updates of each step on a thread. `ledger`: told how long others wait for them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -28,7 +29,8 @@ class Later:
         self._work: Future[None] | None = None
 
     def start(self, chunks: Iterable[Chunk], updates: Iterator[Chunk]) -> None:
-        """Runs through `updates`, which updates one of `chunks` after the other and gives it when that is done. Whoever calls `chunk.fill` waits for it."""
+        """Runs `updates`, which yields each of `chunks` when it is updated. Whoever calls `chunk.fill` waits for
+        that."""
         self.settle()
         self._done = {chunk.index: threading.Event() for chunk in chunks}
         self._work = self._thread.submit(self._run, updates)
@@ -44,7 +46,8 @@ class Later:
 
     def wait_for(self, chunk: Chunk) -> None:
         """Returns when `chunk` is updated; raises what went wrong with the updates."""
-        work, done = self._work, self._done.get(chunk.index)  # of this moment: the trainer's thread may settle meanwhile
+        # both as they are now: the trainer's thread may settle meanwhile
+        work, done = self._work, self._done.get(chunk.index)
         if work is not None and done is not None:
             with self._ledger.stall(CAUSE):
                 done.wait()
@@ -52,7 +55,8 @@ class Later:
                 work.result()
 
     def settle(self) -> None:
-        """Returns when all is updated; raises what went wrong, each time: the weights then are those of no step."""
+        """Returns when all chunks are updated; raises what went wrong, each time: the weights are then those of no
+        step."""
         if self._work is not None:
             with self._ledger.stall(CAUSE):
                 self._work.result()

@@ -1,6 +1,8 @@
-"""Files of fixed size on a disk, read and written past the kernel's cache (O_DIRECT) in pieces, by a few threads at once.
+"""Files of fixed size on a disk, read and written past the kernel's cache (O_DIRECT) in pieces, by a few threads at
+once.
 
-The whole file is there from the beginning, so that a full disk is found before training and not in the middle of a step.
+The whole file is there from the beginning, so that a full disk is found before training and not in the middle of a
+step.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 from shoal.errors import StorageError
 
 SECTOR = 4096
-"""Bytes: what O_DIRECT wants addresses, offsets and lengths to be multiples of, on any disk."""
+"""Bytes of which O_DIRECT wants addresses, offsets and lengths to be multiples, on any disk."""
 PIECE = 4 * 2**20
 """Bytes of one read or write: large enough for any disk's full rate, small enough to share a chunk among threads."""
 THREADS = 4
@@ -46,7 +48,8 @@ def sync(path: Path) -> None:
 
 
 class Stored:
-    """One file of `size` bytes, a multiple of SECTOR. Futures end when the bytes are there; StorageError says what went wrong where."""
+    """A file of `size` bytes, a multiple of SECTOR. Futures end when the bytes are there; StorageError says what went
+    wrong where."""
 
     def __init__(self, path: Path, size: int, pool: ThreadPoolExecutor) -> None:
         self.path, self.size, self._pool = path, size, pool
@@ -77,7 +80,7 @@ class Stored:
         os.fdatasync(self._fd)
 
     def mapped(self) -> Tensor:
-        """The file as memory (uint8) that is read when it is looked at; changes of it stay private."""
+        """Maps the file as memory (uint8), read when it is looked at; changes stay private."""
         return torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -94,8 +97,8 @@ class Stored:
             got = self._call("reading", os.preadv, view[done:], start + done)
             if got == 0:
                 raise StorageError(
-                    f"{self.path} ends at byte {start + done:,}, of {self.size:,}: something has cut it. Training can go on from the last "
-                    "checkpoint, with this file deleted"
+                    f"{self.path} ends at byte {start + done:,}, of {self.size:,}: something has cut it. "
+                    "Training can go on from the last checkpoint, with this file deleted"
                 )
             done += got
         self._forget(start, len(view))
@@ -110,7 +113,8 @@ class Stored:
         try:
             return call(self._fd, [view], offset)
         except OSError as error:
-            raise StorageError(f"{what} {len(view):,} bytes at byte {offset:,} of {self.path}: {error.strerror}") from error
+            where = f"{len(view):,} bytes at byte {offset:,} of {self.path}"
+            raise StorageError(f"{what} {where}: {error.strerror}") from error
 
     def _forget(self, start: int, size: int) -> None:
         if not self.direct:
@@ -118,7 +122,8 @@ class Stored:
 
 
 class Disk:
-    """The files of one rank in `directory`, which it keeps for itself while it runs: at most `capacity` bytes (None: what the disk has).
+    """Files of one rank in `directory`, which is its own while it runs: at most `capacity` bytes (None: what the disk
+    has).
 
     Raises StorageError where another process uses the directory, or it cannot be written.
     """
@@ -139,15 +144,17 @@ class Disk:
             raise StorageError(f"plan.memory.disk.path: {directory} cannot be written: {error.strerror}") from error
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory for a page in its turn."""
+        """Allocates memory for a page in its turn."""
         return buffer(nbytes)
 
     def files(self, sizes: Mapping[str, int]) -> dict[str, Stored]:
-        """Files by name, with their room on the disk; StorageError, saying how much is missing, if there is not enough."""
+        """Makes files of `sizes` by name, with their room on the disk; StorageError, saying what is missing, if there
+        is none."""
         wanted = sum(sizes.values())
         if self.capacity is not None and wanted > self.capacity:
             raise StorageError(
-                f"plan.memory.disk.size = {self.capacity:,} bytes for a rank: {wanted:,} are needed. Give more, or more of plan.memory.host"
+                f"plan.memory.disk.size = {self.capacity:,} bytes for a rank: {wanted:,} are needed. "
+                "Give more, or more of plan.memory.host"
             )
         made = {}
         _allow_open_files(len(sizes))
@@ -162,7 +169,8 @@ class Disk:
         except OSError as error:
             free = os.statvfs(self.directory)
             raise StorageError(
-                f"{self.directory}: {error.strerror}: {wanted:,} bytes are needed there, {free.f_bavail * free.f_frsize:,} are free. "
+                f"{self.directory}: {error.strerror}: {wanted:,} bytes are needed there, "
+                f"{free.f_bavail * free.f_frsize:,} are free. "
                 "Give plan.memory.disk another path, or more of plan.memory.host"
             ) from error
         self.used = wanted
@@ -178,11 +186,12 @@ class Disk:
 
 
 def _allow_open_files(number: int) -> None:
-    """Raises the process's own limit, as far as it may, where so many more would exceed it."""
+    """Raises the process's limit of open files, as far as it may, where `number` more would exceed it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + len(os.listdir("/proc/self/fd")) + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(hard, wanted), hard))
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def wait(work: Sequence[Future[None]]) -> None:

@@ -1,4 +1,5 @@
-"""Pages in the host's memory that are updated on the device: the same turn as from a disk, with copies over the link in place of reads and writes."""
+"""Pages in the host's memory, updated on the device: in turns as from a disk, with copies over the link for reads and
+writes."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class InHost:
+class HostPage:
     """A page of `size` bytes on the host, pinned beside a GPU. Futures end when the bytes are there."""
 
     def __init__(self, size: int, device: torch.device, pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor]) -> None:
@@ -21,30 +22,31 @@ class InHost:
         return [self._reads.submit(_copy, self._memory[: into.nbytes], into, _now(into))]
 
     def write(self, data: Tensor) -> list[Future[None]]:
-        """Takes `data`, from the device, back to the beginning of the page, after what the device was told to do up to now."""
+        """Takes `data`, from the device, back to the beginning of the page, after what the device was told to do up to
+        now."""
         return [self._writes.submit(_copy, data, self._memory[: data.nbytes], _now(data))]
 
     def sync(self) -> None:
-        """Nothing of it survives the process."""
+        """Does nothing: no page survives the process."""
 
     def mapped(self) -> Tensor:
-        """The page's memory."""
+        """Memory of the page."""
         return self._memory
 
 
-class Host:
+class HostStore:
     """Pages on the host for a `device`; each direction has a thread and, beside a GPU, a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pools = (ThreadPoolExecutor(1, "shoal-to-device"), ThreadPoolExecutor(1, "shoal-to-host"))
 
-    def files(self, sizes: Mapping[str, int]) -> dict[str, InHost]:
-        """A page for each name."""
-        return {name: InHost(size, self._device, self._pools) for name, size in sizes.items()}
+    def files(self, sizes: Mapping[str, int]) -> dict[str, HostPage]:
+        """Makes a page for each name."""
+        return {name: HostPage(size, self._device, self._pools) for name, size in sizes.items()}
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory (uint8) of the device for a page in its turn."""
+        """Allocates memory (uint8) of the device for a page in its turn."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
     def close(self) -> None:
@@ -70,5 +72,6 @@ def _copy(source: Tensor, target: Tensor, after: torch.cuda.Event | None) -> Non
 
 
 def streams(bytes_a_second: float, host_seconds: float, state_bytes: int) -> bool:
-    """Whether an element's `state_bytes`, there and back, pass over the link (duplex) sooner than the host updates it, in `host_seconds`."""
+    """Whether an element's `state_bytes`, there and back, pass over the link (duplex) sooner than the host updates it,
+    in `host_seconds`."""
     return state_bytes / bytes_a_second < host_seconds

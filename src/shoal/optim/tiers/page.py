@@ -1,10 +1,10 @@
-"""The optimizer's side of one chunk as it lies on disk between updates.
+"""Masters and optimizer state of one chunk as they lie on a disk, or on the host, between updates.
 
-    | master, where it is kept beside the data | exp_avg | exp_avg_sq | ...        what an update reads and writes: `moving` bytes
-    | weights that the host keeps anyway, so that the file alone says all |        written too where generations are kept: up to `nbytes`
+    | masters, where they lie beside the data | exp_avg | exp_avg_sq | ...    an update reads and writes: `moving` bytes
+    | weights that the host keeps anyway, so that the file alone says all |    written too where generations are kept
 
-While it is away its tensors show NaN. It stands in for the CompactMasters of a chunk's masters (see masters): who asks for those beside an update gets them
-in memory of their own.
+While a page is away its tensors show NaN. It is also the store of the chunk's masters (see chunks.masters): whoever
+asks for those beside an update gets them in memory of their own.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from shoal.chunks.masters import WholeMasters
 from shoal.optim.tiers.disk import sectors, wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from shoal.chunks.chunk import Chunk, Slot
+    from shoal.chunks import Buffer, Slot
 
 
 class File(Protocol):
-    """Where a page lies: a file, or memory of the host. Futures end when bytes have come or gone."""
+    """Storage of a page: a file, or memory of the host. Futures end when bytes have come or gone."""
 
     def read(self, into: Tensor) -> list[Future[None]]: ...
     def write(self, data: Tensor) -> list[Future[None]]: ...
@@ -35,36 +36,42 @@ class File(Protocol):
 
 
 LINE = 64
-"""Bytes: where tensors in a page begin."""
+"""Bytes: tensors in a page begin at multiples of it."""
 
 
-def parts(chunk: Chunk, keys: Sequence[str]) -> tuple[dict[str, int], int]:
-    """Where in a page of the owned `chunk` its masters, if it has such, and its state under each of `keys` begin; and the bytes of all of them."""
+def parts(chunk: Buffer, keys: Sequence[str]) -> tuple[dict[str, int], int]:
+    """Lays out a page of the owned `chunk`: where masters, if a page holds them, and state under each of `keys` begin;
+    and the bytes of all of them."""
     names = [*(["master"] if has_master(chunk) else []), *keys]
     each = -(-chunk.size * chunk.master_like.dtype.itemsize // LINE) * LINE
     return {name: number * each for number, name in enumerate(names)}, sectors(each * len(names))
 
 
-def mirrored(chunk: Chunk) -> list[Tensor]:
-    """What the host keeps of the owned `chunk` from update to update, without which a page of it does not say all."""
+def mirrored(chunk: Buffer) -> list[Tensor]:
+    """Tensors of the owned `chunk` that the host keeps from update to update, and a page alone does not say."""
     if has_master(chunk):
         return []  # the weights follow from the masters
     return [each for each in (chunk.data, chunk.rest_of_masters) if each is not None]
 
 
-def has_master(chunk: Chunk) -> bool:
+def has_master(chunk: Buffer) -> bool:
     """Whether a page holds masters of the owned `chunk`: where they are kept as they are, beside the data."""
-    return chunk.master_like is not chunk.data and chunk.keeps_masters
+    return isinstance(chunk.masters, WholeMasters)
 
 
 class Page:
-    """Of the owned `chunk`: its state under `keys`, one value an element each, and its masters. `file()` is where its present content is
-    read and written, `buffer(bytes)` makes memory to hold it while it is here, `touch()` is called before it is written beside an update;
-    `mirrors`: whether the host's part is written too. `roles`: bytes of its file by role."""
+    """Holds the state of the owned `chunk` under `keys`, one value an element each, and its masters.
+
+    - `mirrors`: whether what the host keeps is written too
+    - `file()`: where its present content is read and written
+    - `buffer(bytes)`: allocates memory for it while it is here
+    - `touch()`: called before it is written beside an update
+    - `roles`: bytes of its file by role
+    """
 
     def __init__(
         self,
-        chunk: Chunk,
+        chunk: Buffer,
         keys: Sequence[str],
         mirrors: bool,
         file: Callable[[], File],
@@ -72,7 +79,7 @@ class Page:
         touch: Callable[[], None],
     ) -> None:
         self.chunk, self._file, self._buffer, self._touch = chunk, file, buffer, touch
-        self._size, self._dtype = chunk.size, chunk.master_like.dtype
+        self.values, self._size, self._dtype = chunk.master_like, chunk.size, chunk.master_like.dtype
         self.has_master = has_master(chunk)
         self._at, self.moving = parts(chunk, keys)
         self.mirrored = mirrored(chunk) if mirrors else []
@@ -89,28 +96,23 @@ class Page:
         self.on_disk = False
         if self.has_master:
             self.show(first, own=True)
-            chunk.kept_by(self)
+            chunk.masters = self
 
     def bind(self, parameters: Mapping[str, Tensor], states: Callable[[str], dict[str, Any]]) -> None:
-        """From now on these are the parameters over the masters, and each one's state."""
+        """Takes the parameters over the masters, and `states(name)`, the state of each."""
         self._parameters, self._states = parameters, states
 
-    # what a CompactMasters does
+    # as the store of the masters (see chunks.masters)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it keeps while it is away."""
         return 0
-
-    @property
-    def lower_halves(self) -> Tensor | None:
-        return None
 
     @property
     def is_open(self) -> bool:
         return self._memory is not None
 
-    def open(self) -> None:
+    def open(self, data: Tensor) -> None:
         """Brings it into memory of its own, unless it is there."""
         if self._memory is None:
             memory = self._buffer(self.moving)
@@ -118,34 +120,36 @@ class Page:
             self.show(memory, own=True)
 
     @torch.no_grad()
-    def close(self, turn: int, is_cast: bool) -> None:
-        """Rounds the masters into the data, unless that `is_cast` already; what is in memory of its own goes back to the disk."""
+    def close(self, data: Tensor, turn: int, is_cast: bool) -> None:
+        """Rounds the masters into the data, unless that `is_cast` already; what is in memory of its own goes back to
+        the disk."""
         if not is_cast and self.is_open:
-            self.chunk.data.copy_(self.chunk.master_like)
+            data.copy_(self.values)
         if self._own:
             self.put_away()
 
     # where it is
 
     def _slots(self) -> Iterator[tuple[Slot, str, Tensor]]:
-        """The slots' states that have one value an element, by key."""
+        """Yields slot, key and value of each state with one value an element."""
         for slot in self.chunk.slots:
             for key, value in self._states(slot.name).items():
-                if key in self._at and isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, self._dtype):
+                like = isinstance(value, Tensor) and (value.shape, value.dtype) == (slot.shape, self._dtype)
+                if key in self._at and like:
                     yield slot, key, value
 
     def flat(self, name: str, memory: Tensor) -> Tensor:
-        """The part `name` ("master" or a key) of a page that lies in `memory`: 1-D, of the chunk's size."""
+        """View of the part `name` ("master" or a key) of a page in `memory`: 1-D, of the chunk's size."""
         start = self._at[name]
         return memory[start : start + self._size * self._dtype.itemsize].view(self._dtype)
 
     @torch.no_grad()
     def show(self, memory: Tensor, own: bool = False) -> None:
-        """Its content is in `memory` now. State that is elsewhere, since it was read from a checkpoint, moves there."""
+        """Makes tensors views of `memory`, where its content is. State that was read from a checkpoint moves there."""
         self._memory, self._own = memory, own
         if self.has_master:
             flat = self.flat("master", memory)
-            self.chunk.master_like.data = flat
+            self.values.data = flat
             for slot in self.chunk.slots:
                 if slot.name in self._parameters:
                     self._parameters[slot.name].data = slot.view(flat)
@@ -157,7 +161,7 @@ class Page:
 
     @torch.no_grad()
     def hide(self) -> Tensor:
-        """All that it holds goes into the memory where it is, which is returned, and can be written; its tensors show NaN."""
+        """Collects its content in the memory where it is, returns that for writing, and makes its tensors show NaN."""
         memory = self._memory
         assert memory is not None
         for slot, key, value in self._slots():
@@ -166,7 +170,7 @@ class Page:
                 view.copy_(value)
             value.data = self._nothing.expand(value.shape)
         if self.has_master:
-            self.chunk.master_like.data = self._nothing.expand(self._size)
+            self.values.data = self._nothing.expand(self._size)
             for slot in self.chunk.slots:
                 if slot.name in self._parameters:
                     self._parameters[slot.name].data = self._nothing.expand(slot.shape)
@@ -176,14 +180,14 @@ class Page:
         return memory
 
     def _mirrors(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of what the host keeps, each with its place in a whole page that lies in `memory`."""
+        """Yields the bytes of what the host keeps, each with its place in a whole page in `memory`."""
         start = self.moving
         for each in self.mirrored:
             yield each.view(torch.uint8), memory[start : start + each.nbytes]
             start += sectors(each.nbytes)
 
     def put_away(self) -> None:
-        """Writes it to the disk, as it is, and gives its memory back."""
+        """Writes it, as it is, and frees its memory."""
         assert not self.mirrored or self._memory is None or self._memory.nbytes >= self.nbytes_whole
         self._touch()
         wait(self._file().write(self.hide()))
@@ -191,7 +195,7 @@ class Page:
 
     @contextmanager
     def there(self) -> Iterator[None]:
-        """Inside, it is in memory and may be changed, beside any update."""
+        """Context in which it is in memory and may be changed, beside any update."""
         if self._memory is None:
             memory = self._buffer(self.nbytes_whole)
             if self.on_disk:
@@ -202,7 +206,7 @@ class Page:
             self.put_away()
 
     def known(self) -> dict[str, list[str]]:
-        """The keys of each parameter's state that it holds."""
+        """Keys of the state that it holds, by parameter."""
         found: dict[str, list[str]] = {}
         for slot, key, _ in self._slots():
             found.setdefault(slot.name, []).append(key)
@@ -210,7 +214,7 @@ class Page:
 
     @torch.no_grad()
     def recall(self, known: Mapping[str, Sequence[str]]) -> None:
-        """Takes everything from its file: the host's part as well, and of the rest that it is there."""
+        """Takes over its file: what the host keeps, and for the state under the keys `known` that it is there."""
         memory = self._buffer(self.nbytes_whole)
         wait(self._file().read(memory))
         for slot in self.chunk.slots:
@@ -220,7 +224,7 @@ class Page:
             mine.copy_(place)
         self.show(memory)
         if self.has_master:
-            self.chunk.data.copy_(self.chunk.master_like)
+            self.chunk.data.copy_(self.values)
         self.hide()
         self.on_disk = True
 
@@ -228,13 +232,12 @@ class Page:
         return value.untyped_storage()._cdata == self._nothing.untyped_storage()._cdata
 
     def seen(self) -> dict[tuple[str, str], Tensor]:
-        """The state of its parameters for reading, by (name, key): where it lies, if need be on the disk."""
+        """State of its parameters by (name, key), not to be changed: where it lies, if need be on the disk."""
         memory = self._lies_in()
         return {(slot.name, key): slot.view(self.flat(key, memory)) for slot, key, _ in self._slots()}
 
-    @property
-    def master(self) -> Tensor:
-        """The masters for reading, where they lie: 1-D."""
+    def read(self, data: Tensor) -> Tensor:
+        """Masters where they lie, if need be on the disk."""
         return self.flat("master", self._lies_in())
 
     def _lies_in(self) -> Tensor:

@@ -1,10 +1,11 @@
-"""Pages of the optimizer's side of chunks: read, updated and written one after the other, with all three going on at once.
+"""Pages of masters and optimizer state: read, updated and written one after the other, all three at once.
 
     disk    read 1 | read 2 | read 3  | write 1 ...
     update         | page 1 | page 2  | page 3
 
-Where all chunks have a page and the disk has room for two of each, updates are crash-safe: the one that makes generation g reads the pages of g - 1 and
-writes those of g to other files. A record, renamed into place when all is on the disk, commits g; until then g - 1 is what there is.
+Where all chunks have a page and the disk has room for two of each, updates are crash-safe: the one that makes
+generation g reads the pages of g - 1 and writes those of g to other files. A record, renamed into place when all is on
+the disk, commits g; until then g - 1 is what there is.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.chunks.chunk import Chunk
+from shoal.chunks import Buffer
 from shoal.comm.ledger import Ledger
 from shoal.errors import StorageError
 from shoal.optim.tiers.disk import Disk, sync, wait
-from shoal.optim.tiers.host import Host
+from shoal.optim.tiers.host import HostStore
 from shoal.optim.tiers.page import File, Page
 
 BUFFERS = 3
-"""One page is read, one updated, one written."""
+"""Buffers: one page is read, one updated, one written."""
 CAUSE = "disk"
-"""What the trainer waits for then, in the ledger."""
+"""Cause of the trainer's waits for it, in the ledger."""
 
 
 class Turn(NamedTuple):
-    """Bytes of one turn: of the pages that were on the disk at its beginning, and of all whole ones; and what it did read and write."""
+    """Bytes of one turn, as expected and as done: expected are those of the pages on the disk at its beginning, and of
+    all pages."""
 
     to_read: int
     read: int
@@ -43,30 +45,34 @@ class Turn(NamedTuple):
 
 
 class Pager:
-    """Pages of `chunks` (owned ones) in `store`, a disk or the host. `keys`: of the optimizer's state, those with one value an element. `durable`: keeps
-    generations on the disk.
+    """Brings the pages of `chunks` (owned ones) from `store`, a disk or the host, and takes them back.
 
-    `makes`: the plan and model that a generation is of. `records`: the generations that an earlier run of the same has committed here. `ledger`: told how
-    long updates wait for the disk.
+    - `keys`: of the optimizer's state, those with one value an element
+    - `durable`: generations are kept on the disk
+    - `makes`: the plan and model that a generation is of
+    - `ledger`: told how long updates wait for the disk
+    - `records`: the generations that an earlier run of the same has committed here
     """
 
     def __init__(
         self,
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Buffer],
         keys: Sequence[str],
-        store: Disk | Host,
+        store: Disk | HostStore,
         durable: bool,
         makes: Mapping[str, Any],
         ledger: Ledger,
     ) -> None:
         self._ledger = ledger
         self._store, self.durable, self._makes = store, durable, dict(makes)
-        self.pages = [Page(chunk, keys, durable, partial(self._file, chunk), store.buffer, self.uncommit) for chunk in chunks]
-        self._place = {id(chunk): place for place, chunk in enumerate(chunks)}
+        self.pages = [
+            Page(chunk, keys, durable, partial(self._file, chunk), store.buffer, self.uncommit) for chunk in chunks
+        ]
+        self._index = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._makes["pages"] = [_described(page) for page in self.pages]
         slots = "ab" if durable else "a"
         self.records = self._find() if durable else {}
-        sizes = {f"{place:05}.{slot}": page.nbytes_whole for place, page in enumerate(self.pages) for slot in slots}
+        sizes = {f"{index:05}.{slot}": page.nbytes_whole for index, page in enumerate(self.pages) for slot in slots}
         self._files: Mapping[str, File] = store.files(sizes)
         self.generation, self.is_new = 1, False
         self._buffers: list[Tensor] = []
@@ -75,22 +81,22 @@ class Pager:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers in which pages have their turn."""
+        """Bytes of the buffers for pages in their turn."""
         return min(BUFFERS, len(self.pages)) * max((page.nbytes_whole for page in self.pages), default=0)
 
     def begin_after(self, generation: int) -> None:
-        """What is written from now on leaves that `generation` alone until the next update: it may be wanted yet. 0: there is none."""
+        """Keeps `generation` on the disk until the next update, since it may still be wanted. 0: there is none."""
         self.generation = generation + 1
         self.uncommit()
 
-    def _file(self, chunk: Chunk) -> File:
-        return self._files[self._name(self._place[id(chunk)], self.generation)]
+    def _file(self, chunk: Buffer) -> File:
+        return self._files[self._name(self._index[id(chunk)], self.generation)]
 
-    def _name(self, place: int, generation: int) -> str:
-        return f"{place:05}.{'ab'[generation % 2] if self.durable else 'a'}"
+    def _name(self, index: int, generation: int) -> str:
+        return f"{index:05}.{'ab'[generation % 2] if self.durable else 'a'}"
 
     def turn(self, backwards: bool = False) -> Iterator[Page]:
-        """One page after the other; each is in memory while the loop's body runs. At its end all are on the disk, as the next generation."""
+        """Yields one page after the other, in memory; at the end all are on the disk, as the next generation."""
         if not self._buffers:
             largest = max((page.nbytes_whole for page in self.pages), default=0)
             self._buffers = [self._store.buffer(largest) for _ in range(min(BUFFERS, len(self.pages)))]
@@ -110,23 +116,25 @@ class Pager:
                         memory, work = leaving.popleft()
                         self._wait(work)
                         free.append(memory)
-                    place, page = queue.popleft()
+                    index, page = queue.popleft()
                     memory = free.pop()
-                    coming.append((place, page, memory, self._fetch(place, page, memory[: page.moving])))
-                place, page, memory, reads = coming.popleft()
+                    coming.append((index, page, memory, self._fetch(index, page, memory[: page.moving])))
+                index, page, memory, reads = coming.popleft()
                 self._wait(reads)
                 page.show(memory)
                 yield page
                 page.hide()
                 size = page.nbytes_whole
-                leaving.append((memory, self._files[self._name(place, self.generation + 1)].write(memory[:size])))
+                leaving.append((memory, self._files[self._name(index, self.generation + 1)].write(memory[:size])))
                 self.bytes_written += size
                 while leaving and all(each.done() for each in leaving[0][1]):
                     memory, work = leaving.popleft()
                     wait(work)
                     free.append(memory)
         finally:
-            self._wait([each for _, work in leaving for each in work] + [each for *_, reads in coming for each in reads])
+            self._wait(
+                [each for _, work in leaving for each in work] + [each for *_, reads in coming for each in reads]
+            )
         for page in self.pages:
             page.on_disk = True
         to_write = sum(page.nbytes_whole for page in self.pages)
@@ -137,18 +145,18 @@ class Pager:
         with self._ledger.stall(CAUSE):
             wait(work)
 
-    def _fetch(self, place: int, page: Page, memory: Tensor) -> list[Future[None]]:
+    def _fetch(self, index: int, page: Page, memory: Tensor) -> list[Future[None]]:
         if page.is_open:  # somebody has looked at the masters, and may have changed them
             memory.copy_(page.hide()[: page.moving])
             return []
         if not page.on_disk:
             return []
         self.bytes_read += page.moving
-        return self._files[self._name(place, self.generation)].read(memory)
+        return self._files[self._name(index, self.generation)].read(memory)
 
     @property
     def disk(self) -> Disk | None:
-        """Where the pages lie; None of those on the host."""
+        """Disk of the pages; None if they lie on the host."""
         return self._store if isinstance(self._store, Disk) else None
 
     def held(self) -> dict[str, int]:
@@ -166,7 +174,7 @@ class Pager:
         return self._store.directory / f"generation.{'ab'[generation % 2]}"
 
     def _find(self) -> dict[int, Path]:
-        """The generations that are committed here, if they are of the same model and plan."""
+        """Finds the generations that are committed here and are of the same model and plan."""
         from safetensors import SafetensorError  # the engine runs where only torch is installed
 
         found = {}
@@ -180,24 +188,25 @@ class Pager:
         return found
 
     def read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What was committed beside the pages of that `generation`, one of `records`."""
+        """Reads what was committed beside the pages of `generation`, one of `records`."""
         about, tensors = _read(self.records[generation])
         return about["user"], tensors
 
     def recall(self, generation: int) -> None:
-        """Goes on with the pages of that `generation`, one of `records`."""
+        """Goes on with the pages of `generation`, one of `records`."""
         self.generation = generation
         about, _ = _read(self.records[generation])
         for page, known in zip(self.pages, about["states"], strict=True):
             page.recall(known)
 
     def commit(self, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """The present generation is the one to go on from, with the small `tensors` and `about` (JSON) beside the pages."""
+        """Makes the present generation the one to go on from, with small `tensors` and `about` (JSON) beside the
+        pages."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        for place in range(len(self.pages)):
-            self._files[self._name(place, self.generation)].sync()
+        for index in range(len(self.pages)):
+            self._files[self._name(index, self.generation)].sync()
         path, states = self._record(self.generation), [page.known() for page in self.pages]
         text = json.dumps({"generation": self.generation, "makes": self._makes, "states": states, "user": dict(about)})
         fresh = path.with_name(f"{path.name}.new")
@@ -211,7 +220,7 @@ class Pager:
         self.is_new = False
 
     def uncommit(self) -> None:
-        """Pages are about to change beside any update: the present generation is none any more."""
+        """Withdraws the present generation: its pages are about to change beside any update."""
         if self.durable:
             self._withdraw(self.generation)
 
@@ -229,10 +238,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["about"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return json.loads(file.metadata()["about"]), tensors
 
 
 def _described(page: Page) -> list[Any]:
-    """What must be the same where its file is to be read."""
+    """Describes what must be the same for its file to be read."""
     slots = [[slot.name, slot.offset, slot.start, slot.numel, list(slot.full)] for slot in page.chunk.slots]
     return [page.chunk.size, str(page.chunk.data.dtype), str(page.chunk.master_like.dtype), page.nbytes_whole, slots]

@@ -1,0 +1,116 @@
+"""Tensors that autograd saves for backward while weights are gathered.
+
+of a gathered weight    only where it lies is kept, so its memory is free until backward asks for it
+of anything else        the tensor, on the device or, for a part of the bytes, on the host (activations_on_host)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.chunks.activations import Activations
+from shoal.chunks.activations_on_host import OnHost, Saved, check_unchanged
+from shoal.chunks.chunk import Chunk
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A view of the data of the chunk at `index`."""
+
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Another tensor, and its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+
+class SavedTensors:
+    """Autograd's saved-tensor hooks.
+
+    - `chunks`: whose weights are gathered
+    - `always`: storages (by `_cdata`) of the other weights, which stay in memory anyway
+    - `use`: brings the chunks at some indices, which backward needs together
+    - `activations`: counts what is kept; None on a GPU, whose allocator does
+    - `on_host`: where a part of it waits
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        always: set[int],
+        use: Callable[[Iterable[int]], None],
+        activations: Activations | None,
+        on_host: OnHost | None,
+    ) -> None:
+        self._chunks, self._always, self._use = chunks, always, use
+        self._activations, self._on_host = activations, on_host
+        self._weights = {chunk.data.untyped_storage()._cdata: index for index, chunk in enumerate(chunks)}
+        self._node: Any = None
+        self._of_node: frozenset[int] = frozenset()
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Context in which a graph is made."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def backward_is_over(self) -> None:
+        """Forgets the node of the graph that ran last."""
+        self._node, self._of_node = None, frozenset()
+        if self._on_host is not None:
+            self._on_host.begin()
+
+    def stays(self, chunk: Chunk) -> None:
+        """Counts the weights of `chunk` among those that stay in memory."""
+        storage = chunk.data.untyped_storage()._cdata
+        del self._weights[storage]
+        self._always.add(storage)
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Kept | _Weight | Saved:
+        plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        storage = tensor.untyped_storage()._cdata if plain else 0
+        index = self._weights.get(storage)
+        lazy = plain and (tensor.is_conj() or tensor.is_neg())
+        if index is not None and lazy:
+            return tensor.detach().resolve_conj().resolve_neg()
+        if index is not None:
+            return _Weight(index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        kept = tensor.detach()  # itself it would keep its own graph alive
+        if not plain or storage in self._always:
+            return kept
+        here = not lazy and kept.device == self._chunks[0].data.device
+        if here and self._on_host is not None and (away := self._on_host.save(kept)):
+            return away
+        if self._activations is not None:
+            self._activations.keep(kept)
+        return _Kept(kept, kept._version)
+
+    def _unpack(self, saved: Tensor | _Kept | _Weight | Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if isinstance(saved, _Kept):
+            check_unchanged(saved.tensor, saved.version)
+            return saved.tensor
+        node = torch._C._current_autograd_node()  # what it unpacks one after the other it uses together
+        first = node is None or node is not self._node
+        if first:
+            self._node, self._of_node = node, frozenset()
+        if isinstance(saved, Saved):
+            assert self._on_host is not None
+            return self._on_host.restore(saved, self._chunks[0].data.device, first)
+        self._of_node |= {saved.index}
+        self._use(self._of_node)
+        data = self._chunks[saved.index].data
+        return data.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)

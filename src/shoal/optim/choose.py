@@ -1,0 +1,58 @@
+"""Choice of what runs an optimizer over chunks: torch's own, one a chunk, flat storage, or a kernel of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.chunks import Buffer
+from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer, refusal
+from shoal.optim.fused.host_adam import HostAdam
+from shoal.optim.fused.optimizer import OptimizerFactory
+from shoal.optim.groups import is_fused, make_optimizer, small_groups
+
+
+def chunkwise(
+    factory: OptimizerFactory,
+    groups: list[dict[str, Any]],
+    owned: Sequence[Buffer],
+    parameters: Mapping[str, nn.Parameter],
+) -> ChunkwiseOptimizer:
+    """Makes one optimizer a chunk, where the state of all is not in memory together."""
+    by_chunk = [[parameters[slot.name] for slot in each.slots] for each in owned]
+    return ChunkwiseOptimizer(partial(make_optimizer, factory), groups, by_chunk)
+
+
+def at_once(
+    factory: OptimizerFactory,
+    groups: list[dict[str, Any]],
+    owned: Sequence[Buffer],
+    parameters: Mapping[str, nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Makes one optimizer for all: torch's fused kernel, else over flat storage where that gives the same bits."""
+    optimizer = make_optimizer(factory, groups)
+    if owned and not is_fused(optimizer):
+        # a stand-in for each group's parameters: every owner decides alike, also one that has none of a group
+        stand_ins = small_groups(groups, owned[0].master_like.new_zeros(2, 2))
+        if refusal(factory, stand_ins) is None:
+            return FlatOptimizer(factory, groups, owned, parameters)
+    return optimizer
+
+
+def on_host(
+    optimizer: torch.optim.Optimizer, owned: Sequence[Buffer], parameters: Mapping[str, nn.Parameter]
+) -> HostAdam | None:
+    """Our own kernel for the host, where it does what torch's fused one would."""
+    one = one_of(optimizer)
+    if not is_fused(one) or not HostAdam.takes(one, owned):
+        return None
+    return HostAdam(optimizer, parameters, decoupled=type(one) is torch.optim.AdamW)
+
+
+def one_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns the optimizer, or the first of those that run chunk by chunk, which is like all of them."""
+    return optimizer.first if isinstance(optimizer, ChunkwiseOptimizer) else optimizer
