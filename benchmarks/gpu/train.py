@@ -25,8 +25,8 @@ from benchmarks.gpu.records import check, hardware, write
 from benchmarks.gpu.rows import rows
 from shoal import Engine, Plan
 from shoal.comm import World
+from shoal.device import measure_peak_flops
 from shoal.models import GPT, PRESETS, GPTConfig, causal_lm, flops_per_token
-from shoal.report.flops import measure_peak_flops
 
 SMALL = GPTConfig(61, 64, 4, 64, 4)
 RECOMPUTE: dict[str, Any] = {

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from shoal.comm import Lane, Ledger
+from shoal.device import stand_in
+from tests.device.recorder import Recorder
 
 CPU = torch.device("cpu")
 
@@ -73,3 +75,34 @@ def test_nothing_is_recorded_otherwise():
     lane.wait()
     lane.close()
     assert ledger.take() == []
+
+
+def test_beside_an_accelerator_a_stream_keeps_the_order():
+    """Work comes behind what the caller's stream has; whoever waits, waits for the work on the device, and the host goes on."""
+    recorder = Recorder()
+    with stand_in("cuda", recorder):
+        lane = Lane(torch.device("cuda", 0))
+        ticket = lane.submit(lambda: recorder.calls.append(f"work on {recorder.current_stream().name}"))
+        ticket.wait()
+        lane.wait()
+        lane.drain()
+        lane.close()
+    assert recorder.calls == [
+        "stream 1 waits for main",
+        "work on stream 1",
+        "event 0 on stream 1",
+        "main waits for event 0",
+        "main waits for stream 1",
+        "main waits for stream 1",
+    ]
+
+
+def test_a_lane_may_wait_for_another_one():
+    """What is waited for inside a piece of work is waited for by the stream of that work."""
+    recorder = Recorder()
+    with stand_in("cuda", recorder):
+        one, other = Lane(torch.device("cuda", 0)), Lane(torch.device("cuda", 0))
+        ticket = one.submit(lambda: None)
+        del recorder.calls[:]
+        other.submit(ticket.wait)
+    assert recorder.calls[:2] == ["stream 2 waits for main", "stream 2 waits for event 0"]

@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.report.flops import FORMULAS, count_flops, measure_peak_flops, mfu
+from shoal.report.flops import FORMULAS, count_flops, mfu
 
 pytestmark = pytest.mark.fast
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -75,12 +73,6 @@ def test_what_cannot_be_counted_is_estimated_and_said() -> None:
 def test_an_error_of_the_model_is_not_hidden() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         count_flops(lambda: forward_and_backward(torch.nn.Linear(16, 8), 4, 15), parameters=1, tokens=1)
-
-
-def test_no_product_is_faster_than_the_measured_peak() -> None:
-    # Generous bounds: another process may take the cores at any moment, and no core does 100 TFLOP/s.
-    peak = measure_peak_flops(CPU, torch.float32)
-    assert 1e8 < peak < 1e14
 
 
 @pytest.mark.parametrize("seconds, peak, share", [(2.0, 100.0, 0.25), (0.0, 100.0, None), (2.0, 0.0, None)])

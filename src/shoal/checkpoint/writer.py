@@ -15,6 +15,7 @@ from shoal.checkpoint.directory import clean, step_path
 from shoal.checkpoint.meeting import Meeting, World
 from shoal.checkpoint.pieces import BOX_BYTES, Piece, cut
 from shoal.checkpoint.save import Job, save_together
+from shoal.device import finish, is_accelerator
 from shoal.errors import CheckpointError
 
 
@@ -112,8 +113,9 @@ class _Snapshot:
             key = (part.name, part.box.offsets)
             buffer = old.pop(key, None)
             if buffer is None or buffer.shape != part.tensor.shape or buffer.dtype != part.tensor.dtype:
-                buffer = torch.empty(part.box.sizes, dtype=part.tensor.dtype, pin_memory=part.tensor.is_cuda)
+                pinned = is_accelerator(part.tensor.device)
+                buffer = torch.empty(part.box.sizes, dtype=part.tensor.dtype, pin_memory=pinned)
             self._buffers[key] = buffer.copy_(part.tensor.detach(), non_blocking=True)
-        for device in {part.tensor.device for part in parts if part.tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+        for device in {part.tensor.device for part in parts}:
+            finish(device)
         return [Piece(part.name, part.shape, part.box, self._buffers[part.name, part.box.offsets]) for part in parts]

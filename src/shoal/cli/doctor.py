@@ -24,6 +24,7 @@ from shoal import native
 from shoal.cli.format_table import format_table, measure_formats
 from shoal.cli.link_table import link_table
 from shoal.comm import Link
+from shoal.device import WITHOUT_ACCELERATORS, accelerators, any_device, hardware_name, total_memory, why_no_accelerator
 from shoal.errors import ShoalError
 from shoal.launch import launch
 from shoal.launch.local import usable_cores
@@ -77,7 +78,7 @@ def show(checks: list[Check], links: list[Link], peaks: dict[str, float], as_jso
     console.print(table)
     if links:
         console.print("", link_table(links), sep="\n")
-    console.print("", format_table(peaks, _first_device()), sep="\n")
+    console.print("", format_table(peaks, any_device()), sep="\n")
 
 
 def _versions() -> list[Check]:
@@ -102,17 +103,11 @@ def _missing(package: str) -> bool:
     return False
 
 
-def _first_device() -> torch.device:
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _devices() -> list[Check]:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = "torch is built without CUDA" if built is None else f"torch is built for CUDA {built} but finds no GPU"
-        return [Check("devices", "OK", f"CPU only ({why})")]
-    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Check("devices", "OK", ", ".join(f"{each.name} {units.size(each.total_memory)}" for each in names))]
+    if not (found := accelerators()):
+        return [Check("devices", "OK", f"CPU only ({why_no_accelerator()})")]
+    names = (f"{hardware_name(each)} {units.size(total_memory(each) or 0)}" for each in found)
+    return [Check("devices", "OK", ", ".join(names))]
 
 
 def _cores() -> list[Check]:
@@ -169,7 +164,7 @@ def _compiler() -> list[Check]:
 
 def _two_ranks() -> tuple[Check, list[Link]]:
     """Launches two ranks that sum a tensor and measure their links; on CPU where there are fewer than two GPUs."""
-    env = {} if torch.cuda.device_count() >= 2 else {"CUDA_VISIBLE_DEVICES": ""}
+    env = {} if len(accelerators()) >= 2 else WITHOUT_ACCELERATORS
     with scratch("doctor") as folder:
         result = folder / "result.json"
         began = time.perf_counter()
@@ -187,7 +182,7 @@ def _two_ranks() -> tuple[Check, list[Link]]:
 
 
 def _peaks() -> tuple[Check, dict[str, float]]:
-    device = _first_device()
+    device = any_device()
     peaks = measure_formats(device)
     found = ", ".join(f"{name} {units.flops_rate(peak)}" for name, peak in peaks.items())
     slow = peaks["bf16"] < peaks["fp32"]

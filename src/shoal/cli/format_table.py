@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from rich.table import Table
 
+from shoal.device import measure_peak_flops, tf32
 from shoal.precision.formats import FORMATS, multiplies
 from shoal.report import units
-from shoal.report.flops import measure_peak_flops
 
 BAR = 12
 """Width of the longest bar in characters."""
@@ -21,12 +21,8 @@ def measure_formats(device: torch.device) -> dict[str, float]:
     for kind in FORMATS:
         if kind.stored.itemsize == 1 or not multiplies(kind, device):
             continue
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = kind.name == "tf32"
-        try:
+        with tf32(kind.name == "tf32"):
             peaks[kind.name] = measure_peak_flops(device, kind.stored)
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
     return peaks
 
 

@@ -20,9 +20,10 @@ from shoal.comm.reductions import check_reduction
 from shoal.comm.roll_call import RollCall
 from shoal.comm.sizes import check_fit, splits_of
 from shoal.comm.stalls import Stalls
-from shoal.comm.transport import Transport, sent_bytes
+from shoal.comm.transport import Transport, for_every_device, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
 from shoal.comm.wire import packed, unpacked
+from shoal.device import kind_of
 from shoal.errors import LaunchError
 
 _MESSAGES = ("send", "recv", "exchange")
@@ -35,7 +36,7 @@ class Group:
     - `name`: name of the group, under which the ledger books its traffic
     - `ranks`: ranks in the world, in the order of the group
     - `ledger`: where calls are booked
-    - `transports`: by device type, "cpu" and perhaps "cuda"
+    - `transports`: by device type, "cpu" and perhaps an accelerator's
     - `store`: the group's store, for the roll call after a failure
     - `stalls`: watches for calls that wait unusually long
 
@@ -65,7 +66,7 @@ class Group:
     @classmethod
     def of(cls, transport: Transport, name: str = "group", ledger: Ledger | None = None) -> Group:
         """Makes a group over all ranks of `transport`, which carries tensors of every device."""
-        return cls(name, list(range(transport.size)), ledger or Ledger(), {"cpu": transport, "cuda": transport})
+        return cls(name, list(range(transport.size)), ledger or Ledger(), for_every_device(transport))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", purpose: str = "") -> Tensor:
         """Replaces `tensor` on every rank by the `op` ("sum", "avg", "min", "max", "product") over all; returns it.
@@ -260,7 +261,7 @@ class Group:
         started = time.monotonic()
         under_way = self._open.begin(_what(operation, purpose), self._calls, peer) if self._open is not None else None
         try:
-            transport = self.transports["cuda" if flat.is_cuda else "cpu"]
+            transport = self.transports[kind_of(flat.device)]
             if not self.ledger.recording:
                 call(transport)
                 return

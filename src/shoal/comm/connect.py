@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from shoal.comm.hierarchical import Hierarchical
 from shoal.comm.nccl import Nccl
 from shoal.comm.shm import Shared
 from shoal.comm.sockets import Sockets
-from shoal.comm.transport import Transport
+from shoal.comm.transport import Transport, for_every_device
+from shoal.device import group_backend, is_accelerator
+from shoal.errors import UserError
 
 NCCL_TIMEOUT = timedelta(minutes=10)
 """After this time NCCL's operations give up: NCCL does not notice that a rank has died."""
@@ -22,8 +25,8 @@ NCCL_TIMEOUT = timedelta(minutes=10)
 
 def connect(
     store: dist.Store | None, rank: int, hosts: list[str], device: torch.device, timeout: timedelta
-) -> dict[str, Transport]:
-    """Returns the group's transports by device type: "cpu", and "cuda" for a GPU. All its ranks call it.
+) -> Mapping[str, Transport]:
+    """Returns the group's transports by device type: "cpu", and that of `device`. All its ranks call it.
 
     - `store`: the group's own; None for a group of one
     - `rank`: this rank in the group
@@ -32,11 +35,17 @@ def connect(
     - `timeout`: how long an operation waits for a rank that lives
     """
     if len(hosts) == 1:
-        return {"cpu": Alone(), "cuda": Alone()}
+        return for_every_device(Alone())
     assert store is not None, "ranks need a store to meet"
     transports = {"cpu": _connect_cpu(store, rank, hosts, timeout)}
-    if device.type == "cuda":
-        transports["cuda"] = Nccl.open(dist.PrefixStore("nccl", store), rank, len(hosts), min(timeout, NCCL_TIMEOUT))
+    if is_accelerator(device):
+        if group_backend(device) != "nccl":
+            raise UserError(
+                f"a group of {len(hosts)} ranks on {device}: accelerators meet over NCCL, which does not carry these. "
+                'Train on the CPU: World(device="cpu")'
+            )
+        own = dist.PrefixStore("nccl", store)
+        transports[device.type] = Nccl.open(own, rank, len(hosts), min(timeout, NCCL_TIMEOUT))
     return transports
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from shoal.comm.collectives import Group
 from shoal.comm.reductions import COMBINE, finish
 from shoal.comm.transport import NoSharedMemory, Transport, sent_bytes
+from shoal.device import finish_all
 
 Result = TypeVar("Result")
 
@@ -74,7 +75,7 @@ class Simulated(NoSharedMemory):
         tensors = self._meet(f"all_reduce {op}", flat)
         mine = _reduced([tensor[cuts[self.rank] : cuts[self.rank + 1]] for tensor in tensors], op)
         torch.cat(self._meet("reduced", mine), out=flat)
-        _finish_stream()
+        finish_all()
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
         mine = _reduced(
@@ -114,12 +115,12 @@ class Simulated(NoSharedMemory):
 
     def send(self, flat: Tensor, dst: int) -> None:
         letter = flat.clone()
-        _finish_stream()
+        finish_all()
         self._room.post(self.rank, dst, letter)
 
     def recv(self, flat: Tensor, src: int) -> None:
         flat.copy_(self._room.fetch(src, self.rank))
-        _finish_stream()
+        finish_all()
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
         self.send(flat, target)
@@ -132,7 +133,7 @@ class Simulated(NoSharedMemory):
         pass
 
     def _meet(self, what: str, mine: Any) -> list[Any]:
-        _finish_stream()
+        finish_all()  # before another thread, on a stream of its own, goes on with it
         return self._room.meet(self.rank, what, mine)
 
 
@@ -278,12 +279,6 @@ class Room:
             )
         for rank in missing() & set(self._gone):
             raise RuntimeError(f"{what!r} cannot end: rank {rank} {self._gone[rank]}")
-
-
-def _finish_stream() -> None:
-    """Waits for the GPU work of this thread, before another thread, on a stream of its own, goes on with its result."""
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()
 
 
 def _reduced(tensors: list[Tensor], op: str) -> Tensor:

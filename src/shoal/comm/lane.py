@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from shoal.comm.ledger import Ledger, Span
+from shoal.device import Event, Stream, current_stream, new_stream, on_stream
 
 EXCHANGE = "exchange"
 """The default cause of a wait: the exchange, awaited at the end of a backward."""
@@ -28,13 +29,13 @@ class Ticket:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._event: torch.cuda.Event | None = None
+        self._event: Event | None = None
         self.done = False
         self.error: BaseException | None = None
 
     def wait(self, cause: str = EXCHANGE) -> None:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            self._lane._computation.wait_event(self._event)
         else:
             self._lane.wait(self, cause)
 
@@ -49,19 +50,26 @@ class Lane:
 
     def __init__(self, device: torch.device, ledger: Ledger | None = None) -> None:
         self.ledger = ledger or Ledger()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device, self._stream = device, new_stream(device)
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], str, float, Ticket] | None] = queue.SimpleQueue()
         self._pending = 0
         self._done = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
+    @property
+    def _computation(self) -> Stream:
+        """The caller's stream, beside which an accelerator's lane runs."""
+        stream = current_stream(self._device)
+        assert stream is not None, "a CPU's lane is a thread"
+        return stream
+
     def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
         """Queues `work` behind what was submitted before; `name` names its spans."""
         ticket = Ticket(self)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            self._stream.wait_stream(self._computation)
+            with on_stream(self._stream):
                 work()
                 ticket._event = self._stream.record_event()
             return ticket
@@ -76,7 +84,7 @@ class Lane:
     def wait(self, ticket: Ticket | None = None, cause: str = EXCHANGE) -> None:
         """Waits until the lane is empty, or `ticket` has run; raises the first error of the work, once."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            self._computation.wait_stream(self._stream)
             return
         with self.ledger.stall(cause), self._done:
             self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)
@@ -89,7 +97,7 @@ class Lane:
     def drain(self) -> None:
         """Waits until the lane is empty and discards errors."""
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            self._computation.wait_stream(self._stream)
             return
         with self._done:
             self._done.wait_for(lambda: self._pending == 0)

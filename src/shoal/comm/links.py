@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shoal.comm.collectives import Group
+from shoal.device import kind_of, synchronize
 
 SIZES = (2**10, 2**15, 2**18, 2**21, 2**24)
 """Bytes of the all-reduces that are timed, in this order."""
@@ -77,7 +78,7 @@ def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) ->
         rows.append((nbytes, _slowest(group, statistics.median(seconds))))
         if rows[-1][1] > LONG:
             break
-    return Link(group.name, group.size, group.transports[device.type].carrier, tuple(rows) or ((sizes[0], 0.0),))
+    return Link(group.name, group.size, group.transports[kind_of(device)].carrier, tuple(rows) or ((sizes[0], 0.0),))
 
 
 def _timed(group: Group, tensor: torch.Tensor) -> float:
@@ -85,8 +86,7 @@ def _timed(group: Group, tensor: torch.Tensor) -> float:
     group.barrier()
     started = time.perf_counter()
     group.all_reduce(tensor, purpose="measure")
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+    synchronize(tensor.device)
     return time.perf_counter() - started
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from shoal.comm.collectives import Group
 from shoal.comm.emulate import Room, Simulated, in_threads
-from shoal.comm.transport import Transport
+from shoal.comm.transport import Transport, for_every_device
 from shoal.comm.world import Seat, World
 
 Result = TypeVar("Result")
@@ -79,5 +79,5 @@ class _SimulatedWorld(World):
         if key not in self._groups:
             transport: Transport = Simulated(self._rooms.room(*key), ranks.index(self.rank))
             transport = self._wrap(transport) if self._wrap else transport
-            self._groups[key] = Group(name, ranks, self.ledger, {"cpu": transport, "cuda": transport})
+            self._groups[key] = Group(name, ranks, self.ledger, for_every_device(transport))
         return self._groups[key]

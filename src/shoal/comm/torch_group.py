@@ -12,7 +12,7 @@ from shoal.comm.alone import Alone
 from shoal.comm.collectives import Group
 from shoal.comm.ledger import Ledger
 from shoal.comm.reductions import TORCH_OPS, finish
-from shoal.comm.transport import NoSharedMemory, Transport
+from shoal.comm.transport import NoSharedMemory, Transport, for_every_device
 
 _OPS = {**TORCH_OPS, "avg": dist.ReduceOp.SUM}  # gloo has no average
 
@@ -30,7 +30,7 @@ def open_group(pg: dist.ProcessGroup, name: str, members: Sequence[int], ledger:
     known = dist.get_process_group_ranks(pg)
     ranks = [known[member] for member in members]
     if len(ranks) == 1:
-        return Group(name, ranks, ledger, {"cpu": Alone(), "cuda": Alone()})
+        return Group(name, ranks, ledger, for_every_device(Alone()))
     backend = dist.get_backend_config(pg)
     devices = dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()
     own = _new_group(ranks, backend, name)

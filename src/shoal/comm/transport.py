@@ -6,11 +6,14 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from shoal.device import CPU
 
 
 class Transport(Protocol):
@@ -79,6 +82,11 @@ class NoSharedMemory:
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return None
+
+
+def for_every_device(transport: Transport) -> Mapping[str, Transport]:
+    """`transport` by the type of every device, for a Group whose tensors it takes wherever they are."""
+    return defaultdict(lambda: transport, {CPU.type: transport})
 
 
 def sent_bytes(operation: str, payload: int, size: int, rank: int = 0, root: int = 0) -> int:

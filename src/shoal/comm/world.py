@@ -16,7 +16,7 @@ from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
 from shoal.comm.signed import signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
-from shoal.errors import UserError
+from shoal.device import own_device
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class World:
       (see `signed`)
     - `generation`: counts memberships; a group's keys stand under it, so a later generation never reads those of an
       earlier one
-    - `device`: default `cuda:` and the local rank, where there is CUDA, else the CPU
+    - `device`: default the rank's own GPU, where there is one, else the CPU (see `device.own_device`)
     - `timeout`: how long an operation on CPU tensors waits for a rank that lives. It is long, because that rank may
       have a reason (it compiles, evaluates, verifies a checkpoint), and the death of a rank is noticed otherwise
     - `say`: gets the lines that report a long wait
@@ -64,11 +64,7 @@ class World:
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, seat.local_size
         self.generation, self.timeout = generation, timeout
         self.host, self._host_id = socket.gethostname(), seat.host_id or this_host()
-        self.device = torch.device(device) if device is not None else _default_device(local_rank)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", local_rank if size > 1 else torch.cuda.current_device())
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.device = own_device(device, local_rank, size)
         # kept here, since a PrefixStore does not keep it alive
         self._signed = signed(store) if store is not None else None
         self.store = dist.PrefixStore(f"generation{generation}", self._signed) if self._signed is not None else None
@@ -125,14 +121,3 @@ def _close(groups: dict[tuple[str, tuple[int, ...]], Group], stalls: Stalls) -> 
     stalls.close()
     for group in groups.values():
         group.close()
-
-
-def _default_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"rank {local_rank} of this host has no GPU of its own: there are {torch.cuda.device_count()}. "
-            "Start at most one rank a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-        )
-    return torch.device("cuda", local_rank)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shoal.comm import World
+from shoal.device import accelerators
 from shoal.doors import deepspeed, deepspeed_keys, patrickstar
 from shoal.doors.config import Settings, check_keys
 from shoal.doors.deepspeed_auto import filled
@@ -105,8 +106,9 @@ def _join(local_rank: int | None) -> World:
             f"local_rank = {local_rank}, but the launcher says {world.local_rank}: pass "
             "int(os.environ['LOCAL_RANK']), or None"
         )
-    if not torch.cuda.is_available():
+    found = accelerators()
+    if not found:
         return world
-    if not 0 <= local_rank < torch.cuda.device_count():
-        raise UserError(f"local_rank = {local_rank}: this host has the GPUs 0 to {torch.cuda.device_count() - 1}")
-    return World.single(device=f"cuda:{local_rank}")
+    if not 0 <= local_rank < len(found):
+        raise UserError(f"local_rank = {local_rank}: this host has the GPUs 0 to {len(found) - 1}")
+    return World.single(found[local_rank])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from shoal.device import total_memory
 from shoal.doors.config import HONOURED, NO_EFFECT, REFUSED, Key, Settings, flag, inner, number
 from shoal.errors import UserError, did_you_mean
 from shoal.optim.fused.trial import try_out
@@ -116,6 +117,5 @@ def _memory(tracer: Mapping[str, Any], device: torch.device) -> dict[str, int]:
         raise UserError(
             f"client.mem_tracer.overall_gpu_mem_ratio = {ratio!r}: give a part of the GPU's memory, above 0 and up to 1"
         )
-    if device.type != "cuda":
-        return {}
-    return {"device": int(ratio * torch.cuda.get_device_properties(device).total_memory)}
+    total = total_memory(device)
+    return {} if total is None else {"device": int(ratio * total)}

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.chunks import Chunk, Slot
 from shoal.comm import Group, Lane, Ledger
 from shoal.comm.torch_group import open_group
+from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica
 from shoal.exchange.gradients_only import gradient_algorithm
@@ -174,7 +175,7 @@ class _Arrival:
 
     def __init__(self, buffer: Tensor, failures: list[Exception]) -> None:
         self.buffer, self.failures = buffer, failures
-        self.done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self.done: Future[Tensor] = Future(devices=[buffer.device] if is_accelerator(buffer.device) else None)
 
         def outcome(_: Future[Tensor]) -> Tensor:
             if failures:
@@ -229,7 +230,7 @@ def _exchange(
 
 def _renew(algorithm: Algorithm, norms: Tensor) -> None:
     bad, one = ~norms.isfinite().all(), torch.ones((), dtype=torch.float64, device=norms.device)
-    if norms.is_cuda:  # the host would have to wait for `bad`
+    if is_accelerator(norms.device):  # the host would have to wait for `bad`
         algorithm.renew(one, bad.float(), ())
     elif not bad:
         algorithm.renew(one, None, ())

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk
+from shoal.device import is_accelerator
 from shoal.exchange.algorithm import State
 
 
@@ -66,7 +67,7 @@ class Kept:
             if skip is not None:
                 weight = torch.where(skip > 0, 0.0, weight.to(skip.device))
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            if weight.is_cuda or float(weight) != 1:
+            if is_accelerator(weight.device) or float(weight) != 1:
                 torch.lerp(before, flat, weight.to(flat.device, flat.dtype), out=flat)
         self._taken.clear()
 

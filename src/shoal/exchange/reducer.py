@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk, Slot, sum_of_squares, weakly
+from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum
@@ -273,7 +274,7 @@ class Reducer:
         self._algorithm.reduce(lent, self._own_mean)
         home, new, last = chunk.owned.gradient, lent.owned.gradient, round_ == self._rounds - 1
         pieces = self._pieces[index]
-        if new.is_cuda and home.is_cpu:  # in the order of the lane's stream, without a wait of the host
+        if is_accelerator(new.device) and home.is_cpu:  # in the order of the lane's stream, without a wait of the host
             if round_ > 0:
                 new.add_(home.to(new.device, non_blocking=True))
             home.copy_(new, non_blocking=True)

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from shoal.comm import World
 from shoal.data import ArrayData, Cursor, TextData, Tokenizer, open_text
+from shoal.device import accelerators, any_device
 from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.config import Data, Job, Origins
@@ -55,7 +54,7 @@ def ranks_here(job: Job) -> int:
 
 def default_ranks() -> int:
     """Returns one rank for each GPU; without GPUs one for each core but at most two, which leaves a laptop usable."""
-    return torch.cuda.device_count() or min(2, usable_cores())
+    return len(accelerators()) or min(2, usable_cores())
 
 
 def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
@@ -212,7 +211,7 @@ def _put_stages(
             with in_section("train"):
                 numbers = precision(train.precision)
             subject = Subject(model.factory, model.loss, sample, microbatch, numbers, job.plan, groups)
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = any_device()
             found = with_stages(
                 job.plan, subject, optimizer_named(train.optimizer, train.lr), microbatches, device
             ).stages

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from shoal.device import measure_peak_flops
 from shoal.engine import Engine
 from shoal.models import ModelSpec
-from shoal.report.flops import count_flops, measure_peak_flops
+from shoal.report.flops import count_flops
 
 
 def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float | None:

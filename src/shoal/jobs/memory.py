@@ -7,6 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from shoal.chunks import Tier
+from shoal.device import is_accelerator
 from shoal.engine import Engine
 
 
@@ -14,7 +15,7 @@ def tiers(engine: Engine) -> list[Tier]:
     """Returns the tiers at this moment, the disk included. Without `plan.memory` there is one tier, with what the rank
     keeps from step to step."""
     if engine.parts.tier is None or engine.parts.host is None:
-        name = "device" if engine.device.type == "cuda" else "host"
+        name = "device" if is_accelerator(engine.device) else "host"
         return [Tier(f"memory.{name}", device=engine.device, held=_kept(engine), ledger=engine.ledger)]
     found = [engine.parts.tier, engine.parts.host]
     if engine.parts.pager is not None and engine.parts.pager.disk is not None:

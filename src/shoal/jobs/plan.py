@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import torch
 
+from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
@@ -109,8 +110,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
 
 def machine_here(ranks: int) -> Machine:
     """Returns the memory that is free on this machine now, for a host with `ranks` ranks."""
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-    return Machine(psutil.virtual_memory().available, free, ranks)
+    return Machine(psutil.virtual_memory().available, free_memory(any_device()), ranks)
 
 
 def plan_memory(

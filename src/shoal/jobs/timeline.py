@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from shoal.comm.ledger import Level
+from shoal.device import is_accelerator
 from shoal.engine import Engine
 from shoal.jobs.memory import tiers
 from shoal.jobs.record import Recorder
@@ -41,7 +42,7 @@ class Recording:
         at = time.time()
         for tier in now:
             tier.note(at)
-        if self._engine.device.type == "cuda":
+        if is_accelerator(self._engine.device):
             ledger.watch = now[0].look
 
     def close(self, recorder: Recorder) -> None:
@@ -82,7 +83,7 @@ class Recording:
         engine, steps = self._engine, dict[int, list[Level]]()
         for level in engine.ledger.take_levels():
             steps.setdefault(level.step, []).append(level)
-        counts_all = engine.parts.tier is not None or engine.device.type == "cuda"
+        counts_all = engine.parts.tier is not None or is_accelerator(engine.device)
         traces = [
             memory_trace(
                 step + 1,

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from shoal.comm import World
 from shoal.data import save_tokenizer
+from shoal.device import hardware_name, is_accelerator
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, ShoalError, TrainingError, UserError
 from shoal.jobs import resume
@@ -125,7 +126,7 @@ class _Run:
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        ahead = engine.parts.lag > 0 and world.device.type == "cpu"
+        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
         self.stop = Stop(world.group("stop", world.everyone.ranks) if ahead else world.everyone, limit, ahead)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
@@ -233,10 +234,9 @@ class _Run:
 
     def _about(self, peak: float) -> RunRecord:
         world = self.engine.world
-        is_cuda = world.device.type == "cuda"
         return RunRecord(
             host=world.host,
-            device=torch.cuda.get_device_name(world.device) if is_cuda else f"CPU ({platform.machine()})",
+            device=hardware_name(world.device) or f"CPU ({platform.machine()})",
             world=world.size,
             versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
             parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import torch.distributed as dist
 
 from shoal.comm.stalls import to_stderr
 from shoal.comm.world import Seat, World
+from shoal.device import accelerators
 from shoal.launch.environment import MPI, SLURM, Identity, discover
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
@@ -34,14 +34,14 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
     identity, store = arrival.identity, arrival.store
     assert identity.local_rank is not None and identity.local_size is not None
     scheduler = identity.source in {names.source for names in (*MPI, SLURM)}
-    own_gpu = scheduler and identity.local_size > 1 and torch.cuda.is_available() and torch.cuda.device_count() == 1
+    found = accelerators() if scheduler and identity.local_size > 1 else []
     return World(
         identity.rank,
         identity.size,
         seat=Seat(identity.local_rank, identity.local_size),
         store=dist.PrefixStore(f"world{next(arrival.worlds)}", store) if store is not None else None,
         generation=identity.generation,
-        device="cuda:0" if own_gpu else None,  # a scheduler that gives each task a GPU shows it as the first one
+        device=found[0] if len(found) == 1 else None,  # where a scheduler gives each task a GPU, that is the first one
         say=to_terminal if "SHOAL_TERMINAL" in os.environ else to_stderr,
     )
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shoal.device import has_grouped_products
+
 
 class Pairs:
     """The pairs of a token and an expert that are computed, sorted by expert. Pairs with the index E were dropped.
@@ -73,9 +75,7 @@ def _grouped(rows_MX: Tensor, weights: Tensor) -> bool:
         or torch.compiler.is_compiling()
     ):
         return False
-    if rows_MX.is_cuda and (
-        rows_MX.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows_MX.device) < (8, 0)
-    ):
+    if not has_grouped_products(rows_MX):
         return False
     return all(size * rows_MX.element_size() % 16 == 0 for size in weights.shape[1:])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.comm import Group, Lane, World
 from shoal.comm.lane import Ticket
+from shoal.device import record_use
 from shoal.pipeline.actions import Schedule
 from shoal.pipeline.routes import Shape
 
@@ -81,8 +82,7 @@ class Mail:
 
         def work() -> None:
             for tensor in tensors:
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream())
+                record_use(tensor)
                 group.send(tensor, target, purpose=message.way)
 
         self._lanes[message.way, to, True].submit(work, str(message))
@@ -97,9 +97,7 @@ class Mail:
         except Exception as error:
             error.add_note(f"while waiting for {message}, rank {self._ranks[source]}")
             raise
-        for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream())
+        record_use(*tensors)
         return tensors
 
     def ask(self, source: int, message: Message, shapes: Callable[[Message], Sequence[Shape]]) -> None:

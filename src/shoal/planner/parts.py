@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from shoal.chunks import Passing
 from shoal.chunks.tier import nbytes
+from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
 from shoal.module.build import build
 from shoal.optim.groups import OptimizerFactory
@@ -63,7 +64,7 @@ class _Call:
 def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, device: torch.device) -> list[Part]:
     """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises
     UserError for a model that cannot be cut or run."""
-    if measured and device.type == "cuda" and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
+    if measured and is_accelerator(device) and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
         raise UserError(
             'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take "counted"'
         )
@@ -267,6 +268,5 @@ def _time(unit: Unit, call: _Call, device: torch.device) -> tuple[float, float]:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.device import compute_capability
+
 
 @dataclass(frozen=True)
 class Format:
@@ -51,7 +53,5 @@ def multiplies(kind: Format, device: torch.device) -> bool:
     """Returns whether `device` has matrix products in that format; a CPU emulates none of those it lacks."""
     if kind.name in ("fp64", "fp32", "bf16", "fp16"):
         return True
-    if device.type != "cuda":
-        return False
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= ((8, 0) if kind.name == "tf32" else (8, 9))
+    capability = compute_capability(device)
+    return capability is not None and capability >= ((8, 0) if kind.name == "tf32" else (8, 9))

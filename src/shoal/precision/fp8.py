@@ -7,6 +7,7 @@ import importlib.util
 import torch
 from torch import nn
 
+from shoal.device import hardware_name
 from shoal.errors import UserError
 from shoal.precision.formats import FORMATS, multiplies
 
@@ -22,7 +23,7 @@ def products_in_fp8(module: nn.Module, device: torch.device) -> None:
     """
     eight = next(each for each in FORMATS if each.name == "fp8 e4m3")
     if not multiplies(eight, device):
-        found = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        found = hardware_name(device) or "the CPU"
         raise UserError(
             'precision = "fp8" needs a GPU with fp8 matrix products (compute capability 8.9); '
             f'this is {found}. Take "bf16"'

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from shoal.device import allow_tf32
 from shoal.errors import ArgumentError, did_you_mean
 from shoal.precision.fp8 import products_in_fp8
 from shoal.precision.scaling import Scaling
@@ -111,8 +112,8 @@ def set_products(module: nn.Module, chosen: Precision, device: torch.device) -> 
     """Sets which matrix products the device may use. tf32 is a switch of the process, which "fp32" leaves alone."""
     if chosen.fp8:
         products_in_fp8(module, device)
-    if chosen.tf32 and device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    if chosen.tf32:
+        allow_tf32(device)
 
 
 def cast_at_the_border(module: nn.Module, chosen: Precision) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,41 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-PEAK_SECONDS = 0.3
-PEAK_SIZE = {"cpu": 1024, "cuda": 8192}
-
 aten = torch.ops.aten
 Shape = tuple[int, ...]
-
-
-def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Measures the FLOP/s of the best of a few square matrix products in `dtype`, in about 0.3 s.
-
-    Ranks of one host share its cores and memory, so all of them measure at the same time, and the sum is the peak of
-    the run.
-    """
-    size = PEAK_SIZE[device.type]
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    best, began = math.inf, time.perf_counter()
-    runs = 0
-    # The first product includes the choice of a kernel and page faults, so there is always a second one.
-    while runs < 2 or time.perf_counter() - began < PEAK_SECONDS:
-        best = min(best, _seconds_of(lambda: torch.mm(a, b), device))
-        runs += 1
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)  # the run's peak does not include these matrices
-    return 2 * size**3 / best
-
-
-def _seconds_of(operation: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    operation()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
 
 
 @dataclass(frozen=True)

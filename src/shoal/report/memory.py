@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from shoal.device import most_allocated
+
 ROLLUP = Path("/proc/self/smaps_rollup")
 STATUS = Path("/proc/self/status")
 
@@ -34,7 +36,7 @@ class MemoryUse:
 
 def read_memory(device: torch.device) -> MemoryUse:
     """Reads the use at this moment, and the GPU's peak so far. Reading PSS takes about 10 ms per gigabyte."""
-    cuda = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    cuda = most_allocated(device)
     if ROLLUP.exists():
         kilobytes = _kilobytes(ROLLUP)
         return MemoryUse(rss=kilobytes["Rss"] * 1024, pss=kilobytes["Pss"] * 1024, cuda=cuda)

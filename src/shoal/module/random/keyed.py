@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from shoal.device import seed_generators, to_device
 from shoal.errors import UserError
 from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
@@ -84,17 +85,13 @@ class Randomness:
             mix(mix(np.array(ids, dtype=np.int64)) ^ base)
         )  # a fifth of the time that torch takes for a few
         self.samples = (
-            samples.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else samples
+            to_device(samples, self.device)
         )
         self._calls, self._forward_calls = {}, {}
         for layer in self._layers:
             layer.calls, layer.forward_calls = 0, 0
         seed = self._first = (base ^ int(ids[0] if len(ids) else 0)) & (SIGN - 1)
-        torch.default_generator.manual_seed(
-            seed
-        )  # not torch.manual_seed: without CUDA that keeps a stack trace for each call
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
+        seed_generators(self.device, seed)
 
     def drawn(self) -> Drawn:
         """Returns the state of the draws of the forward that ends now, for a backward that does not come next."""

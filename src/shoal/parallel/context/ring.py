@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group, Lane
+from shoal.device import has_flash_attention
 
 PURPOSE = "attention"
 aten = torch.ops.aten
@@ -143,7 +144,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     if block.mask is None:
         if query.is_cpu:
             return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal, scale=scale)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if has_flash_attention(query):
             return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
     scores = _scores(query, key, block, scale)
     total = scores.logsumexp(-1)
@@ -160,7 +161,7 @@ def attend_backward(
     tensors = [each.contiguous() for each in (grad, query, key, value, out, logsumexp)]
     if block.mask is None and query.is_cpu:
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, 0.0, block.causal, scale=scale)
-    elif block.mask is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    elif block.mask is None and has_flash_attention(query):
         lengths = (None, None, query.shape[2], key.shape[2])
         nothing = torch.zeros((), dtype=torch.int64, device=query.device)
         found = aten._scaled_dot_product_flash_attention_backward(

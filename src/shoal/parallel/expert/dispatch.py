@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm import Group, Lane
 from shoal.comm.functional import deal_into, deal_out
 from shoal.comm.lane import Ticket
+from shoal.device import record_use
 from shoal.models.experts import Pairs
 
 PURPOSE = "experts"
@@ -91,9 +92,7 @@ class _Journey:
         out = rows.new_empty(sum(take), *rows.shape[1:])
 
         def travel() -> None:
-            if rows.is_cuda:
-                for tensor in (rows, out):
-                    tensor.record_stream(torch.cuda.current_stream())
+            record_use(rows, out)
             deal_into(out, rows, self._group, give, take, PURPOSE)
 
         self._ticket, self.arriving = self._lane.submit(travel, "tokens to experts"), out

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.comm import Group
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.device import is_accelerator
 
 PURPOSE = "logits"
 CACHED = 1 << 18
@@ -24,7 +25,7 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
     if isinstance(ids, FakeTensor) or not ids.numel() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
     inside = ((ids >= 0) & (ids < stop)).all()
-    if ids.is_cuda:
+    if is_accelerator(ids.device):
         torch._assert_async(inside)
     elif not inside:
         raise IndexError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm import Group, Lane
+from shoal.device import record_use
 
 PURPOSE = "activations"
 
@@ -73,9 +74,7 @@ class TokenRing:
         size, rank = self._group.size, self._group.rank
 
         def work() -> None:
-            if sent.is_cuda:
-                for tensor in (out, sent):
-                    tensor.record_stream(torch.cuda.current_stream())
+            record_use(out, sent)
             self._group.exchange(out, (rank - 1) % size, sent, (rank + 1) % size, PURPOSE)
 
         self._lane.submit(work, "tokens")

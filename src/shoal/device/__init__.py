@@ -1,0 +1,74 @@
+"""The devices that a rank computes on. No other room knows which kinds there are, or asks torch for one of them by name.
+
+Functions here take a `torch.device`. On the CPU, where an operation has ended when its call returns, they do nothing or the plain
+thing, so that callers need no branch; what is known of accelerators alone is None there.
+"""
+
+from shoal.device.backend import Backend, Event, Stream, backend, is_accelerator, stand_in
+from shoal.device.generators import keep_generators, seed_generators
+from shoal.device.kernels import allow_tf32, compute_capability, has_flash_attention, has_grouped_products, tf32
+from shoal.device.kinds import (
+    CPU,
+    WITHOUT_ACCELERATORS,
+    accelerators,
+    any_device,
+    group_backend,
+    hardware_name,
+    kind_of,
+    own_device,
+    why_no_accelerator,
+)
+from shoal.device.memory import allocated, forget_most_allocated, free_memory, most_allocated, to_device, total_memory
+from shoal.device.peak import measure_peak_flops
+from shoal.device.streams import (
+    aside,
+    current_stream,
+    finish,
+    finish_all,
+    new_stream,
+    on_stream,
+    record_event,
+    record_use,
+    synchronize,
+)
+
+__all__ = [
+    "CPU",
+    "WITHOUT_ACCELERATORS",
+    "Backend",
+    "Event",
+    "Stream",
+    "accelerators",
+    "allocated",
+    "allow_tf32",
+    "any_device",
+    "aside",
+    "backend",
+    "compute_capability",
+    "current_stream",
+    "finish",
+    "finish_all",
+    "forget_most_allocated",
+    "free_memory",
+    "group_backend",
+    "hardware_name",
+    "has_flash_attention",
+    "has_grouped_products",
+    "is_accelerator",
+    "keep_generators",
+    "kind_of",
+    "measure_peak_flops",
+    "most_allocated",
+    "new_stream",
+    "on_stream",
+    "own_device",
+    "record_event",
+    "record_use",
+    "seed_generators",
+    "stand_in",
+    "synchronize",
+    "tf32",
+    "to_device",
+    "total_memory",
+    "why_no_accelerator",
+]
