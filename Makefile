@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q
+# Two processes share the files of tests; what measures time or memory runs by itself afterwards.
+WORKERS ?= 2
+SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test matrix fast fingerprints lint shape clean
 
@@ -25,13 +29,16 @@ demo: $(BIN)/.installed-core
 
 test: $(BIN)/.installed-dev $(VENV)/zoo
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q -m "not matrix"
+	$(PYTEST) $(SHARED) -m "not matrix and not alone"
+	$(PYTEST) -m "alone and not matrix"
 
 fast: $(BIN)/.installed-dev $(VENV)/zoo
-	$(BIN)/python -m pytest -q -m fast
+	$(PYTEST) $(SHARED) -m "fast and not alone"
+	$(PYTEST) -m "fast and alone"
 
 matrix: $(BIN)/.installed-dev $(VENV)/zoo
-	$(BIN)/python -m pytest -q -m "matrix or not matrix"
+	$(PYTEST) $(SHARED) -m "not alone"
+	$(PYTEST) -m alone
 
 # What a refactoring must not change: weights and losses of many plans, to the bit, before and after it.
 fingerprints: $(BIN)/.installed-dev

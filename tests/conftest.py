@@ -1,9 +1,11 @@
-"""What all tests share: one thread, few and repeatable examples, and a session that leaves nothing behind."""
+"""What all tests share: one thread, few and repeatable examples, a session that leaves nothing behind, seconds by room."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -12,9 +14,24 @@ import torch
 from tests.leftovers import SharedMemory, end_processes
 from tests.pool import close_pools
 
-os.environ.setdefault("SHOAL_SECRET", "that of the tests")  # before ranks start; else they would make one in the home directory
+os.environ.setdefault("SHOAL_SECRET", "that of the tests")  # before ranks start, which else make one in the home directory
 hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("shoal")
+
+LONG = (
+    "tests/parity/test_mesh.py",
+    "tests/parity/test_stages.py",
+    "tests/parity/",
+    "tests/cli/",
+    "tests/test_together.py",
+    "tests/zoo/",
+    "tests/test_",
+    "tests/pipeline/",
+    "tests/planner/",
+    "tests/exchange/",
+)
+"""Files that two processes take first, so that they end together."""
+SHOWN = 10  # rooms in the summary
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,3 +43,41 @@ def nothing_left_behind() -> Iterator[None]:
     close_pools()
     left = end_processes() + shared_memory.left()
     assert not left, "the tests left behind:\n" + "\n".join(left)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Passes over files without a mark that every test asked for must have: importing all of them takes ten seconds."""
+    terms = config.option.markexpr.split(" and ")
+    needed = [f"pytest.mark.{mark}" for mark in ("fast", "alone") if mark in terms]
+    if not needed or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return any(mark not in text for mark in needed) or None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts long files first where several processes share the files."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the rooms that took longest, in seconds of all processes together."""
+    seconds: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[room := _room(report.nodeid)] += report.duration
+                tests[room] += report.when == "call"
+    if seconds:
+        terminalreporter.section(f"{SHOWN} slowest rooms")
+    for room, taken in seconds.most_common(SHOWN):
+        terminalreporter.write_line(f"{taken:8.1f} s {tests[room]:5} tests  {room}")
+
+
+def _room(nodeid: str) -> str:
+    """The folder of a test's file; the file itself where it lies at the top of tests/."""
+    file = nodeid.split("::")[0]
+    folder = file.rpartition("/")[0]
+    return file if folder == "tests" else folder

@@ -51,8 +51,9 @@ class SharedMemory:
 
     def left(self) -> list[str]:
         """Lines on the files made since, but for those that a process of somebody else holds."""
-        new = _shared_memory_files() - self.before
-        return [f"shared memory file {name}" for name in sorted(new - _held_by_others())]
+        new = _shared_memory_files() - self.before - _held_by_others()
+        still = [name for name in sorted(new) if os.path.exists(name)]  # others have let go of theirs by now
+        return [f"shared memory file {name}" for name in still]
 
 
 def _shared_memory_files() -> set[str]:

@@ -5,8 +5,8 @@
 
     assert run_ranks(add, 2, 1.0) == [2.0, 2.0]
 
-Rank processes are forked from a server that has imported torch and shoal, so a start costs a fraction of a second. The store's
-server lives here, in the test's own process.
+Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity, so a start costs a
+fraction of a second. The store's server lives here, in the test's own process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a c
 _PR_SET_PDEATHSIG = 1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "shoal.comm.world"])
+_HF = "transformers.models"
+_PRELOADED = ["pytest", "tests.parity.cases", f"{_HF}.llama.modeling_llama", f"{_HF}.mixtral.modeling_mixtral"]
+_context.set_forkserver_preload(_PRELOADED)  # what most ranks import: 3 s for each that does so itself
 _call_numbers = itertools.count()
 _pools: dict[int, list[Rank]] = {}
 
@@ -197,6 +199,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    imported = _freeze()
     while True:
         try:
             number, path, call = pickle.loads(pipe.recv_bytes())
@@ -205,11 +208,19 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
         sys.path[:] = path  # a test's module may lie in a folder that the test run has only now come to
         answer = _answer(call, rank, size, dist.PrefixStore(f"call{number}", store))
         gc.collect()  # closes the call's connections, so that the ranks that wait for a failed one notice it
+        if len(sys.modules) > imported:
+            imported = _freeze()
         try:
             message = pickle.dumps(answer)
         except Exception:
             message = pickle.dumps(Failed(f"the result cannot be pickled\n{traceback.format_exc()}"))
         pipe.send_bytes(message)
+
+
+def _freeze() -> int:
+    """Takes all objects of now out of later collections, which else cost 0.2 s a call and rank; counts the modules."""
+    gc.freeze()
+    return len(sys.modules)
 
 
 def _answer(call: bytes, rank: int, size: int, store: dist.Store) -> Any:

@@ -39,7 +39,7 @@ Stage = tuple[int, bool]
 """plan.zero, and whether each rank is as if on a host of its own."""
 STAGES: list[Stage] = [(1, False), (2, False), (2, True), (3, True)]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")]
 
 
 class Loans:

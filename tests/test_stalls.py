@@ -19,6 +19,8 @@ from tests.exchange import teacher
 from tests.parity.cases import text
 from tests.test_memory import EXCHANGE, gpt
 
+pytestmark = pytest.mark.alone
+
 SLOW = 0.03
 
 

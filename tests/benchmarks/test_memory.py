@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import memory
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")
+pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="PSS is Linux's")]
 MIB = 2**20
 
 

@@ -13,6 +13,8 @@ import pytest
 from benchmarks import namespaces
 from benchmarks.namespaces import Cluster, leftovers, obstacle, set_up, tear_down
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 MADE = Cluster(owner=7, ranks=2)
 

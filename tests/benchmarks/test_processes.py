@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.processes import ProcessGroup, Site, rank_environment
 
+pytestmark = pytest.mark.alone
+
 
 def sleeper(rank_1_extra: float) -> Callable[[], None]:
     """Rank 0 sleeps 20 ms a step, rank 1 longer; they meet once, at the start."""

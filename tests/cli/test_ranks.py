@@ -64,22 +64,7 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     assert len(losses(run_dir)) == row.step + 2
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
-    run_dir = tmp_path / "run"
-    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=10")
-    wait_for_step(process, run_dir, 24)
-    ranks = psutil.Process(process.pid).children()
-    process.kill()
-    _, left = psutil.wait_procs(ranks, timeout=10)
-    assert not left, "ranks die with their launcher"
-    newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
-    assert shoal("train", job_file, "--nproc", 1, "--resume", "auto", "--set", f"train.steps={newest + 3}").code == 0
-    records = read_metrics(run_dir / "metrics.jsonl")
-    assert [record.step for record in records.steps] == list(range(1, newest + 4))
-    assert records.end is not None and records.attempts == 2
-
-
-def test_a_running_job_has_its_directory_and_nobody_else_is_locked_out(start, shoal, job_file, tmp_path):
+def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
     """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at once, and says from where."""
     run_dir = tmp_path / "run"
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=5")
@@ -90,13 +75,18 @@ def test_a_running_job_has_its_directory_and_nobody_else_is_locked_out(start, sh
     assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'other'}").code == 0
     ranks = psutil.Process(process.pid).children()
     process.kill()
-    psutil.wait_procs(ranks, timeout=10)
+    _, left = psutil.wait_procs(ranks, timeout=10)
+    assert not left, "ranks die with their launcher"
     assert (run_dir / "run.lock").exists()
     newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
-    answer = shoal("train", job_file, "--nproc", 1, "--set", f"train.steps={newest + 1}", "--set", "train.lr=3e-2")
+    last = ("--resume", "auto", "--set", f"train.steps={newest + 3}", "--set", "train.lr=3e-2")
+    answer = shoal("train", job_file, "--nproc", 1, *last)
     assert answer.code == 0 and not (run_dir / "run.lock").exists()
     assert f"resumed from step {newest} (2 ranks then, 1 now)\n" in answer.out
     assert "lr = 0.03 is used from here on; the checkpoint was trained with 0.01\n" in answer.out
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert [record.step for record in records.steps] == list(range(1, newest + 4))
+    assert records.end is not None and records.attempts == 2
 
 
 def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file, tmp_path):
@@ -116,8 +106,9 @@ def test_a_killed_run_with_its_state_on_a_disk_loses_no_update(start, shoal, job
         "train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=10", "--set", memory
     )
     wait_for_step(process, run_dir, 12)
+    ranks = psutil.Process(process.pid).children()
     process.kill()
-    psutil.wait_procs(psutil.Process().children(recursive=True), timeout=10)
+    psutil.wait_procs(ranks, timeout=10)
     seen = read_metrics(run_dir / "metrics.jsonl").steps[-1].step
     newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
     answer = shoal("train", job_file, "--nproc", 2, "--set", f"train.steps={seen + 3}", "--set", memory)

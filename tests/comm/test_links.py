@@ -12,6 +12,8 @@ from shoal.comm.emulate import Throttled, simulate
 from shoal.comm.links import SIZES, link_of, measure
 from tests.pool import run_ranks
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 
 

@@ -223,6 +223,7 @@ def traces(world: World) -> tuple[list[str], int, list[str]]:
 
 
 @pytest.mark.fast
+@pytest.mark.alone
 def test_the_memory_has_no_name_and_is_the_users_own():
     for names, mappings, modes in run_ranks(traces, 2):
         assert names == [] and mappings == 1 and set(modes) == {"0o600"}
@@ -241,6 +242,7 @@ def open_and_close(world: World, times: int) -> list[tuple[int, int, int]]:
     return marks
 
 
+@pytest.mark.alone
 def test_opening_and_closing_leaves_nothing():
     for marks in run_ranks(open_and_close, 2, 300):
         assert len(set(marks)) == 1, f"first {marks[0]}, last {marks[-1]} (descriptors, mappings, threads)"
@@ -274,6 +276,7 @@ def _error_of(turn, world: World, ready: Path) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("run", [all_reduce_until_it_fails, exchange_until_it_fails])
+@pytest.mark.alone
 def test_a_killed_rank_is_named_at_once_by_all_others(run, tmp_path):
     with disposable_ranks(run, 4, tmp_path / "ready") as ranks:
         while not (tmp_path / "ready").exists():
@@ -295,6 +298,7 @@ def come_late(world: World) -> str:
     return str(failure.value)
 
 
+@pytest.mark.alone
 def test_a_late_rank_is_named_and_learns_that_the_others_gave_up():
     first, late = run_ranks(come_late, 2)
     assert first == "waited for the group's rank 1 until the timeout of 0.5 s was over"
@@ -358,6 +362,7 @@ def wait_and_measure(world: World) -> float:
     return time.process_time() - used
 
 
+@pytest.mark.alone
 def test_a_waiting_rank_sleeps():
     assert run_ranks(wait_and_measure, 2)[1] < 0.3  # of a core, for a second
 
@@ -373,6 +378,7 @@ def keep_waiting(world: World) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.alone
 def test_a_sleeping_rank_is_woken():
     assert run_ranks(keep_waiting, 2)[0] < 1.5  # 30 x 0.01 s of sleep; 3 s if each looked again only after 0.1 s
 

@@ -156,6 +156,7 @@ def receive_from_the_silent(world) -> tuple[str, float]:
     return "no error", 0.0
 
 
+@pytest.mark.alone
 def test_a_late_rank_ends_in_an_error_after_the_timeout():
     with disposable_ranks(receive_from_the_silent, 2) as ranks:
         message, seconds = ranks[0].result()
@@ -183,6 +184,7 @@ def killed_in_the_middle(world, directory: str) -> str:
         return str(error)
 
 
+@pytest.mark.alone
 def test_a_killed_rank_ends_the_operation_of_all_others_at_once(tmp_path):
     with disposable_ranks(killed_in_the_middle, 4, str(tmp_path)) as ranks:
         while len(list(tmp_path.iterdir())) < 4:
@@ -235,6 +237,7 @@ def meet_the_silent(world, speak: bool) -> float:
 
 
 @pytest.mark.parametrize("speak", [False, True])
+@pytest.mark.alone
 def test_those_who_say_nothing_keep_nobody_waiting(speak):
     assert max(run_ranks(meet_the_silent, 2, speak)) < 3  # 30 if each were waited for
 

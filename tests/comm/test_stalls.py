@@ -17,6 +17,8 @@ from shoal.comm import Seat, World, stalls
 from shoal.comm.stalls import Calls
 from tests.pool import apart, disposable_ranks, make_world, run_ranks
 
+pytestmark = pytest.mark.alone
+
 
 def lines_of(world: World, tmp: str, on_sockets: bool, message: bool) -> list[str]:
     """What this rank says while rank 1 is stopped by the test in the middle of a loop of collectives, or rank 0 waits for its message."""

@@ -71,7 +71,11 @@ class Unknown:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("value", [Unknown(), len, np.array([object()]), torch.eye(2).to_sparse()], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Unknown(), len, np.array([object()]), torch.eye(2).to_sparse()],
+    ids=["an object", "a function", "an array of objects", "a sparse tensor"],
+)
 def test_what_cannot_travel_is_refused_by_its_type_and_place(value):
     with pytest.raises(UserError, match=r"(Unknown|builtin_function|ndarray|sparse).*at \['a'\]\[1\].*cannot be sent"):
         wire.pack({"a": [0, value]})

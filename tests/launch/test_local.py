@@ -232,6 +232,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("busy", BUSY.values(), ids=BUSY)
+@pytest.mark.alone
 def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, capfd) -> None:
     program = script(
         "import signal, torch, shoal.launch\n"
@@ -250,6 +251,7 @@ def test_all_ranks_are_gone_soon_after_a_death(busy, script, tmp_path: Path, cap
     assert seconds < 3  # 2 where a rank has a core of its own
 
 
+@pytest.mark.alone
 def test_a_stall_of_rank_0_is_seen_where_the_ranks_were_started(script, capfd) -> None:
     """The output of the ranks that wait goes to files."""
     program = script(

@@ -35,6 +35,7 @@ from shoal.optim.groups import decay_matrices_only
 from shoal.parallel import Layout
 
 SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples
+SCHEDULE = lr.cosine(20, warmup=3)
 
 
 ADAMW = partial(torch.optim.AdamW, lr=3e-3)
@@ -213,7 +214,7 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
         "microbatch": GLOBAL_BATCH // (4 * accumulation),
         "precision": {"name": "fp16", "initial_scale_power": 8} if precision == "fp16" else precision,  # no overflow at first
         "clip": 0.8,
-        "schedule": lr.cosine(20, warmup=3),
+        "schedule": SCHEDULE,
         "param_groups": decay_matrices_only(0.1),
     }
     return Engine(chosen.factory, chosen.loss, chosen.optimizer, **{**options, **more})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ TURNS = [("fp64", 1), ("fp32", 3), ("bf16", 1), ("fp32", 1)]
 COVERING = (
     {
         row
-        for (plan, case), turn in zip(in_turn(list(PLANS), MODELS), TURNS * 9, strict=False)
+        for (plan, case), turn in zip(in_turn(list(PLANS), MODELS), cycle(TURNS), strict=False)
         for row in [
             next(
                 row
