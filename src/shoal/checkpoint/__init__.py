@@ -1,8 +1,8 @@
-"""Checkpoints: boxes of global tensors, written atomically and in the background, read under any cut.
+"""Checkpoints: boxes of global tensors, written atomically and in the background, readable under any other cut.
 
 A checkpoint is a directory `step-00000100/` with the files of a plain `torch.distributed.checkpoint` (`.metadata`,
-`__R_0.distcp`) and `manifest.json` (step, sizes and hashes of the files, JSON state). See `pieces` for what a rank says it
-writes and reads, `writer` for the save, `reader` for the load, `verify` for what may be wrong with one on disk.
+`__R_0.distcp`) and `manifest.json` (step, sizes and hashes of the files, JSON state). `pieces` describes what a rank
+writes and reads, `writer` saves, `reader` loads, `verify` checks a checkpoint on disk.
 """
 
 from shoal.checkpoint.manifest import Manifest, read_manifest

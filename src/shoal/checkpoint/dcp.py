@@ -1,7 +1,8 @@
-"""Pieces to files, by the building blocks of `torch.distributed.checkpoint` (DCP); hashed on the way to the disk.
+"""Writes pieces to files, by the building blocks of `torch.distributed.checkpoint` (DCP); hashes are computed on the
+way.
 
-DCP's own `save` would plan through collectives and hold all ranks in step; here each rank writes on its own and rank 0 needs
-only the reports to write the index. The result is a plain DCP checkpoint.
+DCP's own `save` would plan through collectives and hold all ranks in step. Here each rank writes on its own, and rank 0
+needs only the reports to write the index. The result is a plain DCP checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shoal.parallel.layout import Box
 @sent
 @dataclass(frozen=True)
 class Stored:
-    """A box of the tensor `name`, and where it lies: `length` bytes from `offset` of the file."""
+    """A box of the tensor `name`, and its position: `length` bytes from `offset` of `file`."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class Stored:
 @sent
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: its boxes, and its files by name."""
+    """The boxes that one rank has written, and its files by name."""
 
     boxes: list[Stored]
     files: dict[str, FileRecord]
@@ -57,7 +58,8 @@ def write_pieces(path: Path, rank: int, pieces: Iterable[Piece]) -> Written:
     if not held:
         return Written([], {})
     plan = SavePlan([_write_item(piece.name, piece.shape, piece.box, piece.tensor.dtype) for piece in held.values()])
-    # One thread and no copy-ahead: the pieces are in host memory, and DCP's copy-ahead would wait for the device's stream.
+    # One thread and no copy-ahead: the pieces are in host memory, and DCP's copy-ahead would wait for the device's
+    # stream.
     storage = FileSystemWriter(path, thread_count=1, per_thread_copy_ahead=0)
     storage.fs = files = HashingFileSystem()
     storage.set_up_storage_writer(False, rank=rank, use_collectives=False)  # gives the files their prefix `__R_`
@@ -100,7 +102,7 @@ def _result(box: Stored) -> WriteResult:
 
 
 class _Held(DefaultSavePlanner):
-    """Answers DCP's question for the data of an item from the pieces."""
+    """Gives DCP the data of an item from the pieces."""
 
     def __init__(self, pieces: dict[MetadataIndex, Piece]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -111,7 +113,7 @@ class _Held(DefaultSavePlanner):
 
 
 class HashingFileSystem(FileSystem):
-    """DCP's file system that remembers size and hash of every file written through it, by name."""
+    """DCP's file system, extended to record size and hash of every file written through it, by name."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -129,7 +131,7 @@ class HashingFileSystem(FileSystem):
 
 
 class _HashingStream(io.BufferedIOBase):
-    """Appends to `raw`, hashing. Closing it closes `raw`."""
+    """A stream that appends to `raw` and hashes. Closing it closes `raw`."""
 
     def __init__(self, raw: io.BufferedIOBase) -> None:
         self.raw_file = raw

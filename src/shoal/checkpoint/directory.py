@@ -1,7 +1,7 @@
-"""Names inside a directory of checkpoints, and the renames that make a save all or nothing.
+"""The names inside a directory of checkpoints, and the renames that make a save atomic.
 
 step-00000100        complete: it got its name by one rename, after everything in it was on disk
-step-00000100.tmp    being written, or being deleted; a leftover is a crash
+step-00000100.tmp    being written, or being deleted; a leftover comes from a crash
 step-00000100.old    the earlier save of a step that is saved again, for the moment between two renames
 """
 
@@ -29,7 +29,7 @@ def _old_of(path: Path) -> Path:
 
 
 def _entries(directory: Path, suffix: str | None) -> list[tuple[int, Path]]:
-    """(step, path) of the entries with that suffix, newest step first; nothing when the directory is missing."""
+    """Returns (step, path) of the entries with that suffix, newest step first; none if the directory is missing."""
     if not directory.is_dir():
         return []
     found = ((_STEP.fullmatch(path.name), path) for path in directory.iterdir())
@@ -39,18 +39,19 @@ def _entries(directory: Path, suffix: str | None) -> list[tuple[int, Path]]:
 
 
 def completed(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of the complete checkpoints, newest step first, be they sound or damaged on disk since."""
+    """Returns (step, path) of the complete checkpoints, newest step first, whether sound or damaged since."""
     stranded = [(step, path) for step, path in _entries(directory, ".old") if not path.with_suffix("").exists()]
     return sorted(_entries(directory, None) + stranded, reverse=True)
 
 
 def unfinished(directory: Path) -> list[tuple[int, Path]]:
-    """(step, path) of saves that have not finished, newest step first."""
+    """Returns (step, path) of saves that have not finished, newest step first."""
     return _entries(directory, ".tmp")
 
 
 def clean(directory: Path) -> None:
-    """Sets right what a crash left: half-written checkpoints go, one caught between two renames gets its name back.
+    """Repairs a directory after a crash: removes half-written checkpoints, and gives one caught between two renames its
+    name.
 
     No save into `directory` may be under way.
     """
@@ -64,7 +65,8 @@ def clean(directory: Path) -> None:
 
 
 def publish(path: Path) -> None:
-    """Gives the finished `path`.tmp its name, durably. A checkpoint of that name gives way; one of the two always exists."""
+    """Gives the finished `path`.tmp its name, durably, and replaces a checkpoint of that name; one of the two always
+    exists."""
     sync(tmp_of(path))
     if path.exists():
         path.rename(_old_of(path))

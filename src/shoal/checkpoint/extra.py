@@ -1,4 +1,4 @@
-"""The JSON state of an engine in a checkpoint's manifest: of the form that an engine writes, or an error."""
+"""Reads the JSON state of an engine from a checkpoint's manifest, and checks its form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from shoal.errors import CheckpointError
 
 
 def read_extra(path: Path) -> Mapping[str, Any]:
-    """What the engine that saved the checkpoint at `path` said of itself. CheckpointError where it is not what an engine says."""
+    """Returns the JSON state of the engine that saved the checkpoint at `path`.
+
+    Raises CheckpointError if it has not the form that an engine writes.
+    """
     extra = read_manifest(path).extra
     for key, fits in _FORMS.items():
         if key not in extra or not fits(extra[key]):
             what = f"{extra[key]!r:.100}" if key in extra else "missing"
-            raise CheckpointError(f"{path}: the engine's {key} is {what}: no engine has saved this checkpoint, or its manifest was changed")
+            raise CheckpointError(
+                f"{path}: the engine's {key} is {what}: no engine has saved this checkpoint, or its manifest was "
+                "changed"
+            )
     return extra
 
 

@@ -1,8 +1,9 @@
-"""What a caller gave a run, beside what a checkpoint was trained with: what is given now wins, and each change is a line.
+"""The settings that a caller gives a run, compared with those that a checkpoint was trained with: what is given now
+wins, and each change is reported in a line.
 
-What nobody changed goes on as it was saved: an optimizer's option that its caller gave alike then and now has the saved value, which the
-loop may have moved since (a learning rate lowered by hand), and a schedule that is the same goes on from its saved state. An optimizer of
-another kind takes over the state that it knows, or starts without.
+Unchanged settings go on as saved. An optimizer's option that was given alike then and now has the saved value, which
+the loop may have changed since (a learning rate lowered by hand), and an unchanged schedule goes on from its saved
+state. An optimizer of another kind takes over the state that it knows, or starts without.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ OTHER_ORDER = ": an epoch's samples will not come exactly once"
 
 
 class Given:
-    """What an engine was given, to be made when its optimizer and schedule are.
+    """The settings that an engine was given; made together with its optimizer and schedule.
 
-    `settings`: other values that a checkpoint records and says changes of, by the name of the engine's parameter.
+    optimizer: of the engine
+    course: its schedule; None: none
+    settings: other values that a checkpoint records and whose changes are reported, by name of the engine's parameter
     """
 
     def __init__(self, optimizer: ChunkOptimizer, course: Course | None, settings: Options) -> None:
@@ -31,11 +34,18 @@ class Given:
         """For a checkpoint; `state.optimizer_extra` adds the options of each group."""
 
     def go_on(self, extra: Options, scheduler: Options | None) -> list[str]:
-        """Once optimizer and weights are read: puts the schedule where it is to go on; returns a line for each change. `scheduler`: its saved state."""
+        """Sets the schedule to where it goes on, after optimizer and weights have been read; returns a line for each
+        change.
+
+        extra: JSON state of the checkpoint
+        scheduler: the saved state of the schedule
+        """
         then, now = extra.get("given", {}), self.record
         lines = self._of_the_optimizer(extra)
         changed = [key for key in now if key != "schedule" and key in then and now[key] != then[key]]
-        lines += [line(key, now[key], then[key]) + (OTHER_ORDER if key in ("seed", "global_batch") else "") for key in changed]
+        lines += [
+            line(key, now[key], then[key]) + (OTHER_ORDER if key in ("seed", "global_batch") else "") for key in changed
+        ]
         is_another = "schedule" in then and then["schedule"] != now["schedule"]
         if is_another:
             lines += _of_schedules(then["schedule"] or {}, now["schedule"] or {})
@@ -68,18 +78,22 @@ class Given:
                     changed.setdefault((key, str(now), str(then[key])), []).extend(members)
         everywhere = {key: sum(each[0] == key for each in changed) == 1 for key, _, _ in changed}
         for (key, now_is, was), members in changed.items():
-            of = "" if everywhere[key] else f" of {members[0]}" + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+            of = (
+                ""
+                if everywhere[key]
+                else f" of {members[0]}" + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+            )
             lines.append(line(key + of, now_is, was))
         return lines
 
 
 def line(what: str, now: Any, then: Any) -> str:
-    """How a change is said."""
+    """Returns the line that reports a change."""
     return f"{what} = {now} is used from here on; the checkpoint was trained with {then}"
 
 
 def given_by_name(extra: Options) -> dict[str, Options]:
-    """The options that the optimizer was given for each parameter, as a checkpoint has them."""
+    """Returns the options that the optimizer was given for each parameter, by name, from a checkpoint's JSON state."""
     found = {}
     for group in extra["groups"]:
         options = group["options"]
@@ -89,16 +103,26 @@ def given_by_name(extra: Options) -> dict[str, Options]:
 
 
 def options_to_go_on(current: Options, group: Options, given: Options) -> dict[str, Any]:
-    """What of the options of a saved `group` an optimizer's group with the `current` ones takes over: not what its caller gives otherwise now."""
+    """Returns the options that an optimizer's group takes over from a saved one: those not given differently now.
+
+    current: options of the group
+    group: the saved group
+    given: options that the caller gave now
+    """
     now, then = as_json(given), group.get("given", group["options"])
     kept = {key: value for key, value in group["options"].items() if key in current and then.get(key) == now.get(key)}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
 
 
-def state_that_fits(optimizer: ChunkOptimizer, extra: Options, saved: Mapping[str, tuple[int, ...]]) -> tuple[set[str], str]:
-    """The keys of the saved state that `optimizer` takes over, none where it needs others beside them; and a line where it starts without.
+def state_that_fits(
+    optimizer: ChunkOptimizer, extra: Options, saved: Mapping[str, tuple[int, ...]]
+) -> tuple[set[str], str]:
+    """Returns the keys of the saved state that `optimizer` takes over, and a line if it starts without.
 
-    `saved`: the shapes of all tensors of the checkpoint. The same on every rank.
+    extra: JSON state of the checkpoint
+    saved: shapes of all tensors in the checkpoint
+
+    There are no keys if it needs others too. The result is the same on every rank.
     """
     there: dict[str, set[str]] = {}
     for title in saved:
@@ -111,21 +135,25 @@ def state_that_fits(optimizer: ChunkOptimizer, extra: Options, saved: Mapping[st
     if not there or (extra.get("optimizer", optimizer.kind) == optimizer.kind and not _changed(optimizer, extra)):
         return every, ""
     needed = {
-        dims: optimizer.keys_of(dims) for dims in {len(saved[f"model.{name}"]) for name in there if f"model.{name}" in saved}
+        dims: optimizer.keys_of(dims)
+        for dims in {len(saved[f"model.{name}"]) for name in there if f"model.{name}" in saved}
     }
     if all(needed[len(saved[f"model.{name}"])] <= keys for name, keys in there.items() if f"model.{name}" in saved):
         return set[str]().union(*needed.values()), ""
     return set(), (
-        f"the state of the optimizer starts anew: {optimizer.kind} needs {_words(set[str]().union(*needed.values()))}, the checkpoint has "
-        f"{_words(every)}"
+        f"the state of the optimizer starts anew: {optimizer.kind} needs {_words(set[str]().union(*needed.values()))}, "
+        f"the checkpoint has {_words(every)}"
     )
 
 
 def _changed(optimizer: ChunkOptimizer, extra: Options) -> bool:
-    """Whether something was given otherwise that may decide which state there is."""
+    """True if an option is given differently that may decide which state there is."""
     saved = given_by_name(extra)
     then = [json.dumps({key: each[key] for key in sorted(each) if key not in _NO_STATE}) for each in saved.values()]
-    now = [json.dumps(as_json({key: each[key] for key in sorted(each) if key not in _NO_STATE})) for each in optimizer.given]
+    now = [
+        json.dumps(as_json({key: each[key] for key in sorted(each) if key not in _NO_STATE}))
+        for each in optimizer.given
+    ]
     return not set(now) <= set(then)  # a stage of a pipeline may have fewer groups
 
 
@@ -139,9 +167,11 @@ def _of_schedules(then: Options, now: Options) -> list[str]:
     if before.get("function") != after.get("function"):
         return [line("schedule", _spoken(now), _spoken(then))]
     keys = [
-        key for key in {**before, **after} if before.get(key) != after.get(key) and not isinstance(after.get(key), dict | list)
+        key
+        for key in {**before, **after}
+        if before.get(key) != after.get(key) and not isinstance(after.get(key), dict | list)
     ]
-    if not keys:  # what differs are parts of it
+    if not keys:  # nested parts of the schedule differ
         return [line("schedule", f"{now['class']} with other parts", "what it was then")]
     return [line(f"schedule: {key}", after.get(key, "nothing"), before.get(key, "nothing")) for key in keys]
 
@@ -169,5 +199,5 @@ def _words(keys: Collection[str]) -> str:
 
 
 def as_json(values: Any) -> Any:
-    """As it comes back from a checkpoint: a tuple is a list."""
+    """Returns values as they come back from a checkpoint: a tuple is a list."""
     return json.loads(json.dumps(values, default=lambda value: value.item() if hasattr(value, "item") else str(value)))

@@ -1,7 +1,9 @@
-"""Reading `.metadata`, the index of a checkpoint: a pickle, as DCP has it, of which nothing but numbers, names and dtypes is taken.
+"""Reads `.metadata`, the index of a checkpoint: a pickle, as DCP has it, from which only numbers, names and dtypes are
+taken.
 
-No class of the pickle is made: the names of those that DCP writes stand for records without behaviour, any other name is an error. What they
-hold is checked, and DCP's own classes are built from it. So an index that somebody else wrote can run no code, and name no file elsewhere.
+No class of the pickle is instantiated: the names of those that DCP writes stand for records without behaviour, and any
+other name is an error. Their contents are checked, and DCP's own classes are built from them. So an index that somebody
+else wrote can neither run code nor name a file elsewhere.
 """
 
 from __future__ import annotations
@@ -29,37 +31,46 @@ INDEX = ".metadata"
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = (
-    *((_METADATA, kind.__name__) for kind in (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata)),
+    *(
+        (_METADATA, kind.__name__)
+        for kind in (Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata)
+    ),
     *((_METADATA, kind.__name__) for kind in (BytesStorageMetadata, ChunkStorageMetadata)),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )
-_IGNORED = ((_METADATA, "_MEM_FORMAT_ENCODING"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"))
-"""Called by a pickle for what is of no use here: a memory format, a layout, the folder of the save."""
+_IGNORED = (
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+)
+"""Names that a pickle calls for values that are not used: a memory format, a layout, the folder of the save."""
 
 Value = TypeVar("Value")
 
 
 def read_index(path: Path) -> Metadata:
-    """The index of the checkpoint at `path`. CheckpointError where there is none, or it is not one that a save wrote."""
+    """Returns the index of the checkpoint at `path`. Raises CheckpointError if it is missing, or is not one that a save
+    wrote."""
     try:
         with (path / INDEX).open("rb") as file:
             said = _Unpickler(file).load()
         return _metadata(said)
-    except Exception as error:  # damaged pickles end in any of them
+    except Exception as error:  # a damaged pickle may raise any of them
         raise CheckpointError(f"{path}: the index {INDEX} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Record:
-    """Stands for an instance of DCP's."""
+    """Stands for an instance of a class of DCP."""
 
     def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple):  # of TensorProperties
+        if isinstance(state, tuple):  # TensorProperties
             state = {"dtype": state[0]}
         vars(self).update(state)
 
 
 class _Unpickler(pickle._Unpickler):
-    """In Python: the one in C takes as much memory as a number in the pickle says."""
+    """An unpickler in Python: the one in C allocates as much memory as a number in the pickle says."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -72,7 +83,9 @@ class _Unpickler(pickle._Unpickler):
             return self._kinds[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds. Load only checkpoints of people you trust")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no index holds. Load only checkpoints of people you trust"
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside it")
@@ -97,7 +110,9 @@ def _entry(said: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     chunks = [ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in _of(list, said.chunks)]
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
-            raise ValueError(f"a box with {len(chunk.offsets)} offsets and {len(chunk.sizes)} sizes in a tensor of {len(size)} dims")
+            raise ValueError(
+                f"a box with {len(chunk.offsets)} offsets and {len(chunk.sizes)} sizes in a tensor of {len(size)} dims"
+            )
     return TensorStorageMetadata(TensorProperties(dtype=_of(torch.dtype, said.properties.dtype)), size, chunks)
 
 

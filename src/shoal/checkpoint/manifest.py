@@ -1,4 +1,4 @@
-"""`manifest.json`: the last file written into a checkpoint, which says what the others must be."""
+"""Writes and reads `manifest.json`, the last file written into a checkpoint, which says what the others must be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.errors import CheckpointError
 MANIFEST = "manifest.json"
 FORMAT = 1
 _LATEST = 253402300800
-"""The year 10000, in seconds since the epoch: what `datetime` cannot say."""
+"""The year 10000, in seconds since the epoch, which `datetime` cannot represent."""
 
 
 @sent
@@ -30,8 +30,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """step: committed steps behind the saved state. world_size: ranks that wrote it. created: seconds since the epoch.
-    files: by name, all but the manifest itself. extra: JSON state of the caller."""
+    """The contents of a manifest.
+
+    step: number of committed steps in the saved state
+    world_size: number of ranks that wrote it
+    created: seconds since the epoch
+    files: by name, all but the manifest itself
+    extra: JSON state of the caller
+    """
 
     step: int
     world_size: int
@@ -45,7 +51,8 @@ class Manifest:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Writes and fsyncs it, with a hash over its own text: a flipped digit in `extra` is damage too. Raises OSError."""
+    """Writes and fsyncs the manifest, with a hash over its own text: a flipped digit in `extra` is damage too. Raises
+    OSError."""
     content = {
         "format": FORMAT,
         "step": manifest.step,
@@ -61,19 +68,23 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises CheckpointError when it is missing, damaged, or of a newer format."""
+    """Returns the manifest of the checkpoint at `path`. Raises CheckpointError if it is missing, damaged, or of another
+    format."""
     path = Path(path)
     try:
         content = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: {MANIFEST} is missing; this is not a checkpoint, or its save did not finish") from None
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is missing; this is not a checkpoint, or its save did not finish"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise CheckpointError(f"{path}: {MANIFEST} is damaged: its contents do not match its own hash")
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path}: format {content.get('format')}, this Shoal reads {FORMAT}; load it with the Shoal that wrote it, or a newer one"
+            f"{path}: format {content.get('format')}, this Shoal reads {FORMAT}; load it with the Shoal that wrote it, "
+            "or a newer one"
         )
     if problem := _problem(content):
         raise CheckpointError(f"{path}: {MANIFEST} is not one that a save writes: {problem}")
@@ -82,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _problem(content: dict[str, Any]) -> str:
-    """What in it is of another type or size than a save writes; "" where nothing is."""
+    """Returns what is of another type or range than a save writes; "" if nothing is."""
     for key, least in (("step", 0), ("world_size", 1), ("created", 0)):
         value = content.get(key)
         if not _is_number(value, least, (int, float) if key == "created" else int):
@@ -102,12 +113,14 @@ def _problem(content: dict[str, Any]) -> str:
 
 
 def is_beside(name: str) -> bool:
-    """Whether it is the name of a file in the checkpoint's own directory."""
+    """True for the name of a file in the checkpoint's own directory."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _is_number(value: Any, least: int, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and least <= value < (2**63 if kind is int else _LATEST)
+    return (
+        isinstance(value, kind) and not isinstance(value, bool) and least <= value < (2**63 if kind is int else _LATEST)
+    )
 
 
 def _digest(content: dict[str, Any]) -> str:

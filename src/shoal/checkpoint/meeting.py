@@ -1,6 +1,7 @@
-"""What the ranks say to each other during one save, through the store.
+"""Exchanges messages between ranks during one save, through the store.
 
-Not a collective: the save runs in a background thread, where a collective would have to be ordered with those of training.
+It uses no collectives: the save runs in a background thread, where they would have to be ordered with those of
+training.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ POLL_SECONDS = 0.02
 
 
 class World(Protocol):
-    """What a checkpoint needs of the world. `store` is shared by all ranks; it may be None for one rank."""
+    """The ranks, as far as a checkpoint needs them. `store` is shared by all ranks; it may be None for one rank."""
 
     @property
     def rank(self) -> int: ...
@@ -27,17 +28,17 @@ class World(Protocol):
 
 
 class Meeting:
-    """Values put by one rank and got by others, under keys of a `prefix` that no other meeting of this store has."""
+    """Values put by one rank and got by others, under keys with a `prefix` that no other meeting of this store has."""
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
         self.store, self.prefix, self.rank, self.size = store, prefix, rank, size
 
     def put(self, topic: str, value: Any) -> None:
-        """Says `value`, of the types that `wire` has, under `topic`; once a topic."""
+        """Publishes `value`, of a type that `wire` can pack, under `topic`; once per topic."""
         self.store.set(self._key(topic), wire.pack(value))  # type: ignore[arg-type]  # the stub forgets bytes
 
     def get(self, topic: str, timeout: float) -> Any:
-        """Waits for the value. Raises TimeoutError after `timeout` seconds."""
+        """Waits for the value of `topic`. Raises TimeoutError after `timeout` seconds."""
         key, deadline = self._key(topic), time.monotonic() + timeout
         # Polling: a blocking get would hold the lock of the store's client, and with it the training thread.
         while not self.store.check([key]):
@@ -47,7 +48,7 @@ class Meeting:
         return wire.unpack(self.store.get(key))
 
     def leave(self, topics: list[str]) -> None:
-        """Says that this rank needs nothing more; the last one to leave deletes `topics`."""
+        """Declares that this rank needs nothing more; the last one to leave deletes `topics`."""
         if self.store.add(self._key("left"), 1) == self.size:
             for topic in [*topics, "left"]:
                 self.store.delete_key(self._key(topic))

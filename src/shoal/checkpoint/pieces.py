@@ -1,4 +1,4 @@
-"""What a rank writes and reads: boxes of named global tensors. Who writes what of a replicated tensor is decided here."""
+"""The boxes of named global tensors that a rank writes and reads, and the choice of who writes a replicated tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ SMALL_BYTES = 64 * 1024
 """Tensors below this size are written whole by one rank: cutting them would cost more in headers than it shares out."""
 
 BOX_BYTES = 16 * 2**20
-"""Largest box on disk. A reader fetches whole saved boxes, so this bounds what it reads beyond its need, and its memory."""
+"""Largest box on disk. A reader fetches whole saved boxes, so this bounds what it reads beyond its need, and its
+memory."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank writes `tensor` (of shape `box.sizes`) into `box` of the global tensor `name` of shape `shape`."""
+    """A box that this rank writes.
+
+    name: of the global tensor
+    shape: of the global tensor
+    box: the elements
+    tensor: their values, of shape `box.sizes`
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,12 +33,20 @@ class Piece:
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
-        assert tuple(self.tensor.shape) == self.box.sizes, f"{self.name}: tensor {tuple(self.tensor.shape)} for {self.box}"
+        assert tuple(self.tensor.shape) == self.box.sizes, (
+            f"{self.name}: tensor {tuple(self.tensor.shape)} for {self.box}"
+        )
 
 
 @dataclass(frozen=True)
 class Want:
-    """This rank reads `box` of the global tensor `name` into `into` (of shape `box.sizes`; any dtype, stride and device)."""
+    """A box that this rank reads.
+
+    name: of the global tensor
+    shape: of the global tensor
+    box: the elements
+    into: where they go, of shape `box.sizes`; any dtype, stride and device
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,10 +58,15 @@ class Want:
 
 
 def share(name: str, tensor: torch.Tensor, layout: Layout, rank: int, size: int) -> list[Piece]:
-    """The pieces that `rank` writes of a tensor that `size` ranks hold alike, as `layout` says; over all ranks each element is written once.
+    """Returns the pieces that `rank` writes of a tensor that `size` ranks hold alike; together they write each element
+    once.
 
-    The flat range is cut evenly, so that all ranks write at the same time; a small tensor goes whole to one rank, chosen by
-    a hash of its name that is the same in every process. `tensor` has `layout.own_shape`, or is a flat view of that many elements.
+    name: of the global tensor
+    tensor: of shape `layout.own_shape`, or a flat view of that many elements
+    layout: which elements of the global tensor it holds
+
+    The flat range is cut evenly, so that all ranks write at the same time. A small tensor goes whole to one rank,
+    chosen by a hash of its name that is the same in every process.
     """
     flat = tensor.reshape(-1)
     start, stop = (flat.numel() * r // size for r in (rank, rank + 1))
@@ -58,7 +78,7 @@ def share(name: str, tensor: torch.Tensor, layout: Layout, rank: int, size: int)
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
-    """The same elements as pieces of at most `limit` bytes; a piece that is small enough stays as it is."""
+    """Returns the piece as pieces of at most `limit` bytes; a piece that is small enough stays as it is."""
     if piece.tensor.nbytes <= limit:
         return [piece]
     numel, step = piece.tensor.numel(), limit // piece.tensor.element_size()

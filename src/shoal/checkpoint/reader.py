@@ -1,4 +1,4 @@
-"""Finding the newest sound checkpoint, and reading boxes out of one, however it was cut when it was saved."""
+"""Finds the newest sound checkpoint, and reads boxes from one, however it was cut when it was saved."""
 
 from __future__ import annotations
 
@@ -20,15 +20,25 @@ from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError
 from shoal.parallel.layout import Box, intersect
 
-_UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, AssertionError, pickle.UnpicklingError)
-"""What torch raises for a damaged file."""
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    pickle.UnpicklingError,
+)
+"""Errors that torch raises for a damaged file."""
 
 
 def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Path | None:
-    """The newest checkpoint of the directory whose every byte is as it was saved; None when there is none.
+    """Returns the newest checkpoint of the directory whose every byte is as it was saved; None if there is none.
 
-    Calls `on_damage(path, reason)` for each newer one that is damaged or unfinished. It reads a whole checkpoint, so one
-    rank calls it and tells the others.
+    Calls `on_damage(path, reason)` for each newer one that is damaged or unfinished. It reads a whole checkpoint, so
+    one rank calls it and tells the others.
     """
     directory = Path(directory)
     partial = [(step, path, "the save did not finish") for step, path in names.unfinished(directory)]
@@ -42,21 +52,21 @@ def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Pat
 
 
 def tensor_names(path: Path | str) -> list[str]:
-    """Names of the tensors in the checkpoint, sorted."""
+    """Returns the names of the tensors in the checkpoint, sorted."""
     return sorted(tensor_shapes(path))
 
 
 def tensor_shapes(path: Path | str) -> dict[str, tuple[int, ...]]:
-    """Global shapes of the tensors in the checkpoint, by name."""
+    """Returns the global shapes of the tensors in the checkpoint, by name."""
     return {name: tuple(entry.size) for name, entry in _tensors(read_index(Path(path))).items()}
 
 
 def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
-    """Fills the wants of this rank and returns the JSON state; reads only the saved boxes that a want touches.
+    """Fills the wants of this rank and returns the JSON state; reads only the saved boxes that a want overlaps.
 
-    Values are cast to the dtype of `into`. Raises CheckpointError naming the tensor when it is not in the checkpoint, has
-    another global shape, or is not wholly covered; nothing has been written into any want then. Contents are not checked
-    (see `newest`, `verify`), but none of them can run code: see `index`, and torch's `weights_only`.
+    Values are cast to the dtype of `into`. Raises CheckpointError naming the tensor if it is not in the checkpoint, has
+    another global shape, or is not wholly covered; nothing has been written into any want then. Contents are not
+    checked (see `newest`, `verify`), but they cannot run code: see `index`, and torch's `weights_only`.
     """
     path = Path(path)
     extra = dict(read_manifest(path).extra)
@@ -64,7 +74,7 @@ def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
     tensors = _tensors(metadata)
     _check_names(path, wants, tensors)
     items = [item for number, want in enumerate(wants) for item in _read_items(path, number, want, tensors[want.name])]
-    # In the order of the files, so that a disk reads forward.
+    # In the order of the files, so that the disk reads sequentially.
     items.sort(
         key=lambda item: (
             metadata.storage_data[item.storage_index].relative_path,
@@ -81,17 +91,19 @@ def load(path: Path | str, wants: Sequence[Want]) -> dict[str, Any]:
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    return {name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    return {
+        name: entry for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _check_names(path: Path, wants: Sequence[Want], tensors: dict[str, TensorStorageMetadata]) -> None:
-    """Raises for tensors that are missing; names left over are told with them, since a renamed tensor is both."""
+    """Raises CheckpointError for missing tensors; it names unused ones too, since a renamed tensor is both."""
     missing = sorted({want.name for want in wants} - tensors.keys())
     if missing:
         unused = sorted(tensors.keys() - {want.name for want in wants})
         raise CheckpointError(
-            f"{path} does not hold {_brief(missing)}. It holds, and nothing asked for, {_brief(unused)}. "
-            "Is it the checkpoint of another model or optimizer?"
+            f"{path} does not hold {_brief(missing)}. It holds, and nothing asked for, {_brief(unused)}. Is it the "
+            "checkpoint of another model or optimizer?"
         )
     for want in wants:
         saved = tuple(tensors[want.name].size)
@@ -105,7 +117,7 @@ def _brief(found: list[str], most: int = 5) -> str:
 
 
 def _read_items(path: Path, number: int, want: Want, saved: TensorStorageMetadata) -> list[ReadItem]:
-    """What to read of each saved box for the want at index `number`."""
+    """Returns what to read from each saved box for the want at index `number`."""
     items, covered = [], 0
     for chunk in saved.chunks:
         common = intersect(_box(chunk), want.box)
@@ -136,7 +148,7 @@ def _within(inner: Box, outer: Box) -> torch.Size:
 
 
 class _Into(DefaultLoadPlanner):
-    """Tells DCP where in the wants each read goes; it copies there, with a cast."""
+    """Tells DCP where in the wants each read goes; DCP copies there, with a cast."""
 
     def __init__(self, wants: Sequence[Want]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -148,4 +160,4 @@ class _Into(DefaultLoadPlanner):
         return self.wants[number].into[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """The copy has gone into a view of the want."""
+        """Does nothing: the data was copied into a view of the want."""

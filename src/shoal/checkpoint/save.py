@@ -1,4 +1,5 @@
-"""One save, as every rank runs it: begin, write, report, publish. Blocking plain code; `writer` runs it in a thread."""
+"""The steps of a save, as every rank runs them: begin, write, report, publish. The code blocks; `writer` runs it in a
+thread."""
 
 from __future__ import annotations
 
@@ -25,8 +26,15 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True)
 class Job:
-    """What to save: the checkpoint's final path, its step, this rank's pieces in host memory, (of rank 0) the state, how many
-    checkpoints to keep, and the seconds to wait for another rank."""
+    """The parameters of a save.
+
+    path: the checkpoint's final path
+    step: of the checkpoint
+    pieces: of this rank, in host memory
+    extra: JSON state; that of rank 0 is saved
+    keep: number of checkpoints to keep
+    timeout: seconds to wait for another rank
+    """
 
     path: Path
     step: int
@@ -39,14 +47,15 @@ class Job:
 @sent
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank could not do its part; what the others are told."""
+    """The reason why a rank could not do its part, as the others are told."""
 
     rank: int
     cause: str
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """The OSError at the root, where there is one: torch turns a full disk into a complaint about file positions."""
+        """Makes the failure from the OSError at the root of `error`, if any: torch turns a full disk into a complaint
+        about file positions."""
         root, inner = error, error.__cause__ or error.__context__
         while inner is not None:
             root = inner if isinstance(inner, OSError) else root
@@ -56,10 +65,11 @@ class Failure:
 
 
 def save_together(job: Job, meeting: Meeting) -> None:
-    """Returns on every rank when the checkpoint is complete on disk under its name, or raises CheckpointError on every rank.
+    """Returns, on every rank, when the checkpoint is complete on disk under its name. Raises CheckpointError on every
+    rank if it failed on one.
 
-    Rank 0 makes the directory and says `begin`; each rank writes its file and reports; rank 0 writes index and manifest,
-    renames, and says `done`. A failure anywhere is a report like any other, so all ranks learn the first one.
+    Rank 0 makes the directory and puts `begin`; each rank writes its file and reports; rank 0 writes index and
+    manifest, renames, and puts `done`. A failure is a report too, so all ranks learn the first one.
     """
     tmp, rank = directory.tmp_of(job.path), meeting.rank
     if rank == 0:
@@ -75,7 +85,8 @@ def save_together(job: Job, meeting: Meeting) -> None:
 
 
 def _try(rank: int, action: Callable[[], T]) -> T | Failure:
-    """The action's result, or its Failure. Everything is caught: a rank that stays silent would make the others wait."""
+    """Returns the action's result, or its Failure. Every error is caught: a rank that stays silent would make the
+    others wait."""
     try:
         return action()
     except Exception as error:
@@ -90,12 +101,14 @@ def _begin(tmp: Path) -> None:
 
 def _write(tmp: Path, rank: int, pieces: list[Piece]) -> dcp.Written:
     if not tmp.is_dir():
-        raise CheckpointError(f"{tmp.parent} is not the directory that rank 0 sees; checkpoints need one that all hosts share")
+        raise CheckpointError(
+            f"{tmp.parent} is not the directory that rank 0 sees; checkpoints need one that all hosts share"
+        )
     return dcp.write_pieces(tmp, rank, pieces)
 
 
 def _conclude(job: Job, meeting: Meeting) -> Failure | None:
-    """Rank 0: waits for all reports, then publishes the checkpoint, or removes what there is of it."""
+    """Waits on rank 0 for all reports, then publishes the checkpoint, or removes the files there are of it."""
     deadline = time.monotonic() + job.timeout
     reports = [_report(meeting, rank, deadline) for rank in range(meeting.size)]
     failures = [report for report in reports if isinstance(report, Failure)]
@@ -118,7 +131,9 @@ def _publish(job: Job, parts: list[dcp.Written]) -> None:
     for rank, part in enumerate(parts):
         for name, record in part.files.items():
             if not (tmp / name).is_file():
-                raise CheckpointError(f"rank {rank} wrote {name}, but not where rank 0 looks; all hosts must share {tmp.parent}")
+                raise CheckpointError(
+                    f"rank {rank} wrote {name}, but not where rank 0 looks; all hosts must share {tmp.parent}"
+                )
             files[name] = record
     write_manifest(tmp, Manifest(job.step, len(parts), time.time(), files, job.extra))
     directory.publish(job.path)
@@ -126,7 +141,7 @@ def _publish(job: Job, parts: list[dcp.Written]) -> None:
 
 
 def _retire(parent: Path, step: int, keep: int) -> None:
-    """Deletes checkpoints older than `step`, but for the `keep - 1` newest sound ones.
+    """Deletes checkpoints older than `step`, except the `keep - 1` newest sound ones.
 
     Those of later steps stay (someone went back on purpose, and may want them); damaged ones do not count as kept.
     """

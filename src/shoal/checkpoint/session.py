@@ -1,4 +1,5 @@
-"""The state of a run beyond its process: saved, read under any plan, taken up after a kill, exported as one model."""
+"""Keeps the state of a run beyond its process: saves it, loads it under any plan, recovers it after a kill, exports it
+as one model."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ from shoal.precision import LossScale
 
 
 class Steps(Protocol):
-    """What is asked of who makes steps. `per_sample`: counts of a sample as they are expected."""
+    """The engine's part that makes steps.
+
+    `per_sample`: expected number of counted units (tokens, say) of a sample.
+    """
 
     per_sample: float
 
@@ -45,8 +49,12 @@ class Steps(Protocol):
 
 @dataclass
 class Progress:
-    """Where a run is: the `step` that comes next; the place in an iterable dataset, or its saved state; the name of the
-    `run`."""
+    """The position of a run.
+
+    step: the one that comes next
+    source: an iterable dataset, with its position, or its saved state
+    run: name of the run
+    """
 
     step: int = 0
     source: IterableSource | dict[str, Any] | None = None
@@ -55,13 +63,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Members:
-    """The groups in which this rank's part of the state is put together.
+    """The groups over which this rank's part of the state is assembled.
 
-    `replicas`: ranks that share out samples. `tp`: those with other parts of this one's matrices; `stage`: all with
-    this stage;
-    `across`: one of each stage, None without a pipeline; `everyone`: all ranks.
-    `experts`: the ranks with the same experts as this one, None where they are not spread; `parts`: those along ep and
-    tp.
+    replicas: the data-parallel group
+    tp: the ranks with other parts of this one's matrices
+    stage: all ranks with this stage
+    across: one rank of each stage; None without a pipeline
+    everyone: all ranks
+    experts: the ranks with the same experts; None if they are not spread
+    parts: the ranks along ep and tp
     """
 
     replicas: Group
@@ -75,8 +85,8 @@ class Members:
 
 @dataclass(frozen=True)
 class State:
-    """What is saved: all that training changes. `versions`, `pager`, `scheduler`, `loss_scale`: None where there is
-    none."""
+    """Everything that training changes, and a checkpoint saves. Optional parts are None if the run does not have
+    them."""
 
     module: nn.Module
     chunks: Sequence[Chunk]
@@ -91,10 +101,17 @@ class State:
 
 @dataclass(frozen=True)
 class Session:
-    """Saves and reads the `state` of a run of `plan`. Every method is called by all ranks alike, between steps.
+    """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
-    `settings`: global batch, seed and precision, as a checkpoint records them. `standing`: what this rank writes.
-    `closing`: what is ended with the run, to which writers of checkpoints are added.
+    plan: of the run
+    world: all ranks
+    settings: global batch, seed and precision, as a checkpoint records them
+    members: the groups of this rank
+    standing: its role in writing
+    state: everything that is saved
+    steps: makes steps
+    closing: closed at the end of the run; writers of checkpoints are added to it
+    progress: the position of the run
     """
 
     plan: Plan
@@ -109,13 +126,13 @@ class Session:
     _writers: dict[Path, Writer] = field(default_factory=dict)
 
     def drifted(self) -> bool:
-        """Whether the replicas differ now; ends the exchange's background work for the moment."""
+        """Returns whether the replicas differ now; stops the exchange's background work for the moment."""
         exchange = self.state.exchange
         exchange.settle()
         return self.members.replicas.size > 1 and exchange.drifts(self.progress.step)
 
     def as_one(self) -> AbstractContextManager[None]:
-        """Inside, replicas that have drifted apart are their mean."""
+        """Replaces replicas that have drifted apart by their mean, inside the context."""
         if not self.drifted():
             return nullcontext()
         return mean_of_replicas(self.state.module, self.state.chunks, self.members.replicas)
@@ -135,7 +152,8 @@ class Session:
         self._writers[path].save(self.progress.step, self._pieces(), extra, wait or not copy, copy)
 
     def _pieces(self) -> list[Piece]:
-        """What this rank writes: its share of what all replicas have alike (or of their mean), and what only it has."""
+        """Returns the pieces of this rank: its share of the common state (or of the mean), and what only
+        it has."""
         mine, standing = self.state, self.standing
         own = state.exchange_pieces({name: kept.tensors for name, kept in mine.exchange.state().items()}, standing)
         if (versions := mine.versions) is not None:
@@ -158,14 +176,14 @@ class Session:
         }
 
     def _place(self) -> dict[str, Any]:
-        """Where the run is, but for tensors and the optimizer."""
+        """Returns the position of the run and its settings, without tensors and the optimizer."""
         mine, source = self.state, self.progress.source
         return {
             "step": self.progress.step,
             **self.settings,
             "plan": self.plan.to_dict(),
             "per_sample": self.steps.per_sample,
-            "kept_of_mean": True,  # the unit of what exchanges keep back
+            "kept_of_mean": True,  # residuals are in the unit of the mean, not of a sum
             "loss_scale": mine.loss_scale.state() if mine.loss_scale else None,
             "scheduler": mine.scheduler.state_dict() if mine.scheduler else None,
             "source": source.state_dict() if isinstance(source, IterableSource) else source,
@@ -173,11 +191,11 @@ class Session:
         }
 
     def place(self) -> dict[str, Any]:
-        """What `recover` will need of a step beside tensors."""
+        """Returns what `recover` needs of a step besides tensors."""
         return {**self._place(), "run": self.progress.run}
 
     def recover(self, after: int) -> bool:
-        """Goes on from the last update that the disk holds (see Engine.recover)."""
+        """Continues from the last update that the disk holds (see Engine.recover)."""
         pager = self.state.pager
         if pager is None or not pager.durable or self.progress.step:
             return False
@@ -203,8 +221,8 @@ class Session:
         if mine.pager is not None:
             mine.pager.uncommit()
         rank, size = self.members.replicas.rank, self.members.replicas.size
-        # Replicas that had drifted apart go on as they were if there are as many and they still may differ, else all
-        # from their mean.
+        # Replicas that had drifted apart keep their own values if their number is the same and they may still differ;
+        # else all of them start from the mean.
         saved = read_extra(path)
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, mine.module, mine.chunks, mine.optimizer, standing, own)
@@ -231,7 +249,7 @@ class Session:
         exchange.restored()
 
     def _go_on(self, extra: Mapping[str, Any]) -> None:
-        """Takes over where a run was, from what `_place` said; warns of what is given otherwise now, which wins."""
+        """Continues from the position that `_place` recorded; warns of settings given differently now, which win."""
         mine, saved = self.state, extra["scheduler"]
         if mine.scheduler is not None and saved is not None:
             saved = state.in_the_form_of(mine.scheduler.state_dict(), saved)
@@ -245,7 +263,8 @@ class Session:
         self.progress.step = extra["step"]
 
     def _newest(self, directory: Path) -> Path:
-        """The newest good checkpoint; the first rank looks, since it reads every byte. A warning names damaged ones."""
+        """Returns the newest sound checkpoint; the first rank looks, since it reads every byte. Warns of damaged
+        ones."""
         found: Path | None = None
         damaged: list[str] = []
         everyone = self.members.everyone
@@ -272,10 +291,10 @@ class Session:
         return Path(directory)
 
     def _whole_weights(self) -> dict[str, Tensor]:
-        """All weights and saved buffers by name, complete on the first rank."""
+        """Returns all weights and persistent buffers by name, complete on the first rank."""
         members, layouts, module = self.members, self.standing.layouts, self.state.module
         weights: dict[str, Tensor] = {}
-        for chunk in self.state.chunks:  # those on a disk are read as they are written
+        for chunk in self.state.chunks:  # masters on a disk are read as they lie there
             if (master := chunk.whole_master()) is not None:
                 weights.update({slot.name: slot.view(master) for slot in chunk.slots})
         of_experts = {name: value for name, value in weights.items() if layouts[name].of_experts}

@@ -1,12 +1,12 @@
-"""The engine's state as named global tensors and JSON: what a checkpoint holds, whatever the plan.
+"""The engine's state as named global tensors and JSON: the contents of a checkpoint, under any plan.
 
 model.<parameter>          the master, fp32 (fp64 under fp64)
-buffer.<buffer>            as it is
-optim.<parameter>.<key>    optimizer state, floating ones at least fp32
-replica.<r>.model ...      what replica r of those that have drifted apart has itself; the names without it then are means
-version.<k>.<parameter>    the weights k updates ago, where a schedule without a flush still needs them
-exchange.<r>.<state>.<parameter>   what replica r's exchange algorithm keeps
-extra["groups"]            options of each optimizer group, now and as they were given, with its members, by name
+buffer.<buffer>            in its own dtype
+optim.<parameter>.<key>    optimizer state, floating tensors at least fp32
+replica.<r>.model ...      the values of replica r, if replicas have drifted apart; the names without it are means
+version.<k>.<parameter>    the weights k updates ago, if a schedule without a flush still needs them
+exchange.<r>.<state>.<parameter>   the state of replica r's exchange algorithm
+extra["groups"]            options of each optimizer group, now and as they were given, with its members by name
 extra["optimizer"]         the optimizer's class
 extra["optim"]             optimizer state that is not a tensor
 """
@@ -36,9 +36,16 @@ from shoal.parallel.layout import Box, Layout
 
 @dataclass(frozen=True)
 class Standing:
-    """Who this rank is for a checkpoint: `rank` of `size` replicas, which is `place` of `places` ranks among whom a model is cut. `layouts` say what it has of
-    each parameter. `apart`: who it is for parameters that other ranks have (see parallel.layout): of experts that are spread there are fewer replicas of more parts, of weights tied across
-    stages more. `silent`: buffers that the last stage has too, which runs all of the model's forward, and writes."""
+    """The role of this rank in writing a checkpoint: what it holds, and its share of the writing.
+
+    layouts: what it holds of each parameter
+    rank, size: its index among the replicas
+    place, places: its index among the ranks that have the parts of one model
+    apart: the roles for parameters that other ranks replicate (see Layout.apart): experts have fewer replicas of more
+        parts, weights tied across stages have more replicas
+    silent: buffers that this rank does not write, since the last stage, which runs all of the model's forward, has them
+        too
+    """
 
     layouts: Mapping[str, Layout]
     rank: int = 0
@@ -49,19 +56,22 @@ class Standing:
     silent: frozenset[str] = frozenset()
 
     def of(self, name: str | None) -> Standing:
-        """Who it is for the parameter `name`."""
+        """Returns the role for the parameter `name`."""
         layout = None if name is None else self.layouts.get(name)
         return self if layout is None else self.apart.get(layout.apart, self)
 
     def layout(self, name: str | None, tensor: Tensor, slot: Slot | None = None) -> Layout:
-        """Of a tensor that lies as what is here of the parameter `name` (or as the part of it in `slot`); a whole one otherwise."""
+        """Returns the layout of `tensor`: that of the parameter `name` if the shapes agree, else a replicated one.
+
+        `slot`: the tensor is the part of the parameter in this slot.
+        """
         layout = None if name is None else self.layouts.get(name)
         if layout is not None and tensor.shape == (torch.Size(layout.own_shape) if slot is None else slot.shape):
             return layout
         return Layout.replicated(tuple(tensor.shape))
 
     def share(self, title: str, name: str | None, tensor: Tensor) -> list[Piece]:
-        """What it writes of a tensor that all replicas have alike."""
+        """Returns the pieces that this rank writes of a tensor that is equal on all replicas."""
         layout, mine = self.layout(name, tensor), self.of(name)
         if title in self.silent:
             return []
@@ -70,17 +80,20 @@ class Standing:
         return share(title, tensor, layout, mine.rank, mine.size)
 
     def part(self, title: str, slot: Slot | None, tensor: Tensor) -> list[Piece]:
-        """What it writes of what its replica alone has: of a parameter or a state of it what lies in `slot`, or all of something else."""
+        """Returns the pieces that this rank writes of a tensor that only its replica has.
+
+        `slot`: the tensor is the part of a parameter, or of its state, in this slot; None: it is whole.
+        """
         layout = Layout.replicated(tuple(tensor.shape)) if slot is None else self.layouts[slot.name]
         flat, start = tensor.reshape(-1), 0 if slot is None else slot.start
-        if layout.alike and self.places > 1:  # the ranks beside it have the same
+        if layout.alike and self.places > 1:  # the other ranks of this replica have the same
             first, last = (flat.numel() * place // self.places for place in (self.place, self.place + 1))
             flat, start = flat[first:last], start + first
         return [Piece(title, layout.shape, box, part) for box, part in layout.boxes(start, flat)]
 
     @property
     def alone(self) -> Standing:
-        """The same as the only replica."""
+        """This role as that of the only replica."""
         return replace(self, rank=0, size=1, apart={kind: mine.alone for kind, mine in self.apart.items()})
 
 
@@ -91,13 +104,22 @@ def pieces(
     standing: Standing,
     means: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Piece]:
-    """What a rank writes of what replicas have in common; `means` stands in for the state of optimizers that are not equal. Raises UserError
-    for a parameter that something has moved out of its chunk."""
+    """Returns the pieces that this rank writes of the state that replicas have in common.
+
+    module: of this rank
+    chunks: its parameters
+    optimizer: of the chunks
+    standing: the role of this rank
+    means: optimizer state to write in place of its own, if replicas have drifted apart
+
+    Raises UserError for a parameter that is no longer a view of its chunk.
+    """
     for chunk in chunks:
         for slot in chunk.slots:
             if not chunk.passes and not _is_view(module.get_parameter(slot.name), chunk, slot):
                 raise UserError(
-                    f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their data"
+                    f"{slot.name} is no longer a view of its chunk: change parameters in place, never re-bind their "
+                    "data"
                 )
     states = means if means is not None else optimizer.state_tensors()
     alike, own = _named(module, chunks, optimizer, states)
@@ -113,7 +135,7 @@ def _is_view(parameter: Tensor, chunk: Chunk, slot: Slot) -> bool:
 def _named(
     module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
 ) -> tuple[list[Titled], list[tuple[str, Slot | None, Tensor]]]:
-    """The tensors that all replicas have alike, and those of which this rank owns what lies in a slot."""
+    """Returns the tensors that are equal on all replicas, and those of which this rank owns the part in a slot."""
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
     stretches = [chunk.owned for chunk in chunks if chunk.is_cut and not chunk.copy_number]
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.owned.slots}
@@ -130,21 +152,33 @@ def _named(
             alike.append((title, name, _canonical(value)))
         elif value.shape == slot.shape:
             own.append((title, slot, _canonical(value)))
-        elif slot.start == 0:  # a count and the like, which every owner of a part has: the first one writes it
+        elif slot.start == 0:  # a count or the like, the same for all owners of a part: the first one writes it
             own.append((title, None, _canonical(value)))
     return alike, own
 
 
-def replica_pieces(module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, standing: Standing) -> list[Piece]:
-    """What the replica of this rank alone has, of replicas that have drifted apart."""
+def replica_pieces(
+    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, standing: Standing
+) -> list[Piece]:
+    """Returns the pieces of the state that only this rank's replica has, for replicas that have drifted apart."""
     named = [*_state(module, chunks)]
-    named += [(f"optim.{name}.{key}", name, _canonical(value)) for (name, key), value in optimizer.state_tensors().items()]
+    named += [
+        (f"optim.{name}.{key}", name, _canonical(value)) for (name, key), value in optimizer.state_tensors().items()
+    ]
     alone, before = standing.alone, f"replica.{standing.rank}."
-    return [piece for title, name, tensor in named for piece in alone.share(before + title, name, _canonical(tensor.detach()))]
+    return [
+        piece
+        for title, name, tensor in named
+        for piece in alone.share(before + title, name, _canonical(tensor.detach()))
+    ]
 
 
 def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
-    """What this rank writes of earlier weights, by how many updates ago and by parameter; all replicas have them alike."""
+    """Returns the pieces that this rank writes of earlier weights, given as {number of updates ago: {parameter:
+    tensor}}.
+
+    They are equal on all replicas.
+    """
     return [
         piece
         for ago, tensors in versions.items()
@@ -154,7 +188,8 @@ def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: Stand
 
 
 def versions_saved(path: Path, names: Collection[str], most: int) -> list[int]:
-    """Of how many updates ago `path` has the weights `names`, one after the other from 1, at most `most`."""
+    """Returns the versions 1, 2, .. (updates ago) of the weights `names` that `path` has, without gaps, at most
+    `most`."""
     saved, found = tensor_shapes(path), list[int]()
     while len(found) < most and all(f"version.{len(found) + 1}.{name}" in saved for name in names):
         found.append(len(found) + 1)
@@ -163,19 +198,24 @@ def versions_saved(path: Path, names: Collection[str], most: int) -> list[int]:
 
 @torch.no_grad()
 def restore_versions(path: Path, versions: Mapping[int, Mapping[str, Tensor]], standing: Standing) -> None:
-    """Reads them in place."""
+    """Reads earlier weights in place, given as for `version_pieces`."""
     for ago, tensors in versions.items():
         read = {name: torch.empty(tensor.shape, dtype=_canonical(tensor[:0]).dtype) for name, tensor in tensors.items()}
         load(
             path,
-            [want for name, into in read.items() for want in _wants(f"version.{ago}.{name}", standing.layout(name, into), into)],
+            [
+                want
+                for name, into in read.items()
+                for want in _wants(f"version.{ago}.{name}", standing.layout(name, into), into)
+            ],
         )
         for name, tensor in tensors.items():
             tensor.copy_(read[name])
 
 
 def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standing) -> list[Piece]:
-    """What the exchange algorithm of this rank's replica keeps, by state and parameter."""
+    """Returns the pieces of the exchange algorithm's state on this rank's replica, given as {state: {parameter:
+    tensor}}."""
     found = []
     for state, tensors in states.items():
         for name, tensor in tensors.items():
@@ -186,14 +226,17 @@ def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Standi
 
 
 def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: Standing) -> str:
-    """The name of an exchange's state. What is not laid out as a parameter of which each rank has a part is the part's own."""
+    """Returns the checkpoint's name for a tensor of an exchange algorithm.
+
+    If the parameter is cut and the state is not laid out as it, the name includes the part.
+    """
     own = name in standing.layouts and not standing.layouts[name].alike and standing.layout(name, tensor).alike
     mine = standing.of(name)
     return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own else "")
 
 
 Titled = tuple[str, str | None, Tensor]
-"""A tensor by its name in a checkpoint, and the parameter as which it is laid out, if it is."""
+"""(name in a checkpoint, name of the parameter whose layout it has or None, tensor)."""
 
 
 def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[Titled]:
@@ -201,11 +244,13 @@ def _state(module: nn.Module, chunks: Sequence[Chunk]) -> list[Titled]:
 
 
 def in_the_form_of(fresh: Any, saved: Any) -> Any:
-    """`saved`, which went through JSON, with the types of `fresh`: number keys, tuples, the class of a mapping (a Counter)."""
+    """Returns `saved`, which went through JSON, with the types of `fresh`: number keys, tuples, classes of mappings."""
     if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
         numbers = bool(fresh) and all(isinstance(key, int) for key in fresh)
         back = {int(key) if numbers else key: value for key, value in saved.items()}
-        return type(fresh)({key: in_the_form_of(fresh.get(key), value) for key, value in back.items()})  # type: ignore[call-arg]
+        return type(fresh)(  # type: ignore[call-arg]
+            {key: in_the_form_of(fresh.get(key), value) for key, value in back.items()}
+        )
     if isinstance(fresh, (list, tuple)) and isinstance(saved, list):
         if len(fresh) != len(saved):
             return type(fresh)(saved)
@@ -214,7 +259,12 @@ def in_the_form_of(fresh: Any, saved: Any) -> Any:
 
 
 def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Group | None = None) -> dict[str, Any]:
-    """Options and plain values of the optimizer, for JSON. `owners`: the ranks that have its parts, which all call it; `across`: those that have other stages."""
+    """Returns options and plain values of the optimizer, for JSON. Collective over both groups.
+
+    optimizer: of this rank
+    owners: the ranks that have the parts of its state; None: it is whole
+    across: the ranks that have other pipeline stages; None: there are none
+    """
     groups = [
         {
             "members": members,
@@ -224,7 +274,11 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Gro
         for members, group, given in zip(optimizer.members, optimizer.torch.param_groups, optimizer.given, strict=True)
     ]
     plain = {
-        name: {key: value for key, value in optimizer.torch.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
+        name: {
+            key: value
+            for key, value in optimizer.torch.state.get(parameter, {}).items()
+            if not isinstance(value, Tensor)
+        }
         for name, parameter in optimizer.known.items()
     }
     plain = {name: values for name, values in plain.items() if values}
@@ -245,17 +299,23 @@ def restore(
     standing: Standing,
     own: str = "",
 ) -> dict[str, Any]:
-    """Reads model, buffers and (unless None) optimizer state of `path` in place; returns the checkpoint's `extra`, with a line in "anew" where the optimizer
-    cannot take over its state.
+    """Reads model, buffers and optimizer state of the checkpoint at `path` in place; returns its JSON state.
 
-    `own` is the prefix "replica.<r>." of a replica's own values, where they are wanted.
+    module, chunks: of this rank
+    optimizer: of the chunks; None: its state is not read
+    standing: the role of this rank
+    own: prefix "replica.<r>." to read a replica's own values; "": those in common
+
+    The result has a line in "anew" if the optimizer cannot take over the saved state.
     """
     saved = tensor_shapes(path)
     _check_shapes(path, saved, chunks, standing)
     pages = optimizer.pages if optimizer is not None else []
     elsewhere = {slot.name for page in pages for slot in page.chunk.slots}
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
-    wants = [want for title, name, tensor in alike for want in _wants(own + title, standing.layout(name, tensor), tensor)]
+    wants = [
+        want for title, name, tensor in alike for want in _wants(own + title, standing.layout(name, tensor), tensor)
+    ]
     for chunk in chunks:
         if chunk.is_cut and not any(page.chunk is chunk.owned and page.has_master for page in pages):
             wants += _masters_wanted(chunk.owned, standing)
@@ -272,7 +332,7 @@ def restore(
     if optimizer is not None:
         extra["optim"] = plain
         _put_back(optimizer, states, extra)
-    for page in pages:  # one after the other: there is no room for all of them
+    for page in pages:  # one by one: memory has no room for all of them
         assert optimizer is not None
         with torch.no_grad(), page.there():
             names = {slot.name for slot in page.chunk.slots}
@@ -288,10 +348,15 @@ def restore(
 def _that_fits(
     path: Path, optimizer: ChunkOptimizer, saved: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, Any]], str]:
-    """The checkpoint's tensors, and its plain values, without optimizer state that `optimizer` does not take over; and a line about that."""
+    """Returns the checkpoint's tensors and its plain values, without optimizer state that `optimizer` does not take
+    over, and a line about that."""
     about = read_manifest(path).extra
     keys, anew = state_that_fits(optimizer, about, saved)
-    kept = {title: shape for title, shape in saved.items() if not _is_optimizer_state(title) or title.rpartition(".")[2] in keys}
+    kept = {
+        title: shape
+        for title, shape in saved.items()
+        if not _is_optimizer_state(title) or title.rpartition(".")[2] in keys
+    }
     plain = {name: {key: value for key, value in each.items() if key in keys} for name, each in about["optim"].items()}
     return kept, plain, anew
 
@@ -321,12 +386,12 @@ def _states_wanted(
 
 
 def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The persistent buffers by their names in a checkpoint."""
+    """Returns the persistent buffers, with their names in a checkpoint."""
     return [(f"buffer.{name}", buffer) for name, buffer in _persistent_buffers(module)]
 
 
 def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
-    """What of the optimizer's state no page holds: what a generation on the disk needs beside pages and buffers."""
+    """Returns the optimizer state outside of pages, which a generation on the disk needs besides pages and buffers."""
     paged = {(name, key) for page in optimizer.pages for name, keys in page.known().items() for key in keys}
     return {
         f"optim.{name}.{key}": value
@@ -336,8 +401,10 @@ def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
     }
 
 
-def restore_small(module: nn.Module, optimizer: ChunkOptimizer, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-    """Puts back `buffers` and `small_state` from `tensors`, and what of the optimizer `extra` says."""
+def restore_small(
+    module: nn.Module, optimizer: ChunkOptimizer, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]
+) -> None:
+    """Restores `buffers` and `small_state` from `tensors`, and the plain values of the optimizer from `extra`."""
     states: dict[str, dict[str, Tensor]] = {}
     for title, tensor in tensors.items():
         if title.startswith("optim."):
@@ -349,8 +416,10 @@ def restore_small(module: nn.Module, optimizer: ChunkOptimizer, tensors: Mapping
             buffer.copy_(tensors[name])
 
 
-def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: Standing) -> None:
-    """CheckpointError, on every rank alike, where a parameter is missing or of another shape, whoever owns it."""
+def _check_shapes(
+    path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: Standing
+) -> None:
+    """Raises CheckpointError, on every rank alike, if a parameter is missing or has another shape, whoever owns it."""
     for chunk in chunks:
         for slot in chunk.slots:
             there = saved.get(f"model.{slot.name}")
@@ -362,10 +431,11 @@ def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequ
 
 
 def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: Standing) -> bool:
-    """Reads {state: (tensors by parameter, what a resize does: "split", "whole" or "mean")} of an exchange algorithm in place.
+    """Reads the state of an exchange algorithm in place.
 
-    False where the checkpoint lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or where parameters were cut otherwise and a
-    state is not laid out as they are.
+    `states`: {state: (tensors by parameter, effect of a resize: "split", "whole" or "mean")}. Returns False if the
+    checkpoint lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or
+    under another cut of parameters with a state that is not laid out as they are.
     """
     saved = tensor_shapes(path)
     replicas = _replicas(saved)
@@ -374,13 +444,17 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
         return [
             want
             for name, tensor in tensors.items()
-            for want in _wants(_exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor)
+            for want in _wants(
+                _exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor
+            )
         ]
 
     complete, own = True, list[Want]()
     for state, (tensors, on_resize) in states.items():
         there = {
-            name: each for name, each in tensors.items() if all(want.name in saved for want in wants(0, state, {name: each}))
+            name: each
+            for name, each in tensors.items()
+            if all(want.name in saved for want in wants(0, state, {name: each}))
         }
         complete = complete and len(there) == len(tensors)
         before = {name: replicas[f"{state}.{name}"] for name in there}
@@ -389,7 +463,7 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
             own += wants(standing.of(name).rank, state, {name: there[name]})
         totals = {name: torch.zeros_like(each) for name, each in resized.items()}
         for replica in range(max((before[name] for name in resized), default=0)):
-            # one after the other: all of them at once would be as many times the memory
+            # one by one, so that memory holds one replica's state at a time
             theirs = {name: torch.empty_like(each) for name, each in resized.items() if replica < before[name]}
             load(path, wants(replica, state, theirs))
             for name, each in theirs.items():
@@ -401,7 +475,7 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
 
 
 def _replicas(saved: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """How many replicas have written each state of each parameter, by "state.parameter"."""
+    """Returns the number of replicas that have written each state of each parameter, by "state.parameter"."""
     found: dict[str, int] = {}
     for title in saved:
         if title.startswith("exchange."):
@@ -412,10 +486,13 @@ def _replicas(saved: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _wants(title: str, layout: Layout, into: Tensor, start: int = 0) -> list[Want]:
-    """What `into` holds of the global tensor `title`: the elements from `start` on of what is here of it."""
+    """Returns the wants that fill `into`: the elements from `start` on of this rank's part of the global tensor
+    `title`."""
     if into.is_contiguous():
         return [Want(title, layout.shape, box, part) for box, part in layout.boxes(start, into.view(-1))]
-    assert layout.own_shape == layout.shape == tuple(into.shape), f"{title} is read in parts into a tensor that is not contiguous"
+    assert layout.own_shape == layout.shape == tuple(into.shape), (
+        f"{title} is read in parts into a tensor that is not contiguous"
+    )
     return [Want(title, layout.shape, Box.whole(layout.shape), into)]
 
 
@@ -435,7 +512,11 @@ def _canonical(value: Tensor) -> Tensor:
 
 
 def _empty_states(
-    saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, standing: Standing, own: str, names: Collection[str]
+    saved: Mapping[str, tuple[int, ...]],
+    optimizer: ChunkOptimizer,
+    standing: Standing,
+    own: str,
+    names: Collection[str],
 ) -> dict[str, dict[str, Tensor]]:
     """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
     states: dict[str, dict[str, Tensor]] = {}
@@ -460,7 +541,9 @@ def _put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]]
     names = {id(parameter): name for name, parameter in optimizer.known.items()}
     current = optimizer.torch.state_dict()
     state: dict[int, dict[str, Any]] = {}
-    described = zip(optimizer.torch.param_groups, current["param_groups"], optimizer.members, optimizer.given, strict=True)
+    described = zip(
+        optimizer.torch.param_groups, current["param_groups"], optimizer.members, optimizer.given, strict=True
+    )
     for group, packed, members, given in described:
         packed.update(deepcopy(given))
         if members[0] in saved:

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint on disk, and what a directory of them holds."""
+"""Checks a checkpoint on disk, and lists those of a directory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shoal.errors import CheckpointError
 
 
 def verify(path: Path | str) -> list[str]:
-    """Reads every byte of the checkpoint; returns what is wrong with it, one sentence a problem, nothing when it is sound."""
+    """Reads every byte of the checkpoint; returns one sentence per problem, none if it is sound."""
     return problems(Path(path), hashes=True)
 
 
 def problems(path: Path, hashes: bool) -> list[str]:
-    """As `verify`; without `hashes` by existence and size only, which takes no reading."""
+    """Returns the problems of a checkpoint; without `hashes` by existence and size only, which reads no contents."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -48,8 +48,11 @@ def _problem(file: Path, record: FileRecord, hashes: bool) -> str | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of `shoal ckpt ls`. world_size and bytes are those of the manifest; 0 ranks and the bytes found where there
-    is none. `detail` is the first problem."""
+    """A line of `shoal ckpt ls`.
+
+    world_size, bytes: as in the manifest; without one, 0 and the bytes found
+    detail: the first problem
+    """
 
     path: Path
     step: int
@@ -61,11 +64,13 @@ class Row:
 
 
 def listing(directory: Path | str) -> list[Row]:
-    """The checkpoints of a directory, newest step first, judged by sizes alone; `verify` reads their contents."""
+    """Returns the checkpoints of a directory, newest step first, judged by sizes only; `verify` reads their
+    contents."""
     directory = Path(directory)
     rows = [_row(step, path) for step, path in names.completed(directory)]
     rows += [
-        _bare(step, path, "partial", "the save did not finish, or is under way") for step, path in names.unfinished(directory)
+        _bare(step, path, "partial", "the save did not finish, or is under way")
+        for step, path in names.unfinished(directory)
     ]
     return sorted(rows, key=lambda row: row.step, reverse=True)
 

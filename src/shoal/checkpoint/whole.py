@@ -1,4 +1,4 @@
-"""All weights by name, whole on every rank, as `module.state_dict()` of one process has them; whatever the chunks are cut into."""
+"""The weights by name, whole on every rank, as `module.state_dict()` of one process has them, for any plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.parallel.layout import Layout
 
 @torch.no_grad()
 def whole_state(module: nn.Module, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-    """Masters and buffers on the CPU, under the names of `module.state_dict()`. All ranks call it, between steps."""
+    """Returns masters and buffers on the CPU, under the names of `module.state_dict()`. Collective, between steps."""
     masters: dict[str, Tensor] = {}
     for chunk in chunks:
         flat = chunk.owned.master_to_read
@@ -34,15 +34,17 @@ def whole_state(module: nn.Module, chunks: Sequence[Chunk]) -> dict[str, Tensor]
 def put_whole(
     module: nn.Module, chunks: Sequence[Chunk], state: Mapping[str, Tensor], strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Takes the weights and buffers in `state`, the same on every rank; all call it, between steps.
+    """Sets the weights and buffers to those in `state`, which is the same on every rank. Collective, between steps.
 
-    Returns the names that `state` lacks and those that `module` lacks. UserError, before anything is changed, for another shape and, if
-    `strict`, for such names.
+    Returns the names that `state` lacks and those that `module` lacks. Raises UserError, before anything is changed,
+    for another shape and, if `strict`, for such names.
     """
     there = module.state_dict()
     missing, unexpected = [name for name in there if name not in state], [name for name in state if name not in there]
     if strict and (missing or unexpected):
-        raise UserError(f"the state lacks {missing or 'nothing'}, and has {unexpected or 'nothing'} that the model does not know")
+        raise UserError(
+            f"the state lacks {missing or 'nothing'}, and has {unexpected or 'nothing'} that the model does not know"
+        )
     for name in there.keys() & state.keys():
         if tuple(state[name].shape) != tuple(there[name].shape):
             raise UserError(
@@ -53,7 +55,7 @@ def put_whole(
     for chunk in chunks:
         owned = chunk.owned
         if chunk.group is not None:
-            chunk.group.barrier()  # another rank may still read weights that all of them see
+            chunk.group.barrier()  # another rank may still read weights in shared memory
         for slot in owned.slots:
             if slot.name in values:
                 part = values[slot.name].flatten()[slot.start :][: slot.numel]
@@ -65,7 +67,12 @@ def put_whole(
 
 
 def whole_parameters(own: Mapping[str, Tensor], layouts: Mapping[str, Layout], beside: Group) -> dict[str, Tensor]:
-    """On the first rank of `beside`, among whom a model is cut, all parameters whole; `own` are this rank's, which the others get back. All of them call it."""
+    """Returns all parameters whole on the first rank of `beside`; on the others their `own`. Collective.
+
+    own: this rank's parameters
+    layouts: of all parameters
+    beside: the ranks that have the parts of a model
+    """
     everywhere = beside.all_gather_object({name: layouts[name] for name in own})
     first, whole = beside.rank == 0, dict(own)
     for name, value in own.items():
@@ -84,7 +91,11 @@ def whole_parameters(own: Mapping[str, Tensor], layouts: Mapping[str, Layout], b
 
 
 def of_all_stages(own: Mapping[str, Tensor], across: Group) -> dict[str, Tensor]:
-    """On the first rank of `across`, those of one pipeline, what all of them have, by name; the others get back their `own`. All of them call it."""
+    """Returns the tensors of all stages by name on the first rank of `across`; on the others their `own`. Collective.
+
+    own: this stage's tensors
+    across: the ranks of a pipeline
+    """
     shapes = across.all_gather_object({name: (tuple(value.shape), value.dtype) for name, value in own.items()})
     found, device = dict(own), next(iter(own.values())).device
     for place in range(1, across.size):
@@ -99,6 +110,6 @@ def of_all_stages(own: Mapping[str, Tensor], across: Group) -> dict[str, Tensor]
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """The name of each parameter's chunk slot: tied ones are known by their first."""
+    """Returns the name of each parameter's chunk slot: a tied parameter is known by its first name."""
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in module.named_parameters(remove_duplicate=False)}

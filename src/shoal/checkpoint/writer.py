@@ -1,4 +1,4 @@
-"""Saving while training goes on: a snapshot into host memory now, the files in a background thread."""
+"""Saves while training goes on: a snapshot into host memory at once, the files in a background thread."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from shoal.errors import CheckpointError
 
 
 class Writer:
-    """Saves checkpoints of one run into `directory`, which all ranks see; every rank makes one and calls it alike.
+    """Saves checkpoints of one run. Every rank makes one, and its methods are collective.
 
-    At most one save is in flight. What went wrong with it is the same on every rank, and raised there as CheckpointError by
-    the next `save`, `wait` or `close`; `last_error` shows it without raising. Earlier checkpoints are then as they were, and
-    a caller who catches the error may go on training and save again. The newest `keep` checkpoints are kept.
+    directory: of the checkpoints, visible to all ranks
+    world: the ranks
+    keep: number of newest checkpoints that are kept
+    timeout: seconds to wait for another rank's part of a save
 
-    `timeout`: seconds to wait for another rank's part of a save.
+    At most one save is in flight. Its failure is the same on every rank, and raised there as CheckpointError by the
+    next `save`, `wait` or `close`; `last_error` shows it without raising. Earlier checkpoints are then unchanged, and a
+    caller who catches the error may go on training and save again.
     """
 
     def __init__(self, directory: Path | str, world: World, keep: int = 3, timeout: float = 1800.0) -> None:
@@ -47,15 +50,18 @@ class Writer:
             raise CheckpointError(f"checkpoints cannot be written to {self.directory}: {error}") from error
 
     def save(self, step: int, pieces: Iterable[Piece], extra: Mapping[str, Any], wait: bool, copy: bool = True) -> None:
-        """Saves the pieces of all ranks and `extra` (JSON; rank 0's is kept) as the checkpoint of `step`.
+        """Saves the pieces of all ranks and `extra` as the checkpoint of `step`.
 
-        Returns when the tensors may change again, or with `wait` when the checkpoint is complete on disk. Waits first for
-        the save before this one; when that failed, raises its error and saves nothing. Without `copy`, with `wait` only, there is
-        no copy of the tensors in memory.
+        pieces: of this rank
+        extra: JSON state; that of rank 0 is saved
+        wait: return when the checkpoint is complete on disk; else when the tensors may change again
+        copy: copy the tensors in memory; False only with `wait`
+
+        Waits first for the save before this one; if that failed, raises its error and saves nothing.
         """
         assert copy or wait
         self.wait()
-        extra = json.loads(json.dumps(extra))  # a copy, and a complaint here rather than in the thread
+        extra = json.loads(json.dumps(extra))  # a copy; what is not JSON raises here and not in the thread
         held = self._snapshot.take(pieces) if copy else [part for piece in pieces for part in cut(piece, BOX_BYTES)]
         job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
         self._saves += 1
@@ -68,7 +74,7 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is in flight. Raises CheckpointError when the last one failed, once."""
+        """Returns when no save is in flight. Raises CheckpointError if the last one failed, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -77,7 +83,10 @@ class Writer:
             raise error
 
     def close(self) -> None:
-        """As `wait`, and gives the host memory of the snapshot back. A save in flight is lost when a process ends without."""
+        """Waits as `wait` does, and frees the host memory of the snapshot.
+
+        A save in flight is lost if a process ends without it.
+        """
         self._snapshot = _Snapshot()
         self.wait()
 
@@ -86,18 +95,19 @@ class Writer:
             save_together(job, meeting)
         except CheckpointError as error:
             self.last_error = error
-        except Exception as error:  # the store is gone: this rank alone can say so
+        except Exception as error:  # the store is gone: only this rank notices
             self.last_error = CheckpointError(f"the checkpoint of step {job.step} was not finished: {error}")
 
     def _prepare(self) -> None:
-        """Every rank finds out by itself whether the directory can be had; the first one cleans up what a crash left."""
+        """Makes the directory, on every rank, so that each notices a failure; the first rank cleans up after a
+        crash."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self._world.rank == 0:
             clean(self.directory)
 
 
 class _Snapshot:
-    """Copies of pieces in host memory, kept from save to save: pinned memory is slow to get.
+    """Copies of pieces in host memory, kept from save to save, since pinned memory is slow to allocate.
 
     Each box has storage of its own, because DCP copies tensors that are a part of a larger storage once more.
     """
@@ -106,7 +116,7 @@ class _Snapshot:
         self._buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def take(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """The pieces, cut to the size of boxes on disk, with tensors that nobody else writes to."""
+        """Returns the pieces, cut to the size of boxes on disk, with copies of their tensors."""
         parts = [part for piece in pieces for part in cut(piece, BOX_BYTES)]
         old, self._buffers = self._buffers, {}
         for part in parts:

@@ -1,1 +1,2 @@
-"""The module as a rank trains it: built, made alike, compiled, recomputed, with its randomness and its buffers."""
+"""The module as a rank trains it: built, made equal on all ranks, compiled, recomputed, with its randomness and its
+buffers."""

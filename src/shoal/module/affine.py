@@ -1,10 +1,9 @@
-"""Which buffers a forward writes, and whether by a rule of which the parts of a step can be put together: new = keep
-* old + what the microbatch alone says.
+"""Finds the buffers that a forward writes by an affine rule, new = keep * old + a term of the microbatch, so that the
+runs of several ranks can be merged.
 
-`keep` is a number: 0.9 of a moving average, 1 of a sum or a counter, 0 of what is set anew. The operations of a
-forward are looked at one by one below autograd, where none is hidden; a buffer that goes
-into any other kind of operation (a product with the input, `.item()`) is one on which the forward depends, and then
-what later microbatches compute depends on those before them.
+`keep` is a number: 0.9 of a moving average, 1 of a sum or a counter, 0 of a value that is set. The operations of a
+forward are observed one by one below autograd, where none is hidden. If a buffer enters any other operation (a product
+with the input, `.item()`), the forward depends on it, and then later microbatches depend on earlier ones.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ _COPIES = {aten.clone, aten._to_copy, aten.lift_fresh_copy}
 @sent
 @dataclass(frozen=True)
 class Rule:
-    """Of a buffer: new = `keep` * old + the microbatch's; `writes`: how often a forward's operations write it in
-    place, None where it is bound anew."""
+    """The rule of a buffer: new = `keep` * old + a term of the microbatch.
+
+    `writes`: the number of in-place writes in a forward; None if the buffer is re-bound.
+    """
 
     keep: float
     writes: int | None
@@ -51,14 +52,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class _Form:
-    """`keep` * the buffer `name` + something else."""
+    """The form of a tensor: `keep` * the buffer `name` + a term of the microbatch."""
 
     name: str
     keep: float
 
 
 class Affine(TorchDispatchMode):
-    """Around a forward: what becomes of `buffers`. `odd[name]` is the operation for which a buffer has no rule."""
+    """Follows `buffers` through a forward; `odd[name]` is the operation that leaves a buffer without a rule."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -67,16 +68,17 @@ class Affine(TorchDispatchMode):
         self._before = {name: (buffer, buffer._version) for name, buffer in buffers.items()}
         self._forms = {_storage(buffer): _Form(name, 1.0) for name, buffer in buffers.items()}
         self._numel = {name: buffer.numel() for name, buffer in buffers.items()}
-        self._alive: list[Tensor] = []  # a storage is known by its address, which must not be used twice
+        self._alive: list[Tensor] = []  # storages are known by address, which must not be reused
 
     def leaves(self, outputs: Any) -> None:
-        """What the forward gave: a buffer in it is one on which it depends."""
+        """Notes the results of the forward; one that contains a buffer depends on it."""
         for each in tree_leaves(outputs):
             if isinstance(each, Tensor) and (form := self._forms.get(_storage(each))) is not None:
                 self.odd.setdefault(form.name, "its result")
 
     def rules(self, now: Mapping[str, Tensor]) -> dict[str, Rule | str]:
-        """Of the buffers that were written: the rule, or why there is none. `now`: the buffers after the forward."""
+        """Returns the rule of each buffer that was written, or why it has none. `now`: the buffers after the
+        forward."""
         found: dict[str, Rule | str] = {}
         for name, (buffer, version) in self._before.items():
             writes = buffer._version - version if now[name] is buffer else None
@@ -127,7 +129,7 @@ class Affine(TorchDispatchMode):
             self.odd.setdefault(form.name, str(func))
 
     def _keep(self, packet: Any, func: Any, args: Any, kwargs: Any) -> float | None:
-        """Of the buffer in what an operation gives; None for one that is no such sum."""
+        """Returns the factor of the buffer in the result of an operation; None if the result is no such sum."""
         name = str(packet).removeprefix("aten.").rstrip("_")
         parts = [self._forms.get(_storage(each)) if isinstance(each, Tensor) else None for each in args]
         if len({part.name for part in parts if part is not None}) > 1 or any(
@@ -164,11 +166,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _writes_first(func: Any) -> bool:
-    """Whether an operation writes to its first argument in place."""
+    """True if an operation writes to its first argument in place."""
     arguments = func._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
 
 
 def _differentiable(given: list[Tensor], target: Tensor | None) -> bool:
-    """Whether what an operation gives goes on into a gradient: the forward depends on it."""
+    """True if the result of an operation carries a gradient: the forward then depends on it."""
     return target is None and torch.is_grad_enabled() and any(each.requires_grad for each in given)

@@ -1,4 +1,4 @@
-"""BatchNorm over ranks: running statistics that come out as one process would have them, and statistics over the global batch."""
+"""BatchNorm over ranks: running statistics that equal those of one process, and statistics over the global batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from shoal.module.stand_in import whole_model
 class RunningStatistics:
     """Merges the running statistics of replicas that normalised different microbatches of one step.
 
-    With momentum m one update is x -> a x + b with a = 1 - m, so n updates in sequence, cut into the ranks' runs, compose exactly:
-    x_n = a^n x_0 + sum over ranks r of a^(updates after r) (y_r - a^(updates of r) x_0), where y_r is what rank r arrived at from x_0.
-    Without momentum (cumulative average over n_0 + n batches) the sums add. Each rank sends its term; the sum is the result.
+    With momentum m one update is x -> a x + b with a = 1 - m. So n updates in sequence, cut into the ranks' runs,
+    compose exactly: x_n = a^n x_0 + sum over ranks r of a^(updates after r) (y_r - a^(updates of r) x_0), where y_r is
+    the value that rank r arrived at from x_0. Without momentum (cumulative average over n_0 + n batches) the sums add.
+    Each rank sends its term; the sum is the result.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._layers = [
-            m for m in root.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
+            m
+            for m in root.modules()
+            if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
         ]
         self._before: list[tuple[Tensor, int]] = []
 
@@ -31,16 +34,20 @@ class RunningStatistics:
         return len(self._layers)
 
     def begin(self) -> None:
-        """Remembers where the step starts."""
+        """Stores the statistics at the start of the step."""
         self._before = [(_flat(layer), int(cast(Tensor, layer.num_batches_tracked))) for layer in self._layers]
 
     def restore(self) -> None:
-        """Back to where the step started: it is not going to be applied."""
+        """Restores the statistics of the start of the step, for a step that will not be applied."""
         for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
             self._write(layer, x0, n0)
 
     def term(self, microbatches: int, after: int) -> Tensor:
-        """This rank's summand (fp64, flat): `microbatches` were run here, `after` by the ranks that follow."""
+        """Returns this rank's summand (fp64, flat).
+
+        microbatches: run on this rank
+        after: run by the ranks that follow
+        """
         terms = []
         for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
             updates = int(cast(Tensor, layer.num_batches_tracked)) - n0
@@ -80,15 +87,15 @@ def _flat(layer: _BatchNorm) -> Tensor:
 
 
 def has_batch_statistics(root: nn.Module) -> bool:
-    """Whether the model's result depends, on any stage of a pipeline, on which samples share a microbatch."""
+    """True if the model's result depends, on any stage of a pipeline, on which samples share a microbatch."""
     return any(isinstance(module, _BatchNorm) for _, module in whole_model(root))
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm whose training statistics are those of the whole global batch, over `group`; runs on CPU and CUDA.
+    """A BatchNorm whose training statistics are those of the whole global batch, over `group`; runs on CPU and CUDA.
 
-    Sums in fp32 or wider; the collectives are differentiable in both modes, so gradients equal one process with the whole batch. A
-    rank may come with zero samples.
+    It sums in fp32 or wider. The collectives are differentiable in both modes, so gradients equal those of one process
+    with the whole batch. A rank may have zero samples.
     """
 
     def __init__(self, like: _BatchNorm, group: Group) -> None:
@@ -111,9 +118,9 @@ class SyncBatchNorm(_BatchNorm):
         x = input if input.dtype == torch.float64 else input.float()
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
-        count = self._group.all_reduce(torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)).to(
-            x.dtype
-        )
+        count = self._group.all_reduce(
+            torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)
+        ).to(x.dtype)
         mean = self._sum(x.sum(dims)) / count
         centred = x - mean.view(shape)
         var = self._sum(centred.square().sum(dims)) / count
@@ -124,7 +131,7 @@ class SyncBatchNorm(_BatchNorm):
         return y.to(input.dtype)
 
     def _sum(self, partial: Tensor) -> Tensor:
-        """Sum over the ranks that each of them goes on to use in its own part."""
+        """Returns the sum over the ranks, which each rank uses for its own samples (so gradients are summed too)."""
         return copy_to(reduce_from(partial, self._group), self._group)
 
     def _track(self, mean: Tensor, var: Tensor) -> None:
@@ -137,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronise(root: nn.Module, group: Group) -> None:
-    """Replaces each BatchNorm below `root` by one over `group`; parameters and statistics stay the same objects."""
+    """Replaces each BatchNorm below `root` by a `SyncBatchNorm`; parameters and statistics stay the same objects."""
     for name, module in list(root.named_modules()):
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             owner, _, attribute = name.rpartition(".")

@@ -1,12 +1,12 @@
-"""Buffers that a forward changes and whose rule nobody told us: replicas are equal after each step.
+"""Keeps buffers that a forward changes equal on all replicas after each step, where their update rule is not known in
+advance.
 
-BatchNorm's statistics compose exactly (see batchnorm), and so do others that a forward writes as keep * old + what
-the microbatch says, and does not use otherwise (see affine): moving averages, sums, counters, the
-last value. With n microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of
-keep^(microbatches after r) (y_r - keep^(microbatches of r) x_0), where y_r is what
-rank r arrived at from x_0. Of any other (a codebook, the vectors of a power iteration) what one process would have
-cannot be had: those are refused, or on request become the mean over microbatches,
-where they float, else the largest.
+BatchNorm's statistics compose exactly (see batchnorm). So do other buffers that a forward writes as keep * old + a term
+of the microbatch, and does not use otherwise (see affine): moving averages, sums, counters, the last value. With n
+microbatches in sequence, cut into the ranks' runs, x_n = keep^n x_0 + sum over ranks r of keep^(microbatches after r)
+(y_r - keep^(microbatches of r) x_0), where y_r is the value that rank r arrived at from x_0. For any other buffer (a
+codebook, the vectors of a power iteration) the value of one process cannot be computed: it is refused, or on request
+becomes the mean over microbatches if it is floating, else the largest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from shoal.module.affine import Affine, Rule
 
 @contextmanager
 def buffers_untouched(root: nn.Module) -> Iterator[None]:
-    """Whatever a forward inside does to the buffers of `root` is done to copies: a backward to come may need them as
-    they are."""
-    places = [(owner, name, buffer) for owner in root.modules() for name, buffer in owner._buffers.items() if buffer is not None]
+    """Redirects writes to the buffers of `root` to copies, inside the context: a later backward may need the
+    originals."""
+    places = [
+        (owner, name, buffer)
+        for owner in root.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     copies: dict[int, Tensor] = {}
     for owner, name, buffer in places:
         if id(buffer) not in copies:
@@ -42,11 +47,13 @@ def buffers_untouched(root: nn.Module) -> Iterator[None]:
 
 
 class OtherBuffers:
-    """The buffers of `root` outside BatchNorm; non-persistent ones only where they are written in place: bound anew
-    they are tables that follow shapes.
+    """The buffers of `root` outside BatchNorm.
 
-    `replicas`: how many ranks have them. `averages`: those without a rule are averaged instead of refused.
-    `whole_shares`: why the microbatches of a step are not the same under every plan, if they are not.
+    Non-persistent ones are included only where they are written in place: re-bound ones are tables that follow shapes.
+
+    replicas: number of ranks that have them
+    averages: those without a rule are averaged instead of refused
+    whole_shares: why the microbatches of a step are not the same under every plan; "" if they are
     """
 
     def __init__(self, root: nn.Module, replicas: int, averages: bool, whole_shares: str) -> None:
@@ -68,15 +75,17 @@ class OtherBuffers:
         return len(self._places)
 
     def begin(self) -> None:
-        """Remembers where the step starts."""
+        """Stores the buffers at the start of the step."""
         self._before = {name: (buffer, buffer._version) for name, buffer in self._now().items()}
         known = self._rules if self._agreed else self._before
         self._start = {name: self._before[name][0].clone() for name in known}
 
     @contextmanager
     def watching(self) -> Iterator[Callable[[Any], None]]:
-        """Around a forward, which gives what it yields its results. Looks at the first two, and at others ever more
-        rarely."""
+        """Observes a forward, inside the context, which passes its results to the function that this yields.
+
+        The first two forwards are observed, and later ones ever more rarely.
+        """
         self._forwards += not self._muted
         if not self._places or self._muted or self._forwards & (self._forwards - 1):
             yield _nothing
@@ -88,14 +97,15 @@ class OtherBuffers:
         except Exception:
             failed = True
             raise
-        finally:  # a stage of a pipeline leaves the model's forward by what is no Exception, and has seen its own buffers
+        # pipeline.split.Left, which ends the forward of a stage, is no Exception: the stage's buffers have been seen
+        finally:
             if not failed:
                 self._learn(affine, before)
 
     @contextmanager
     def mute(self) -> Iterator[None]:
-        """Forwards inside are not looked at: of a microbatch that does not count, or on zeros in place of what another
-        stage gives."""
+        """Switches observation off inside the context: for a microbatch that does not count, or a forward on
+        placeholders."""
         before, self._muted = self._muted, True
         try:
             yield
@@ -103,7 +113,7 @@ class OtherBuffers:
             self._muted = before
 
     def _learn(self, affine: Affine, before: Mapping[str, Tensor]) -> None:
-        """Takes the rules that a forward has shown."""
+        """Adds the rules that a forward has shown."""
         now = self._now()
         for name, rule in affine.rules(now).items():
             if self._is_table(name) and now[name] is not before[name]:
@@ -114,16 +124,20 @@ class OtherBuffers:
                 self._rules.setdefault(name, rule)
 
     def changed(self) -> list[str]:
-        """Those that this rank's forwards wrote or bound anew since the step began."""
+        """Returns the names of buffers that this rank's forwards wrote or re-bound since the step began."""
         return [
             name
             for name, buffer in self._now().items()
-            if (buffer._version != self._before[name][1] if buffer is self._before[name][0] else not self._is_table(name))
+            if (
+                buffer._version != self._before[name][1]
+                if buffer is self._before[name][0]
+                else not self._is_table(name)
+            )
         ]
 
     def flags(self, microbatches: int) -> list[bool]:
-        """What ranks tell each other of a step: whether any changed here, and whether one did otherwise than has been
-        agreed on."""
+        """Returns this rank's flags of a step: whether any buffer changed, and whether one deviated from the agreed
+        rules."""
         changed, now = self.changed(), self._now()
         for name in self._rules.keys() | set(changed):
             rule = self._rules.get(name, "some forwards write it and others do not")
@@ -139,7 +153,7 @@ class OtherBuffers:
 
     @property
     def rules(self) -> dict[str, Rule | str]:
-        """Of those that have been written here: the rule, or why there is none."""
+        """Rules of the buffers that have been written on this rank; as text, why one has none."""
         return self._rules
 
     def agree(
@@ -149,9 +163,16 @@ class OtherBuffers:
         streams: int,
         everywhere: Sequence[Mapping[str, Rule | str]] = (),
     ) -> None:
-        """All replicas go by what each of them has seen. UserError for a buffer that `ranks` replicas, each row on
-        `streams` of them, cannot have as one process would. `everywhere`: what the ranks of other stages have seen as
-        well, who write other buffers and are to raise the same."""
+        """Merges the rules that all replicas have seen, which then hold on all of them.
+
+        told: the `rules` of each replica
+        ranks: number of replicas
+        streams: number of ranks that share the tokens of a row
+        everywhere: the `rules` of the ranks of other stages too, which write other buffers and must raise the same
+            error
+
+        Raises UserError for a buffer that several replicas cannot keep as one process would.
+        """
         for theirs in told:
             for name, rule in theirs.items():
                 if name in self._places and self._rules.setdefault(name, rule) != rule:
@@ -164,9 +185,14 @@ class OtherBuffers:
                     every[name] = rule if isinstance(rule, str) else "forwards write it by different rules"
         if ranks == 1 or self._averages or not every:
             return
-        name, rule = next(((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items())))
+        name, rule = next(
+            ((name, rule) for name, rule in every.items() if isinstance(rule, str)), next(iter(every.items()))
+        )
         if isinstance(rule, str):
-            why = f"one process would have it otherwise than {ranks} ranks: {rule}, so microbatches depend on those before them"
+            why = (
+                f"one process would have it otherwise than {ranks} ranks: {rule}, so microbatches depend on those "
+                "before them"
+            )
         elif self._whole_shares:
             why = f"how often depends on the number of ranks: {self._whole_shares}"
         elif streams > 1:
@@ -174,12 +200,18 @@ class OtherBuffers:
         else:
             return
         raise UserError(
-            f'a forward writes the buffer {name}, and {why}. Engine(buffers="averaged") (train.buffers in a job) makes it the mean over microbatches, or the largest of whole numbers, or take plan.dp = 1'
+            f'a forward writes the buffer {name}, and {why}. Engine(buffers="averaged") (train.buffers in a job) makes '
+            "it the mean over microbatches, or the largest of whole numbers, or take plan.dp = 1"
         )
 
     def merge(self, group: Group, microbatches: int, after: int, exact: bool) -> None:
-        """Makes them equal over `group`; this rank ran `microbatches`, those of `group` behind it `after`. `exact`:
-        where there is a rule."""
+        """Makes the buffers equal over `group`.
+
+        group: the replicas
+        microbatches: run on this rank
+        after: run by the ranks of `group` behind this one
+        exact: merge by the rules; else average
+        """
         total = float(group.all_reduce(torch.tensor(float(microbatches)), purpose="buffers"))
         for name, buffer in self._now().items():
             rule = self._rules.get(name)

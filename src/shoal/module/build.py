@@ -1,11 +1,12 @@
-"""Building a model without holding it: the factory runs on fake tensors while its initialisation is recorded, and each tensor is
-then computed alone, at full shape, from the operations that it depends on. A draw is seeded by the name of the first tensor that it
-reaches, so it is one value wherever it flows.
+"""Builds a model without holding it: the factory runs on fake tensors while its initialisation is recorded. Each tensor
+is then computed alone, at full shape, from the operations that it depends on. A draw is seeded by the name of the first
+tensor that it reaches, so it is one value wherever it flows.
 
-So every plan starts from the same weights and no rank ever holds the whole model. Fake tensors, not the meta device: they say
-that they are on the CPU, while libraries (transformers, `nn.init.orthogonal_`) skip their initialisation when they see meta. What
-cannot be recorded (a constructor that reads values, sets a seed, brings a generator, or changes tensors that were there before) is
-built on the CPU instead, and said so. numpy's and Python's global generators are seeded while a factory runs.
+So every plan starts from the same weights, and no rank ever holds the whole model. Fake tensors are used, not the meta
+device: they claim to be on the CPU, while libraries (transformers, `nn.init.orthogonal_`) skip their initialisation on
+meta. A constructor that cannot be recorded (it reads values, sets a seed, brings a generator, or changes tensors that
+existed before) runs on the CPU instead, which is reported. numpy's and Python's global generators are seeded while a
+factory runs.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from shoal.module.record import (
 
 @dataclass(frozen=True)
 class Built:
-    """A module and a way to its initial values.
+    """A module and its initial values.
 
-    `value(name, tensor)` gives a parameter's or buffer's initial value on the CPU, as the factory made it. `how` is
-    "recorded", "given" (a ready module) or why the factory had to be run on the CPU. `given`: the tensors behind the values that this
-    process made itself, which is all of a module that is not recorded, and constants of one that is.
+    module: on fake tensors if recorded
+    value: value(name, tensor) gives a parameter's or buffer's initial value on the CPU, as the factory made it
+    how: "recorded", "given" (a ready module), or why the factory had to run on the CPU
+    given: tensors that this process made itself: all of a module that is not recorded, the constants of one that is
     """
 
     module: nn.Module
@@ -50,14 +52,15 @@ class Built:
 
 
 def build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
-    """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be trained."""
+    """Builds `model`, a factory without arguments or a ready module. Raises UserError for parameters that cannot be
+    trained."""
     built = _build(model, seed)
     for name, parameter in built.module.named_parameters():
         if parameter.is_complex():
             raise UserError(
-                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: keep "
-                "nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under bf16 or fp16 of "
-                "self.w.float()); what is not trained can be a buffer"
+                f"the parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, and chunks hold real numbers: "
+                "keep nn.Parameter(torch.view_as_real(w)) and use torch.view_as_complex(self.w) in the forward (under "
+                "bf16 or fp16 of self.w.float()); what is not trained can be a buffer"
             )
     return built
 
@@ -72,12 +75,12 @@ def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     except Exception as error:  # a constructor may fail on fake tensors in its own way
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     with _seeded(seed):
-        module = _made(model())  # if the model is wrong this raises, and says it once
+        module = _made(model())  # raises here if the model itself is wrong
     return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", _only(_kept_tensors(module)))
 
 
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
-    """Runs `factory` on fake tensors. Raises whatever it does if it cannot be recorded."""
+    """Runs `factory` on fake tensors. Raises whatever it raises if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
         with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
@@ -98,7 +101,7 @@ def _made(module: Any) -> nn.Module:
 
 
 def _only(named: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-    """The tensors of `named`, each once."""
+    """Returns the tensors of `named`, each once."""
     return list({id(tensor): tensor for _, tensor in named}.values())
 
 
@@ -107,7 +110,7 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, buffers and the tensors in plain attributes."""
+    """Returns parameters, buffers and the tensors in plain attributes, by name."""
     plain = [
         (f"{prefix}.{name}".lstrip("."), leaf)
         for prefix, owner in module.named_modules()
@@ -120,17 +123,21 @@ def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _hidden(module: nn.Module) -> list[nn.Module]:
-    """Modules in plain attributes (in a list, say) that are not registered anywhere."""
+    """Returns the modules in plain attributes (in a list, say) that are not registered anywhere."""
     registered = set(module.modules())
     leaves = [
-        leaf for owner in registered for name, value in vars(owner).items() if name != "_modules" for leaf in tree_leaves(value)
+        leaf
+        for owner in registered
+        for name, value in vars(owner).items()
+        if name != "_modules"
+        for leaf in tree_leaves(value)
     ]
     return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf not in registered]
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the generators that a constructor may draw from: torch's, numpy's and Python's. Afterwards they are as before."""
+    """Seeds, inside the context, the generators that a constructor may draw from: torch's, numpy's and Python's."""
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         states = random.getstate(), np.random.get_state()
         torch.manual_seed(seed)

@@ -1,4 +1,5 @@
-"""`compile`: the forward of each block, never a whole module, whose hooks would be traced into the graph. And paths that depend on data, compiled or not."""
+"""Compiles the forward of each block, never a whole module, whose hooks would be traced into the graph; and makes
+`torch.cond` work on chunks, compiled or not."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from shoal.module.stand_in import StandIn
 
 
 def recomputable(module: nn.Module) -> list[nn.Module]:
-    """The parts whose activations can be computed again one by one: the blocks, or, where there are none, what the outermost Sequentials run one after
-    the other; a Sequential of plain layers is one part."""
+    """Returns the parts whose activations can be recomputed one by one.
+
+    They are the blocks, or, without blocks, the modules that the outermost Sequentials run one after the other; a
+    Sequential of plain layers is one part.
+    """
     found = blocks(module)
     if found == [module]:
         parts = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
@@ -27,7 +31,7 @@ def recomputable(module: nn.Module) -> list[nn.Module]:
 
 
 def nothing_to_recompute() -> UserError:
-    """For plan.recompute with a model that has no such parts."""
+    """Returns the error for plan.recompute with a model that has no such parts."""
     return UserError(
         "plan.recompute takes a model's repeated blocks (nn.ModuleList, nn.Sequential), and this model has none: call "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in its forward where it pays"
@@ -40,8 +44,12 @@ def _parts(sequence: nn.Module) -> list[nn.Module]:
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the children of its outermost ModuleLists, or the model itself where it has none. A child without a forward, a
-    container of containers, stands for its own children. Those that another stage of a pipeline has are not among them."""
+    """Returns the repeated parts of a model: the children of its outermost ModuleLists, or the model itself without
+    any.
+
+    A child without a forward (a container of containers) stands for its own children. Blocks of other pipeline stages
+    are left out.
+    """
     found = [block for container in _outermost(module, nn.ModuleList) for block in _running(container)] or [module]
     return [block for block in found if not isinstance(block, StandIn)]
 
@@ -54,15 +62,18 @@ def _running(container: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
-    """The outermost modules of the type `kind`, in order."""
+    """Returns the outermost modules of the type `kind`, in order."""
     if isinstance(module, kind):
         return [module]
     return [found for child in module.children() for found in _outermost(child, kind)]
 
 
 def compile_blocks(module: nn.Module, backend: bool | str) -> None:
-    """Compiles each block's forward with `backend` (True: torch's default). Compilation itself happens at the first call."""
-    from torch._dynamo.exc import InvalidBackend  # here: it takes seconds to import
+    """Compiles each block's forward with `backend` (True: torch's default); the compilation happens at the first call.
+
+    Raises UserError for an unknown backend.
+    """
+    from torch._dynamo.exc import InvalidBackend  # imported here because it takes seconds
 
     for block in blocks(module):
         choice: dict[str, Any] = {} if backend is True else {"backend": backend}
@@ -71,14 +82,17 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
         except InvalidBackend as error:
             known = torch.compiler.list_backends()
             raise UserError(
-                f"plan.compile = {backend!r:.100} is no backend of torch.compile ({', '.join(known)}).{did_you_mean(str(backend), known)} "
-                "Give one of them, true or false"
+                f"plan.compile = {backend!r:.100} is no backend of torch.compile "
+                f"({', '.join(known)}).{did_you_mean(str(backend), known)} Give one of them, true or false"
             ) from error
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that the model's author has compiled (`torch.compile(part)`, or of its forward): what watches modules must stay
-    outside of them, where it would be traced into their graphs. UserError for those compiled by `part.compile()`, which have no outside."""
+    """Returns the outermost modules that the model's author has compiled (`torch.compile(part)`, or of its forward).
+
+    Hooks must stay outside of them, or they would be traced into their graphs. Raises UserError for modules compiled by
+    `part.compile()`, which have no outside.
+    """
     found: list[nn.Module] = []
     inside: set[int] = set()
     for name, part in module.named_modules():
@@ -86,8 +100,9 @@ def compiled_parts(module: nn.Module) -> list[nn.Module]:
             continue
         if part._compiled_call_impl is not None:
             raise UserError(
-                f"{name or 'the model'} ({type(part).__name__}) is compiled by compile(), which would trace the gathering of weights (plan.zero = 3, plan.memory) into its "
-                "graph: wrap it, torch.compile(part), compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
+                f"{name or 'the model'} ({type(part).__name__}) is compiled by compile(), which would trace the "
+                "gathering of weights (plan.zero = 3, plan.memory) into its graph: wrap it, torch.compile(part), "
+                "compile its forward, part.forward = torch.compile(part.forward), or set plan.compile"
             )
         if isinstance(part, OptimizedModule) or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
             found.append(part)
@@ -101,8 +116,11 @@ _lock, _open = threading.Lock(), [0]
 
 @contextmanager
 def branching() -> Iterator[None]:
-    """Inside, `torch.cond` takes its branch in Python: torch's own refuses operands that lie in one storage, as the parameters of a chunk do. In a compiled block the graph
-    ends there and goes on behind it."""
+    """Makes `torch.cond` take its branch in Python, inside the context.
+
+    Torch's own refuses operands that lie in one storage, as the parameters of a chunk do. In a compiled block the graph
+    breaks there.
+    """
     with _lock:
         _open[0] += 1
         torch.cond = _branch  # type: ignore[assignment]
@@ -116,9 +134,12 @@ def branching() -> Iterator[None]:
 
 
 def _branch(
-    pred: Tensor | bool, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: tuple[Any, ...] | list[Any] = ()
+    pred: Tensor | bool,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: tuple[Any, ...] | list[Any] = (),
 ) -> Any:
-    """Stands in for `torch.cond`; in a dry run, where nothing has values, the first branch."""
+    """Stands in for `torch.cond`; in a dry run, where nothing has values, it takes the first branch."""
     if torch.compiler.is_exporting():
         return _torch_cond(pred, true_fn, false_fn, operands)
     return (true_fn if isinstance(pred, FakeTensor) or bool(pred) else false_fn)(*operands)

@@ -1,12 +1,13 @@
-"""`plan.recompute`: which activations backward computes again instead of keeping them. Nothing that is computed changes.
+"""`plan.recompute`: the activations that backward computes again instead of keeping them. The results do not change.
 
-    "full"                                         of every block only the input is kept
-    {name = "blocks", which = [0, 2]}              of these blocks; or every = 2: of every second one
-    {name = "selective", save = ["matmul", ...]}   inside every block, what is cheap to compute: all but the results of these
-    {name = "budget", keep = 0.5}                  of as few blocks as are needed to keep this part of the bytes that backward would keep
+    "full"                                        only the input of every block is kept
+    {name = "blocks", which = [0, 2]}             only the input of these blocks; or every = 2: of every second one
+    {name = "selective", save = ["matmul", ...]}  inside every block, only the results of these operations are kept
+    {name = "budget", keep = 0.5}                 as few blocks are recomputed as needed to keep this fraction of
+                                                  the bytes that backward would keep
 
-Blocks are the repeated parts of the model. A second forward finds the buffers as the first did and changes none, keyed dropout and torch's generators draw
-the same again; hooks on the block itself, which the first forward is inside of, run once.
+Blocks are the repeated parts of the model. A second forward finds the buffers as the first did and changes none; keyed
+dropout and torch's generators repeat their draws; hooks on the block itself, outside of the recomputed part, run once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from shoal.plan import Option, option_name, option_parameters
 
 _aten = torch.ops.aten
 OPERATIONS: dict[str, tuple[Any, ...]] = {
-    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._grouped_mm.default),
+    "matmul": (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._grouped_mm.default,
+    ),
     "attention": (
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -38,16 +45,18 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     ),
     "convolution": (_aten.convolution.default,),
 }
-"""What `selective` can save, by name."""
+"""The operations that `selective` can save, by name."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
-"""Called at a block's forward; gives what makes a context in which the block draws and finds all as in that forward, as often as it is entered."""
+"""Called at a block's forward; returns a maker of contexts, each of which repeats the state and the draws of that
+forward."""
 
 
 def without_caches(module: nn.Module) -> None:
-    """Turns off what models of `transformers` keep of keys and values for the next token: a second forward would find there what the first one put."""
-    transformers: Any = sys.modules.get("transformers")  # a model of it has imported it
+    """Turns off the caches of keys and values in models of `transformers`: a second forward would find the first
+    one's."""
+    transformers: Any = sys.modules.get("transformers")  # imported if the model comes from it
     for part in module.modules() if transformers is not None else ():
         config = getattr(part, "config", None)
         if isinstance(config, transformers.PretrainedConfig) and getattr(config, "use_cache", False):
@@ -55,9 +64,13 @@ def without_caches(module: nn.Module) -> None:
 
 
 class Recompute:
-    """Lets the forwards of `blocks` be computed again in backward, as a plan's `recompute` says, each within all of `again`.
+    """Lets the forwards of `blocks` be computed again in backward, as a plan's `recompute` says.
 
-    Raises UserError for what `option` says wrong. With "budget", call `decide` after the first step.
+    blocks: the repeated parts of the model
+    option: the plan's `recompute`
+    again: make the contexts of a second forward, all of which it runs in
+
+    Raises UserError for a wrong `option`. With "budget", call `decide` after the first step.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], option: Option, again: Sequence[Again] = ()) -> None:
@@ -73,19 +86,26 @@ class Recompute:
             "budget": self._budget,
         }
         if name not in kinds:
-            raise UserError(f'plan.recompute = "{name}" is not one of {", ".join(kinds)}.{did_you_mean(name, list(kinds))}')
+            raise UserError(
+                f'plan.recompute = "{name}" is not one of {", ".join(kinds)}.{did_you_mean(name, list(kinds))}'
+            )
         try:
             kinds[name](**parameters)
         except TypeError as error:
-            raise UserError(f"plan.recompute = {option!r}: {str(error).replace(f'Recompute._{name}()', name)}") from error
+            raise UserError(
+                f"plan.recompute = {option!r}: {str(error).replace(f'Recompute._{name}()', name)}"
+            ) from error
 
     @property
     def chosen(self) -> list[int]:
-        """The places of the blocks that are computed again."""
+        """Indices of the blocks that are recomputed."""
         return [place for place, block in enumerate(self._blocks) if block.flag]
 
     def decide(self, agree: Callable[[list[int]], list[int]]) -> None:
-        """After a step: which blocks a budget takes, once. `agree` gives all ranks the first one's choice; they call alike."""
+        """Chooses, once and after a step, the blocks that a budget recomputes. Collective.
+
+        `agree` takes a choice and returns the first rank's on all ranks.
+        """
         if self._decide is not None:
             self._decide()
             chosen, self._decide = agree(self.chosen), None
@@ -103,7 +123,9 @@ class Recompute:
             raise UserError("plan.recompute: of blocks give either which = [places] or every = 2 (every second one)")
         chosen = list(range(0, len(self._blocks), every)) if every else sorted(set(which))
         if any(place not in range(len(self._blocks)) for place in chosen):
-            raise UserError(f"plan.recompute: which = {list(which)}: the model has the blocks 0 to {len(self._blocks) - 1}")
+            raise UserError(
+                f"plan.recompute: which = {list(which)}: the model has the blocks 0 to {len(self._blocks) - 1}"
+            )
         for place in chosen:
             self._blocks[place].wrap()
 
@@ -129,7 +151,10 @@ class Recompute:
         meters = {kind: _Meter(alike[0]) for kind, alike in kinds.items()}
 
         def decide() -> None:
-            """Takes the blocks that save most for one forward more, until what is kept is little enough. Of a kind that did not run nothing is known."""
+            """Recomputes the blocks that save the most bytes per second forward, until little enough is kept.
+
+            Nothing is known of, and nothing saved by, a kind of block that did not run.
+            """
             left = whole = sum(meters[block.kind].kept for block in self._blocks)
             for block in sorted(self._blocks, key=lambda block: -meters[block.kind].saves):
                 saves = meters[block.kind].saves
@@ -140,21 +165,21 @@ class Recompute:
 
 
 class _Block:
-    """One of the blocks: its forward takes a second one in backward if `flag` says so at the first."""
+    """A block whose forward is recomputed in backward if `flag` is set at the first one."""
 
     def __init__(self, module: nn.Module, again: Sequence[Again]) -> None:
         self.module, self.flag = module, False
         self._again = again
-        self._own = vars(module).get("forward")  # a forward of the instance: compiled, say
-        self._changing: set[str] | None = None  # buffers that a forward changes, once one has been seen
+        self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
+        self._changing: set[str] | None = None  # names of buffers that a forward changes; None before the first
 
     @property
     def kind(self) -> Hashable:
-        """What blocks that keep as many activations have in common."""
+        """A key that is equal for blocks that keep equally many activations."""
         return type(self.module), tuple(tuple(parameter.shape) for parameter in self.module.parameters())
 
     def wrap(self, contexts: Callable[[], Contexts] | None = None) -> None:
-        """`contexts` gives those of a first and of its second forward."""
+        """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its second one."""
         self.flag = True
 
         @wraps(type(self.module).forward)
@@ -176,17 +201,27 @@ class _Block:
         self.module.forward = MethodType(recomputed, self.module)
 
     def _buffers(self, names: set[str] | None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of all buffers, or of `names`: the tensor and a copy."""
-        return {name: (buffer, buffer.clone()) for name, buffer in self.module.named_buffers() if names is None or name in names}
+        """Returns (tensor, copy) for all buffers, or for those in `names`."""
+        return {
+            name: (buffer, buffer.clone())
+            for name, buffer in self.module.named_buffers()
+            if names is None or name in names
+        }
 
     def _changed(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
-        """By value: what a kernel changes, such as BatchNorm's statistics, need not count as a version."""
+        """Returns the names of buffers that have changed.
+
+        Values are compared, since a change by a kernel, as of BatchNorm's statistics, need not count as a version.
+        """
         now = dict(self.module.named_buffers())
-        return {name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)}
+        return {
+            name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)
+        }
 
     @contextmanager
     def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Buffers that the first forward changed are as it found them; afterwards what they are now, so that none is changed twice."""
+        """Gives buffers the values that the first forward found, inside the context; afterwards they are as before
+        it."""
         places = []
         for name, (_, copy) in found.items():
             owner, _, attribute = name.rpartition(".")
@@ -201,8 +236,11 @@ class _Block:
 
 
 class _Meter:
-    """Runs the first forward of `block` without recompute. Then `kept` are the bytes that backward keeps of it, without parameters, and `saves` those
-    that are not its inputs, which are kept in any case."""
+    """Measures the first forward of `block`, which runs without recomputation.
+
+    Then `kept` are the bytes that backward keeps of it, without parameters; `saves` are those that are not its inputs,
+    which are kept in any case.
+    """
 
     def __init__(self, block: _Block) -> None:
         self.kept = self.saves = 0
@@ -238,7 +276,7 @@ class _Meter:
 
 
 class _Anew(AbstractContextManager[None]):
-    """Contexts made anew, one inside the other, each time it is entered."""
+    """A context that makes and enters new contexts, one inside the other, each time it is entered."""
 
     def __init__(self, makers: Sequence[Callable[[], AbstractContextManager[Any]]]) -> None:
         self._makers = makers
@@ -255,7 +293,7 @@ class _Anew(AbstractContextManager[None]):
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """In a dry run, where nothing has values, all are."""
+    """True if both are equal; in a dry run, where nothing has values, always."""
     return isinstance(one, FakeTensor) or torch.equal(one, other)
 
 
@@ -264,5 +302,5 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _in_functorch() -> bool:
-    """Whether a transform of torch.func is at work, which takes no hooks on saved tensors."""
+    """True inside a transform of torch.func, which allows no hooks on saved tensors."""
     return torch._C._functorch.peek_interpreter_stack() is not None

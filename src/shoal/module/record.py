@@ -1,4 +1,5 @@
-"""What a constructor does to fake tensors, and the values of these, computed one at a time from the operations that each depends on."""
+"""Records the operations of a constructor on fake tensors, and computes the value of one tensor at a time from the
+operations that it depends on."""
 
 from __future__ import annotations
 
@@ -28,20 +29,22 @@ _UNINITIALISED = {
 _NO_SCHEMA = SimpleNamespace(arguments=(), returns=())
 
 ONE_AT_A_TIME = threading.RLock()
-"""The default generator is the whole process's, and ranks may be threads of one (see comm.simulation)."""
+"""Guards the default generator, which belongs to the process: ranks may be threads of one (see comm.simulation)."""
 
 
 class Unrecordable(Exception):
-    """Why the initialisation of a model cannot be computed one tensor at a time."""
+    """Raised if the initialisation of a model cannot be computed one tensor at a time; its text is the reason."""
 
 
 def seed_of(seed: int, name: str) -> int:
+    """Returns a 63-bit seed from `seed` and a name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def rejection_sampling_whole(record: Record) -> Iterator[None]:
-    """`nn.init.trunc_normal_` looks at what it drew, and fake tensors have nothing to see: it is recorded as one operation."""
+    """Records `nn.init.trunc_normal_` as one operation: it looks at the values it drew, which fake tensors do not
+    have."""
     original = nn.init._no_grad_trunc_normal_
 
     def stand_in(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -60,7 +63,10 @@ def rejection_sampling_whole(record: Record) -> Iterator[None]:
 
 @contextmanager
 def conversion_by_data() -> Iterator[None]:
-    """`Module.to` swaps fake parameters with converted ones, which it cannot while a record has them: they take the converted storage instead."""
+    """Makes `Module.to` give fake parameters the converted storage, instead of swapping the parameters.
+
+    Swapping fails while a record refers to them.
+    """
     original = torch.utils.swap_tensors
 
     def stand_in(one: Tensor, other: Tensor) -> None:
@@ -78,7 +84,8 @@ def conversion_by_data() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Ref:
-    """How a fake tensor lay in its storage when it was seen: in-place operations may change the object's shape later."""
+    """The position of a fake tensor in its storage when it was seen; in-place operations may change the object's shape
+    later."""
 
     storage: int
     dtype: torch.dtype
@@ -87,23 +94,28 @@ class _Ref:
     offset: int
 
     def within(self, base: Tensor) -> Tensor:
-        """The tensor that lies in `base`'s storage as this one lay in its own."""
+        """Returns the tensor that lies in `base`'s storage as this one lay in its own."""
         return torch.empty(0, dtype=self.dtype, device=base.device).set_(
             base.untyped_storage(), self.offset, self.size, self.stride
         )
 
     def holding(self, value: Tensor) -> Tensor:
-        """`value` in a storage of its own, laid out as this: CPU kernels may choose other strides than the fake ones say."""
+        """Returns `value` in a storage of its own with this layout; CPU kernels may choose other strides than the fake
+        ones."""
         if value.stride() == self.stride and value.storage_offset() == self.offset:
             return value
         room = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1
         return (
-            torch.zeros(room, dtype=self.dtype, device=value.device).as_strided(self.size, self.stride, self.offset).copy_(value)
+            torch.zeros(room, dtype=self.dtype, device=value.device)
+            .as_strided(self.size, self.stride, self.offset)
+            .copy_(value)
         )
 
 
 @dataclass(frozen=True)
 class _Op:
+    """A recorded call of `func`, with references in place of fake tensors."""
+
     func: Any
     args: Any
     kwargs: Any
@@ -112,16 +124,16 @@ class _Op:
 
 
 class Record(TorchDispatchMode):
-    """The operations on fake tensors, in order, known by the storages that they read and write."""
+    """Records the operations on fake tensors, in order, by the storages that they read and write."""
 
     def __init__(self) -> None:
         super().__init__()
         self._ops: list[_Op] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
-        self._alive: list[Any] = []  # a storage is known by its address, which must not be used twice
+        self._alive: list[Any] = []  # storages are known by address, which must not be reused
         self._seed = torch.initial_seed()
-        self._outside: set[int] = set()  # storages of views of tensors that were there before
-        self.constants: list[Tensor] = []  # what the operations read beside fake tensors
+        self._outside: set[int] = set()  # storages of views of tensors that existed before
+        self.constants: list[Tensor] = []  # real tensors that the operations read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.noting(func, args, kwargs or {}) as outputs:
@@ -131,10 +143,12 @@ class Record(TorchDispatchMode):
 
     @contextmanager
     def noting(self, func: Any, args: Any, kwargs: Any) -> Iterator[list[Any]]:
-        """Records `func(*args, **kwargs)`, run by the block, which appends what it gave to the list."""
-        if torch.initial_seed() != self._seed or any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))):
+        """Records the call `func(*args, **kwargs)` that is made inside the context; the caller appends its results to the list."""
+        if torch.initial_seed() != self._seed or any(
+            isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))
+        ):
             raise Unrecordable("it sets a seed or draws from a generator of its own")
-        self._seed += 1  # one for each operation, so that a constructor which puts the generator back is noticed
+        self._seed += 1  # a new seed per operation detects a constructor that restores the generator
         torch.default_generator.manual_seed(self._seed)
         seen_args, seen_kwargs = tree_map_only(FakeTensor, _ref, (args, kwargs))
         inputs = _refs((seen_args, seen_kwargs))
@@ -150,9 +164,16 @@ class Record(TorchDispatchMode):
             self._ops.append(_Op(func, seen_args, seen_kwargs, inputs, outputs))
 
     def _check_outside(self, func: Any, args: Any, kwargs: Any, mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
-        """Raises for a write to a tensor that was there before the factory ran, which fake tensors would not carry out."""
-        real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
-        if any(isinstance(leaf, Tensor) or (isinstance(leaf, _Ref) and leaf.storage in self._outside) for leaf in mutated):
+        """Raises Unrecordable for a write to a tensor that existed before the factory ran: fake tensors would not carry
+        it out."""
+        real = [
+            leaf
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+        ]
+        if any(
+            isinstance(leaf, Tensor) or (isinstance(leaf, _Ref) and leaf.storage in self._outside) for leaf in mutated
+        ):
             raise Unrecordable("it changes tensors that were there before")
         self.constants += real
         views = any(result.alias_info is not None for result in getattr(func, "_schema", _NO_SCHEMA).returns)
@@ -160,10 +181,10 @@ class Record(TorchDispatchMode):
             self._outside |= {ref.storage for ref in outputs}
 
     def sites(self, tensors: Sequence[tuple[str, Tensor]], names: Mapping[int, str]) -> dict[int, str]:
-        """The names, by operation, under which what `tensors` depend on is drawn.
+        """Returns, by operation, the name under which it draws, for all operations that `tensors` depend on.
 
-        An operation draws under the name of the tensor whose storage it writes (`names`); where that has none, under the first of
-        `tensors` that depends on it. So a draw is the same for all of them.
+        An operation draws under the name of the tensor whose storage it writes (`names`); if that has none, under the
+        first of `tensors` that depends on it. So a draw is the same for all of them.
         """
         found: dict[int, str] = {}
         for name, tensor in tensors:
@@ -175,7 +196,7 @@ class Record(TorchDispatchMode):
         return found
 
     def replay(self, tensor: Tensor, name: str, sites: Mapping[int, str], seed: int) -> Tensor:
-        """The value of a fake `tensor` called `name`, on the CPU; each operation draws under its site."""
+        """Returns the value of a fake `tensor` called `name`, on the CPU; each operation draws under its site."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu()
         wanted, real = _ref(tensor), dict[int, Tensor]()
@@ -186,7 +207,7 @@ class Record(TorchDispatchMode):
             return wanted.within(real[wanted.storage])
 
     def _needed(self, storage: int) -> list[int]:
-        """Indices of the operations that the final content of `storage` depends on."""
+        """Returns the indices of the operations that the final content of `storage` depends on."""
         until: dict[int, int] = {}
         needed: set[int] = set()
         pending = [(storage, len(self._ops))]
@@ -210,9 +231,9 @@ def _run(op: _Op, real: dict[int, Tensor]) -> None:
     for ref, value in zip(op.outputs, outputs, strict=True):
         if ref.storage not in real:
             if op.func in _UNINITIALISED:
-                value.zero_()  # never left to what the memory held: ranks would differ
+                value.zero_()  # the old content of memory would differ between ranks
             if value.untyped_storage()._cdata in given:
-                value = value.clone()  # a constant: what is done to it in place must not be done twice
+                value = value.clone()  # a constant must not be changed in place, here and by the next replay
             real[ref.storage] = ref.holding(value)
 
 
@@ -221,7 +242,7 @@ def _ref(tensor: Tensor) -> _Ref:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """By what a record knows the storage of `tensor`."""
+    """Returns the key under which a record knows the storage of `tensor`."""
     return tensor.untyped_storage()._cdata
 
 
@@ -230,7 +251,10 @@ def _refs(tree: Any) -> tuple[_Ref, ...]:
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an in-place or out= operation writes, by its schema; those recorded whole return what they write."""
+    """Returns the arguments that an in-place or out= operation writes, by its schema.
+
+    Functions recorded as one operation have no schema; they return what they write.
+    """
     written: list[Any] = []
     for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

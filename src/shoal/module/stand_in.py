@@ -1,4 +1,4 @@
-"""What stands in a model for a part that another stage of a pipeline has."""
+"""Stand-ins in a model for the parts that other pipeline stages have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from shoal.errors import UserError
 
 
 class Unseen(Tensor):
-    """Stands for a parameter of a part where the model, or the loss, looks at it from outside: it has the shape, the dtype and the device, and refuses to be computed with."""
+    """Stands in for a parameter of a part when the model, or the loss, looks at it from outside.
+
+    It has the shape, the dtype and the device, and refuses to be computed with.
+    """
 
     known_as: str
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(name: str, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Unseen:
-        """`dtype`: as the model computes here, for parameters of a floating dtype."""
+        """Makes the stand-in; `dtype` is that of computation, used if the parameter is of a floating dtype."""
         its = dtype if parameter.is_floating_point() else parameter.dtype
         found: Unseen = Tensor._make_wrapper_subclass(
             Unseen, parameter.shape, dtype=its, device=device, requires_grad=parameter.requires_grad
@@ -28,11 +31,14 @@ class Unseen(Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         names = [each.known_as for each in args if isinstance(each, Unseen)]
         raise UserError(
-            f"the loss, or the model between its parts, computes with the parameter {', '.join(names)}, which with plan.pp > 1 is used inside its part alone (its shape, dtype and device may "
-            "be read anywhere): compute with it in that module's forward, leave weight decay to the optimizer, or take plan.pp = 1"
+            f"the loss, or the model between its parts, computes with the parameter {', '.join(names)}, which with "
+            "plan.pp > 1 is used inside its part alone (its shape, dtype and device may be read anywhere): compute "
+            "with it in that module's forward, leave weight decay to the optimizer, or take plan.pp = 1"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -40,7 +46,7 @@ class Unseen(Tensor):
 
 
 def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`module.named_modules()` as it was before the pipeline's cut: in place of each stand-in the part that it stands for, with the modules in it."""
+    """Yields `module.named_modules()` as before the cut into stages: with the original parts in place of stand-ins."""
     seen: set[int] = set()
 
     def visit(name: str, each: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -56,8 +62,11 @@ def whole_model(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class StandIn(nn.Module):
-    """Called, it gives what `answer` gives; its attributes are those of `part`, whose parameters, buffers and modules it does not have. While the model runs, `shown` makes of a parameter what
-    `model.parameters()` is to give for it."""
+    """A module whose call returns the result of `answer`.
+
+    Attributes are those of `part`, but it does not have its parameters, buffers and modules. While the model runs,
+    `show` sets what `model.parameters()` yields for a parameter of the part.
+    """
 
     def __init__(self, part: nn.Module, answer: Callable[..., Any]) -> None:
         super().__init__()
@@ -66,7 +75,9 @@ class StandIn(nn.Module):
     def show(self, shown: Callable[[str, nn.Parameter], Tensor] | None) -> None:
         self.__dict__["_shown"] = shown
 
-    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         if self.__dict__["_shown"] is None:
             yield from super().named_modules(memo, prefix, remove_duplicate)
             return
@@ -85,10 +96,15 @@ class StandIn(nn.Module):
         except AttributeError:
             found = getattr(self.__dict__["_part"], name)
             shown = self.__dict__["_shown"]
-            return shown(name, found) if shown is not None and isinstance(found, nn.Parameter) and found.is_meta else found
+            return (
+                shown(name, found) if shown is not None and isinstance(found, nn.Parameter) and found.is_meta else found
+            )
 
     def hold(self, name: str, parameter: nn.Parameter) -> None:
-        """Keeps one parameter of the part, under its name there: it is tied to one that is here. (Registering refuses names of attributes, which are the part's.)"""
+        """Keeps one parameter of the part, under its name in it, since it is tied to one that this rank has.
+
+        It bypasses registration, which refuses the names of attributes.
+        """
         *path, attribute = name.split(".")
         owner: nn.Module = self
         for step in path:

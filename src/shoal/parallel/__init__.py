@@ -1,4 +1,4 @@
-"""Where each parameter lives: boxes of global tensors, and the layout that stands beside a parameter."""
+"""The layout of parameters over ranks: boxes of global tensors, and the boxes of each parameter that a rank holds."""
 
 from shoal.parallel.layout import Box, Layout, Part, boxes_of_range, intersect
 

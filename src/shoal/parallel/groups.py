@@ -1,4 +1,4 @@
-"""The groups of a mesh, made when they are first asked for, and what their links cost."""
+"""The process groups of a mesh, made on first use, and the measured costs of their links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from shoal.parallel.route import AxisCosts
 
 
 class MeshGroups:
-    """`mesh` as `redistribute.Axes`, over the axes of one stage: dp, cp and tp, or with `experts` edp, ep and tp."""
+    """Gives the groups along the axes of one pipeline stage, as `redistribute.Axes` wants them.
+
+    The axes are dp, cp and tp, or edp, ep and tp with `experts`.
+    """
 
     def __init__(self, mesh: Mesh, world: World, experts: bool = False) -> None:
         self.mesh, self.world = mesh, world
@@ -26,12 +29,15 @@ class MeshGroups:
         return self.mesh.rank(axis)
 
     def group(self, *axes: str) -> Group:
-        """Of the ranks that differ from this one along `axes` only, in the mesh's order."""
+        """The group of the ranks that differ from this one only along `axes`, in the mesh's order."""
         return self.world.group("-".join(axis for axis in self._names if axis in axes), self.mesh.ranks(*axes))
 
 
 def measured_costs(groups: MeshGroups, device: torch.device) -> AxisCosts:
-    """What the links along each axis cost, the slowest of all ranks: measured at the first call, which all ranks of the world make alike."""
+    """Returns latency and bandwidth of each axis, taking the slowest rank's values.
+
+    The first call measures. It is collective: all ranks of the world make it together.
+    """
     latency, rate = {}, {}
     for axis in groups.names():
         if groups.size(axis) == 1:

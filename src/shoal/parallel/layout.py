@@ -1,6 +1,7 @@
-"""Boxes in the coordinates of a global tensor, and the layout of a parameter: which of its boxes a rank holds, and where.
+"""Boxes in the coordinates of a global tensor, and the layout of a parameter: which boxes of it a rank holds, and
+where.
 
-Plain data about shapes, and views of tensors by it; no communication.
+The file holds plain data about shapes, and takes views of tensors by it; it does no communication.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Box:
         return prod(self.sizes)
 
     def shifted(self, by: tuple[int, ...]) -> Box:
-        """The same box in coordinates whose origin lies `by` before this box's origin."""
+        """Returns this box moved by `by` along each dim."""
         return Box(tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)), self.sizes)
 
 
@@ -52,9 +53,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The elements [start, stop) of the flattened (row-major) tensor as boxes, in flat order.
 
-    A tensor of k >= 1 dims gives at most 2k-1 boxes: the rest of the first row, whole rows, the beginning of the last row,
-    where a cut row is again a tensor of k-1 dims (its end takes at most k-1 boxes, and so does its beginning). A box is
-    contiguous in memory, so its elements in row-major order are a stretch of the range. An empty range has no boxes.
+    A tensor of k >= 1 dims gives at most 2k-1 boxes: the rest of the first row, whole rows, the beginning of the last
+    row, where a cut row is again a tensor of k-1 dims (its end takes at most k-1 boxes, and so does its beginning). A
+    box is contiguous in memory, so its elements in row-major order are a stretch of the range. An empty range has no
+    boxes.
 
         boxes_of_range((3, 4), 2, 9)     . . 1 1      Box((0, 2), (1, 2))
                                          2 2 2 2      Box((1, 0), (1, 4))
@@ -87,26 +89,29 @@ def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> list[B
 @sent
 @dataclass(frozen=True)
 class Part:
-    """A box of the rank's own tensor (`local`) and the box of the global tensor that it holds (`world`); equal sizes."""
+    """A box of the rank's own tensor (`local`) and the box of the global tensor that it holds (`world`); equal
+    sizes."""
 
     local: Box
     world: Box
 
     def __post_init__(self) -> None:
-        assert self.local.sizes == self.world.sizes, f"a part maps boxes of equal sizes, not {self.local} to {self.world}"
+        assert self.local.sizes == self.world.sizes, (
+            f"a part maps boxes of equal sizes, not {self.local} to {self.world}"
+        )
 
 
 @sent
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds of one parameter; layouts stand beside the model, keyed by parameter name.
+    """Says what a rank holds of one parameter; layouts are kept beside the model, keyed by parameter name.
 
     shape: of the global parameter, as the single-device model has it. Checkpoints know only this one.
-    parts: pairs local slice -> global slice. One pair covers a replicated or evenly cut parameter; several cover a fused
-        qkv (this rank's rows of q, of k and of v are apart in the global tensor, adjacent in the local one), and KV heads
-        fewer than the tensor-parallel ranks (two ranks name the same global slice).
+    parts: pairs local slice -> global slice. One pair covers a replicated or evenly cut parameter. Several cover a
+        fused qkv (this rank's rows of q, of k and of v are apart in the global tensor, adjacent in the local one), and
+        fewer KV heads than tensor-parallel ranks (two ranks name the same global slice).
     replicas: mesh axes along which ranks hold the same parts; exactly one replica of each element is written to disk.
-    reduce: mesh axes over which its gradient is summed; a weight tied across stages adds theirs.
+    reduce: mesh axes over which the gradient is summed. A weight that is tied across stages has "pp" too.
     """
 
     shape: tuple[int, ...]
@@ -116,13 +121,14 @@ class Layout:
 
     @classmethod
     def replicated(cls, shape: tuple[int, ...], reduce: tuple[str, ...] = ("dp",)) -> Layout:
-        """Every rank holds the whole parameter."""
+        """Returns the layout of a parameter that every rank holds whole."""
         whole = Box.whole(shape)
         return cls(tuple(shape), (Part(whole, whole),), ("dp", "tp"), reduce)
 
     @classmethod
     def cut(cls, shape: tuple[int, ...], dim: int, stretches: Sequence[tuple[int, int]]) -> Layout:
-        """A rank holds the `stretches` [start, stop) of `dim`, one after the other."""
+        """Returns the layout of a rank that holds the `stretches` [start, stop) of `dim`, adjacent in its own
+        tensor."""
         parts, at = [], 0
         for start, stop in stretches:
             sizes = (*shape[:dim], stop - start, *shape[dim + 1 :])
@@ -133,7 +139,10 @@ class Layout:
         return cls(tuple(shape), tuple(parts))
 
     def within(self, dim: int, start: int, stop: int) -> Layout:
-        """Of this rank's parts what lies in [start, stop) of `dim`, of which it has had all: the stacked matrices of some experts."""
+        """Returns the layout of the elements [start, stop) of `dim`, of which this layout holds all.
+
+        It serves a rank that has some of the experts, stacked along `dim`: the replicas are then the ranks along edp.
+        """
         parts = []
         for part in self.parts:
             sizes, there = list(part.world.sizes), list(part.world.offsets)
@@ -143,33 +152,39 @@ class Layout:
 
     @property
     def apart(self) -> str:
-        """Why other ranks have the same of it than of the rest of what is here: "experts", of which ranks along ep have others (see Mesh.experts), "tied", which other stages of a
-        pipeline have too, "" where none does."""
+        """The variant of the parameter, where its replicas differ from those of the model's other parameters.
+
+        "experts": ranks along ep hold other experts (see Mesh.experts). "tied": other stages of the pipeline hold it
+        too. "": neither.
+        """
         return "experts" if "edp" in self.reduce else "tied" if "pp" in self.reduce else ""
 
     @property
     def tied(self) -> Layout:
-        """The same of a parameter that other stages have too."""
+        """This layout for a parameter that other stages hold too: gradients are also summed over pp."""
         return replace(self, reduce=(*self.reduce, "pp"))
 
     @property
     def of_experts(self) -> bool:
-        """Whether ranks along ep have other parts of it."""
+        """True if ranks along ep hold other experts."""
         return self.apart == "experts"
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks along tp (and ep) hold it whole."""
+        """True if every rank along tp (and ep) holds the whole parameter."""
         return "tp" in self.replicas
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Of this rank's tensor."""
-        ends = ([offset + size for offset, size in zip(part.local.offsets, part.local.sizes, strict=True)] for part in self.parts)
+        """Shape of this rank's tensor."""
+        ends = (
+            [offset + size for offset, size in zip(part.local.offsets, part.local.sizes, strict=True)]
+            for part in self.parts
+        )
         return tuple(map(max, zip(*ends, strict=True)))
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """This rank's tensor of the `whole` one; itself where that is all of it."""
+        """Returns this rank's tensor, copied out of the `whole` one; `whole` itself if the rank holds all of it."""
         if self.own_shape == self.shape:
             return whole
         own = whole.new_empty(self.own_shape)
@@ -178,12 +193,17 @@ class Layout:
         return own
 
     def put_into(self, whole: Tensor, own: Tensor) -> None:
-        """Writes this rank's tensor into its place in the `whole` one."""
+        """Writes this rank's tensor `own` to its positions in the `whole` one."""
         for part in self.parts:
             whole[part.world.slices] = own[part.local.slices]
 
     def boxes(self, start: int, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        """`flat`, which holds the elements from `start` on of this rank's flattened tensor, as boxes of the global one with views of it."""
+        """Splits a stretch of this rank's flattened tensor into boxes of the global tensor; yields (box, view of
+        `flat`).
+
+        start: index of the first element of `flat` in the flattened tensor of this rank
+        flat: the elements from `start` on, 1-d
+        """
         if prod(self.shape) == 0:
             yield Box.whole(self.shape), flat.view(self.shape)
             return
@@ -194,5 +214,10 @@ class Layout:
             for part in self.parts:
                 inside = intersect(box, part.local)
                 if inside is not None:
-                    to_world = tuple(there - here for there, here in zip(part.world.offsets, part.local.offsets, strict=True))
-                    yield inside.shifted(to_world), view[inside.shifted(tuple(-offset for offset in box.offsets)).slices]
+                    to_world = tuple(
+                        there - here for there, here in zip(part.world.offsets, part.local.offsets, strict=True)
+                    )
+                    yield (
+                        inside.shifted(to_world),
+                        view[inside.shifted(tuple(-offset for offset in box.offsets)).slices],
+                    )

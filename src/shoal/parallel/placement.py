@@ -1,9 +1,10 @@
-"""Where the elements of a tensor lie over the axes of a mesh.
+"""The distribution of a tensor's elements over the axes of a mesh.
 
-    Placement.of(2, {0: "dp tp"})             dim 0 is cut among dp, each piece again among tp
-    Placement.of(2, {1: "tp"}, partial="cp")  dim 1 is cut among tp; the ranks along cp hold summands of the values
+    Placement.of(2, {0: "dp tp"})             dim 0 is cut along dp, each piece again along tp
+    Placement.of(2, {1: "tp"}, partial="cp")  dim 1 is cut along tp; the ranks along cp hold summands of the values
 
-Along any other axis the ranks hold the same. A dim is cut as `torch.chunk` does: even pieces, the last ones shorter or empty.
+Along any other axis the ranks hold the same. A dim is cut as `torch.chunk` does: even pieces, the last ones shorter or
+empty.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from shoal.parallel.layout import Box
 
 @dataclass(frozen=True)
 class Placement:
-    """dims: for each dim of the tensor the axes that cut it, outermost first. partial: the axes along which ranks hold summands."""
+    """The distribution of a tensor.
+
+    dims: for each dim of the tensor the axes that cut it, outermost first
+    partial: the axes along which ranks hold summands
+    """
 
     dims: tuple[tuple[str, ...], ...]
     partial: frozenset[str] = frozenset()
@@ -28,7 +33,10 @@ class Placement:
 
     @classmethod
     def of(cls, ndim: int, cuts: Mapping[int, str] | None = None, partial: str = "") -> Placement:
-        """Of a tensor with `ndim` dims; `cuts[dim]` and `partial` name axes, separated by spaces. A dim may count from the end."""
+        """Makes the placement of a tensor with `ndim` dims.
+
+        `cuts[dim]` and `partial` name axes, separated by spaces. A negative dim counts from the end.
+        """
         by_dim = {dim % ndim: tuple(axes.split()) for dim, axes in (cuts or {}).items()}
         return cls(tuple(by_dim.get(dim, ()) for dim in range(ndim)), frozenset(partial.split()))
 
@@ -38,33 +46,41 @@ class Placement:
         return self.partial.union(*self.dims)
 
     def cut(self, dim: int, axis: str) -> Placement:
-        """`dim` is cut once more, by `axis`, innermost."""
+        """Returns this placement with `dim` cut once more, by `axis`, innermost."""
         return replace(self, dims=(*self.dims[:dim], (*self.dims[dim], axis), *self.dims[dim + 1 :]))
 
     def joined(self, dim: int) -> Placement:
-        """`dim` without its innermost cut."""
+        """Returns this placement without the innermost cut of `dim`."""
         return replace(self, dims=(*self.dims[:dim], self.dims[dim][:-1], *self.dims[dim + 1 :]))
 
     def summed(self, axes: frozenset[str]) -> Placement:
-        """No longer summands along `axes`."""
+        """Returns this placement after the summands along `axes` have been added up."""
         return replace(self, partial=self.partial - axes)
 
     def summands(self, axes: frozenset[str]) -> Placement:
-        """Summands along `axes` too."""
+        """Returns this placement with summands along `axes` too."""
         return replace(self, partial=self.partial | axes)
 
     def dual(self, summed: frozenset[str] = frozenset()) -> Placement:
-        """Where the gradient of such a tensor lies: each summand's is that of the sum; along `summed` and where ranks hold the same, but
-        use it for different things, gradients are summands."""
+        """Returns the placement of the gradient of a tensor that lies so.
+
+        Each summand has the gradient of the sum. Along the axes `summed` the ranks hold the same but use it
+        differently, so the gradients there are summands.
+        """
         return Placement(self.dims, summed - self.axes)
 
     def box(self, shape: tuple[int, ...], sizes: Mapping[str, int], at: Mapping[str, int]) -> Box:
-        """What of a tensor of `shape` the rank at the coordinates `at` holds, `sizes[axis]` ranks standing along each axis."""
+        """Returns the box of the global tensor that one rank holds.
+
+        shape: of the global tensor
+        sizes: number of ranks along each axis
+        at: the rank's coordinate along each axis
+        """
         spans = [extent(length, axes, sizes, at) for length, axes in zip(shape, self.dims, strict=True)]
         return Box(tuple(start for start, _ in spans), tuple(length for _, length in spans))
 
     def largest(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the largest piece, that of the first rank."""
+        """Returns the shape of the largest piece, which is the first rank's."""
         return self.box(shape, sizes, dict.fromkeys(sizes, 0)).sizes
 
     def __str__(self) -> str:
@@ -73,7 +89,10 @@ class Placement:
 
 
 def extent(length: int, axes: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, int]:
-    """Start and length of the piece of a dim that the rank `at` holds, cut by each of `axes` in turn."""
+    """Returns (start, length) of the piece of a dim that the rank at the coordinates `at` holds.
+
+    The dim of `length` elements is cut by each of `axes` in turn; `sizes[axis]` ranks stand along an axis.
+    """
     start = 0
     for axis in axes:
         first, length = piece(length, sizes[axis], at[axis])
@@ -82,7 +101,7 @@ def extent(length: int, axes: tuple[str, ...], sizes: Mapping[str, int], at: Map
 
 
 def piece(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of the `index`-th of `parts` pieces, as `torch.chunk` cuts, with empty ones at the end.
+    """Returns (start, length) of piece `index` of `parts`, as `torch.chunk` cuts, with empty ones at the end.
 
     piece(7, 4, 2) == (4, 2), piece(7, 4, 3) == (6, 1), piece(2, 4, 3) == (2, 0)
     """
@@ -92,5 +111,5 @@ def piece(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def longest(length: int, parts: int) -> int:
-    """The length of all pieces but the last ones."""
+    """Returns the length of all pieces but the last ones."""
     return -(-length // parts)

@@ -1,8 +1,9 @@
-"""Moves a tensor from one placement to another, by the cheapest way (see route); autograd passes through it.
+"""Moves a tensor from one placement to another, by the cheapest route (see route); differentiable.
 
-A redistribution changes no value of the tensor as a whole, so its derivative is one too: of the gradient, between the dual placements. Summands
-have the gradient of the sum; a cut tensor's gradient is cut. Where the result is the same on all ranks of some axes and each uses it for
-something else, the gradient comes back as summands: `summed` names those axes (Megatron-LM's f is R -> R with summed = {tp}).
+A redistribution changes no value of the global tensor, so its derivative is a redistribution too: of the gradient,
+between the dual placements. Each summand has the gradient of the sum; a cut tensor has its cut of the gradient. Where
+the result is the same on all ranks of some axes and each uses it for something else, the gradient comes back as
+summands: `summed` names those axes (Megatron-LM's f is R -> R with summed = {tp}).
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ PURPOSE = "redistribute"
 
 
 class Axes(Protocol):
-    """A mesh with its groups: `mesh.Mesh` and a `World`."""
+    """A mesh with its process groups; `MeshGroups` is the one in use."""
 
     def size(self, axis: str) -> int: ...
     def rank(self, axis: str) -> int: ...
     def group(self, *axes: str) -> Group:
-        """Of the ranks that differ from this one along `axes` only, in the mesh's order."""
+        """The group of the ranks that differ from this one only along `axes`, in the mesh's order."""
 
     def names(self) -> tuple[str, ...]: ...
 
 
 class Redistribution:
-    """From `source` to `target`, of a tensor whose whole shape is `shape`, as planned for the elements' size at each call."""
+    """Moves tensors of one global shape from `source` to `target`; the route is found per element size.
+
+    shape: of the global tensor
+    source, target: its placement before and after
+    axes: the mesh with its groups
+    costs: what the links take, by which the route is chosen
+    summed: axes along which the result is the same on all ranks but its gradients are summands
+
+    Raises ValueError for an axis in `summed` along which the result differs.
+    """
 
     def __init__(
         self,
@@ -52,16 +62,20 @@ class Redistribution:
         self.at = {axis: axes.rank(axis) for axis in axes.names()}
 
     def derivative(self) -> Redistribution:
-        """The same for gradients: from where they come to where they are wanted."""
+        """Returns the redistribution of the gradients, from the dual of the target to the dual of the source."""
         source, target = self.target.dual(self.summed), self.source.dual()
         return Redistribution(self.shape, source, target, self.axes, self.costs)
 
     def steps(self, itemsize: int) -> tuple[Step, ...]:
-        """The way that it takes for elements of `itemsize` bytes."""
+        """Returns the steps of the route for elements of `itemsize` bytes."""
         return route(Question(self.shape, itemsize, tuple(self.sizes.items())), self.source, self.target, self.costs)
 
     def __call__(self, local: Tensor) -> Tensor:
-        """This rank's piece of the target of its piece `local` of the source; memory of its own. ValueError if that has another shape."""
+        """Returns this rank's piece of the target, in new memory, given its piece `local` of the source;
+        differentiable.
+
+        Raises ValueError if `local` has another shape than `source` gives it.
+        """
         here = self.source.box(self.shape, self.sizes, self.at).sizes
         if tuple(local.shape) != here:
             raise ValueError(
@@ -71,14 +85,14 @@ class Redistribution:
 
     @torch.no_grad()
     def run(self, local: Tensor) -> Tensor:
-        """The same beside autograd."""
+        """Moves without autograd; see `__call__`."""
         value, placement = local, self.source
         for step in self.steps(local.element_size()):
             value = getattr(self, f"_{step.operation}")(value, step, placement)
             placement = step.placement
         return value.clone() if value.untyped_storage()._cdata == local.untyped_storage()._cdata else value
 
-    # one step each: `value` lies as `before` says
+    # one operation each: `value` is this rank's piece under the placement `before`
 
     def _span(self, placement: Placement, dim: int) -> tuple[int, int]:
         return extent(self.shape[dim], placement.dims[dim], self.sizes, self.at)
@@ -123,16 +137,20 @@ class Redistribution:
         (axis,) = step.axes
         ranks, (_, length) = self.sizes[axis], self._span(step.placement, step.dim)
         parted = value.shape[step.to_dim]
-        whole = _filled_up(value.movedim((step.to_dim, step.dim), (0, 1)), ranks * longest(parted, ranks), longest(length, ranks))
+        whole = _filled_up(
+            value.movedim((step.to_dim, step.dim), (0, 1)), ranks * longest(parted, ranks), longest(length, ranks)
+        )
         rows = whole.reshape(ranks, longest(parted, ranks), *whole.shape[1:])
-        out = torch.empty_like(rows)  # [from whom, piece of to_dim, piece of dim, ...]
+        out = torch.empty_like(rows)  # [source rank, piece of to_dim, piece of dim, ...]
         self.axes.group(axis).all_to_all(out, rows, purpose=PURPOSE)
         _, mine = piece(parted, ranks, self.at[axis])
         joined = out.movedim(0, 1).flatten(1, 2)[:mine, :length]
         return joined.movedim((0, 1), (step.to_dim, step.dim)).contiguous()
 
     def _permute(self, value: Tensor, step: Step, before: Placement) -> Tensor:
-        """Piece number p, counted by the cuts as they were, goes to the rank that has that number as they will be."""
+        """Sends this rank's piece to the rank that has its number under the new order of the cuts, and receives its
+        own.
+        """
         old, new = before.dims[step.dim], step.placement.dims[step.dim]
         group, cuts = self.axes.group(*old), [axis for axis in self.axes.names() if axis in old]
         target = _rank_of(_number(old, self.sizes, self.at), new, cuts, self.sizes)
@@ -142,7 +160,7 @@ class Redistribution:
 
 
 class _Redistribute(torch.autograd.Function):
-    """Linear: forward mode applies the same to tangents."""
+    """The redistribution as an autograd function. It is linear, so forward mode applies it to tangents."""
 
     @staticmethod
     def forward(local: Tensor, move: Redistribution) -> Tensor:
@@ -162,7 +180,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _filled_up(value: Tensor, *lengths: int) -> Tensor:
-    """`value` with zeros at the end of its first dims up to `lengths`, contiguous."""
+    """Returns `value`, contiguous, padded with zeros at the end of its first dims up to `lengths`."""
     missing = [length - have for length, have in zip(lengths, value.shape, strict=False)]
     if any(missing):
         pad = [0] * (2 * (value.dim() - len(lengths)))
@@ -173,7 +191,7 @@ def _filled_up(value: Tensor, *lengths: int) -> Tensor:
 
 
 def _number(cuts: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, int]) -> int:
-    """Which piece the rank `at` holds, of a dim cut by `cuts`."""
+    """Returns the index of the piece that the rank at the coordinates `at` holds of a dim cut by `cuts`."""
     number = 0
     for axis in cuts:
         number = number * sizes[axis] + at[axis]
@@ -181,7 +199,7 @@ def _number(cuts: tuple[str, ...], sizes: Mapping[str, int], at: Mapping[str, in
 
 
 def _rank_of(number: int, cuts: tuple[str, ...], order: list[str], sizes: Mapping[str, int]) -> int:
-    """The rank, in a group of the axes in `order`, that holds piece `number` of a dim cut by `cuts`."""
+    """Returns the rank, in a group of the axes in `order`, that holds piece `number` of a dim cut by `cuts`."""
     at = {}
     for axis in reversed(cuts):
         number, at[axis] = divmod(number, sizes[axis])

@@ -1,13 +1,16 @@
-"""The cheapest way from one placement of a tensor to another: a shortest path whose edges are single collectives, over what they cost here.
+"""Finds the cheapest route from one placement of a tensor to another: a shortest path whose edges are single
+collectives, weighted by what they cost on these links.
 
-all_gather      [.., a b, ..]   ->  [.., a, ..]        the innermost cut of a dim is joined
-slice           [.., a, ..]     ->  [.., a b, ..]      a dim is cut once more, by an axis along which ranks held the same: free
-all_to_all      [.. b, .. ]     ->  [.., .. b]         the innermost cut moves to another dim
-permute         [a b]           ->  [b a]              the cuts of a dim in another order: each rank hands its piece to one other
-all_reduce      + a b           ->  + b                summands along one or more axes are added up
-reduce_scatter  + a             ->  [.. a]             added up, and a dim is cut by that axis
-lift                            ->  + a                the first rank keeps its values, the others have zeros: free
-spread          [.. a]          ->  + a                each rank its piece among zeros: free
+    all_gather      [.., a b, ..]  ->  [.., a, ..]    the innermost cut of a dim is joined
+    slice           [.., a, ..]    ->  [.., a b, ..]  a dim is cut once more, by an axis along which ranks held
+                                                      the same: free
+    all_to_all      [.. b, .. ]    ->  [.., .. b]     the innermost cut moves to another dim
+    permute         [a b]          ->  [b a]          the cuts of a dim in another order: each rank hands its piece
+                                                      to one other
+    all_reduce      + a b          ->  + b            summands along one or more axes are added up
+    reduce_scatter  + a            ->  [.. a]         summands are added up, and a dim is cut by that axis
+    lift                           ->  + a            the first rank keeps its values, the others have zeros: free
+    spread          [.. a]         ->  + a            each rank has its piece among zeros: free
 """
 
 from __future__ import annotations
@@ -24,21 +27,24 @@ from shoal.comm.transport import sent_bytes
 from shoal.parallel.placement import Placement
 
 MEMORY_RATE = 1e10
-"""Bytes a second that a copy inside a rank is reckoned with: it decides between ways that send as much."""
+"""Bytes per second assumed for a copy within a rank; it decides between routes that send equally much."""
 
 
 class Costs(Protocol):
-    """What the links take: the same on every rank, or they would choose different ways."""
+    """The cost of collectives. It must be equal on all ranks, which would choose different routes otherwise."""
 
     def seconds(self, operation: str, axes: tuple[str, ...], sent: float) -> float:
-        """Of a collective over the ranks along `axes`, of which each sends `sent` bytes."""
+        """Seconds of a collective over the ranks along `axes`, each of which sends `sent` bytes."""
 
     def __hash__(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class AxisCosts:
-    """A line for each axis: `latency[axis]` seconds a collective and `rate[axis]` bytes a second; of several axes the slowest."""
+    """A linear cost for each axis: `latency[axis]` seconds per collective and `rate[axis]` bytes per second.
+
+    A collective over several axes has the latency and the rate of the slowest.
+    """
 
     latency: Mapping[str, float]
     rate: Mapping[str, float]
@@ -52,7 +58,11 @@ class AxisCosts:
 
 @dataclass(frozen=True)
 class Step:
-    """One edge: `operation` over `axes`, on the dims that it changes, to `placement`."""
+    """One edge of the route: `operation` over `axes` makes `placement`.
+
+    dim: the dim that it joins or cuts; -1 if it changes none
+    to_dim: of an all_to_all the dim that is cut by it
+    """
 
     operation: str
     axes: tuple[str, ...]
@@ -66,20 +76,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Question:
-    """A tensor of `shape` with elements of `itemsize` bytes, on a mesh with `sizes` (axis, ranks along it)."""
+    """A tensor of global `shape` with elements of `itemsize` bytes, on a mesh with `sizes` (axis, ranks along it)."""
 
     shape: tuple[int, ...]
     itemsize: int
     sizes: tuple[tuple[str, int], ...]
 
     def nbytes(self, placement: Placement) -> int:
-        """Of the largest piece."""
+        """Returns the bytes of the largest piece."""
         return prod(placement.largest(self.shape, dict(self.sizes))) * self.itemsize
 
 
 def steps_from(question: Question, placement: Placement, wanted: frozenset[str]) -> Iterator[Step]:
-    """The edges that leave `placement`. Summands are made along the axes `wanted` only: sums with zeros may be short ways, too, but would change
-    the sign of a zero."""
+    """Yields the edges that leave `placement`.
+
+    Summands are made along the axes `wanted` only: sums with zeros can be short routes too, but would change the sign
+    of a zero.
+    """
     sizes = dict(question.sizes)
     spare = [axis for axis in sizes if axis not in placement.axes]
     for dim, cuts in enumerate(placement.dims):
@@ -109,7 +122,7 @@ def steps_from(question: Question, placement: Placement, wanted: frozenset[str])
 
 
 def sent(question: Question, before: Placement, step: Step) -> int:
-    """Bytes that a rank sends in `step`."""
+    """Returns the bytes that a rank sends in `step`, which leads away from the placement `before`."""
     sizes = dict(question.sizes)
     ranks = prod(sizes[axis] for axis in step.axes)
     now, then = question.nbytes(before), question.nbytes(step.placement)
@@ -126,7 +139,7 @@ def sent(question: Question, before: Placement, step: Step) -> int:
 
 
 def seconds(question: Question, before: Placement, step: Step, costs: Costs) -> float:
-    """What `step` takes: the link, and a copy of what it makes."""
+    """Returns the seconds that `step` takes: the transfer over the links, and a copy of the result."""
     beside = question.nbytes(step.placement) / MEMORY_RATE
     if step.operation in ("slice", "lift", "spread"):
         return beside
@@ -135,12 +148,17 @@ def seconds(question: Question, before: Placement, step: Step, costs: Costs) -> 
 
 @lru_cache(maxsize=4096)
 def route(question: Question, source: Placement, target: Placement, costs: Costs) -> tuple[Step, ...]:
-    """The steps from `source` to `target` that take the least time together (Dijkstra's); none if they are the same. ValueError for placements of another
-    number of dims or with axes that the mesh does not have."""
+    """Returns the steps from `source` to `target` that take the least time together (Dijkstra's); none if they are
+    equal.
+
+    Raises ValueError for placements of another number of dims, or with axes that the mesh does not have.
+    """
     for placement in (source, target):
         if len(placement.dims) != len(question.shape) or not placement.axes <= {axis for axis, _ in question.sizes}:
-            raise ValueError(f"{placement} does not fit a tensor of shape {question.shape} on the axes {question.sizes}")
-    order = count()  # of equal ways the one with fewer steps, then the first found, so that all ranks take the same
+            raise ValueError(
+                f"{placement} does not fit a tensor of shape {question.shape} on the axes {question.sizes}"
+            )
+    order = count()  # of equal routes the one with fewer steps, then the first found: all ranks agree
     heap: list[tuple[float, int, int, Placement, tuple[Step, ...]]] = [(0.0, 0, next(order), source, ())]
     done: set[Placement] = set()
     while heap:

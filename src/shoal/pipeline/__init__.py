@@ -1,4 +1,5 @@
-"""Pipeline schedules as pure data: who runs which part of which microbatch, in which order; checked and timed before anything runs."""
+"""Pipeline parallelism: schedules are plain data (who runs which part of which microbatch, in which order), checked and
+timed before anything runs; one interpreter runs them."""
 
 from shoal.pipeline.actions import Action, Kind, Schedule
 from shoal.pipeline.balance import balance

@@ -1,13 +1,15 @@
-"""What a rank of a pipeline does, one thing after the other.
+"""The actions of a rank of a pipeline, and schedules: their order on each rank.
 
-    F   forward of a stage on a microbatch           needs F of the stage before
+    F   forward of a stage on a microbatch            needs F of the stage before
     B   its backward                                  needs its F, and B (or I) of the stage behind
-    I   the half of B that gives the input's gradient, which the stage before waits for
-    W   the other half, the weights' gradients, for which nobody waits
+    I   the half of B that computes the input's gradient, for which the stage before waits
+    W   the other half, the weights' gradients, for which no other rank waits
     U   the update of a stage's weights by the gradients so far, in schedules without a flush
-    R   the exchange of those gradients, where it goes on beside other actions: in no schedule, for it is when they are there
+    R   the exchange of those gradients, where it overlaps other actions; in no schedule, for it runs as soon
+        as they are there
 
-A model is cut into `ranks * chunks` stages, which lie in turn on the ranks ("loop": rank 0, 1, .., 0, 1, ..) or there and back ("v": 0, 1, .., 1, 0).
+A model is cut into `ranks * chunks` stages, which are assigned to the ranks in turn ("loop": rank 0, 1, .., 0, 1, ..)
+or there and back ("v": 0, 1, .., 1, 0).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Kind = Literal["F", "B", "I", "W", "R", "U"]
 
 @dataclass(frozen=True)
 class Action:
-    """One of `kind`, of a stage and a microbatch; of U the last microbatch whose gradient it takes."""
+    """An action of a stage on a microbatch; for U the last microbatch whose gradient the update takes."""
 
     kind: Kind
     stage: int
@@ -36,7 +38,14 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`orders[rank]`: what each rank does, in order. `flushes`: whether all of it is one step, after which weights are updated; else updates are among the actions."""
+    """The actions of all ranks of a pipeline.
+
+    ranks, chunks: the stages are ranks * chunks
+    microbatches: their number
+    orders: `orders[rank]` are the actions of a rank, in order
+    placement: the assignment of stages to ranks, see above
+    flushes: all of it is one step, after which weights are updated; else updates are among the actions
+    """
 
     name: str
     ranks: int
@@ -51,25 +60,27 @@ class Schedule:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """Which rank has a stage."""
+        """Returns the rank that has `stage`."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, first to last."""
+        """Returns the stages of a rank, in ascending order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def of_first(self, microbatches: int) -> Schedule:
-        """The same order with the first `microbatches` alone: what a shorter step does. UserError for more than there are."""
+        """Returns this order with only the first `microbatches`, for a shorter step. Raises UserError if there are
+        fewer."""
         if microbatches > self.microbatches:
             raise UserError(
-                f"schedule {self.name} is of {self.microbatches} microbatches, and this step has {microbatches} on a rank"
+                f"schedule {self.name} is of {self.microbatches} microbatches, and this step has {microbatches} on a "
+                "rank"
             )
         orders = as_orders([[action for action in order if action.microbatch < microbatches] for order in self.orders])
         return replace(self, microbatches=microbatches, orders=orders)
 
     def forwards(self, microbatches: int) -> Schedule:
-        """The forwards alone of so many, one stage of a rank after the other."""
+        """Returns a schedule of forwards only, the stages of a rank one after the other."""
         orders = [
             [Action("F", stage, each) for stage in self.stages_of(rank) for each in range(microbatches)]
             for rank in range(self.ranks)
@@ -77,7 +88,10 @@ class Schedule:
         return replace(self, microbatches=microbatches, orders=as_orders(orders))
 
     def needs(self, action: Action) -> list[Action]:
-        """What has to be done before `action`, by whomever. Of a backward in the schedule's form: whole, or its half."""
+        """Returns the actions that must be done before `action`, on any rank.
+
+        For a backward they are those in the schedule: B, or I where it is split.
+        """
         stage, microbatch = action.stage, action.microbatch
         forward = Action("F", stage, microbatch)
         match action.kind:
@@ -92,7 +106,7 @@ class Schedule:
                 return [Action("B", stage, microbatch)]
 
     def backward_of(self, stage: int, microbatch: int) -> Action:
-        """The action after which the gradient of a stage's input is there."""
+        """Returns the action that computes the gradient of a stage's input."""
         half = Action("I", stage, microbatch)
         return half if half in self._actions[self.rank_of(stage)] else Action("B", stage, microbatch)
 
@@ -102,5 +116,5 @@ class Schedule:
 
 
 def as_orders(orders: Sequence[Sequence[Action]]) -> tuple[tuple[Action, ...], ...]:
-    """Frozen."""
+    """Returns the orders as tuples."""
     return tuple(tuple(order) for order in orders)

@@ -1,4 +1,4 @@
-"""A value from another stage in the autograd graph of this one."""
+"""A value of another stage in the autograd graph of this one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from torch.autograd.graph import GradientEdge
 
 
 class Box:
-    """`tensor` holds `value` and is no leaf, so that the model may write to it; `edge`: where its gradient comes."""
+    """Puts a received value into the graph.
+
+    Attributes: `tensor` holds the value and is no leaf, so that the model may write to it; `edge` is where its gradient
+    arrives.
+    """
 
     def __init__(self, value: Tensor) -> None:
-        self._came: list[Tensor] = []  # the graph has this and not the box, which has the graph
+        self._came: list[Tensor] = []  # the graph refers to this list: a reference to the box would be a cycle
         anchor = torch.zeros((), requires_grad=True, device=value.device)
         self.tensor: Tensor = _Arrived.apply(anchor, value, self._came)
         assert self.tensor.grad_fn is not None
@@ -21,7 +25,7 @@ class Box:
 
     @property
     def grad(self) -> Tensor | None:
-        """Its gradient, after a backward."""
+        """The gradient of the value, after a backward; None if there is none."""
         return self._came[0] if self._came else None
 
 

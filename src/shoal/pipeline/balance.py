@@ -1,4 +1,5 @@
-"""Which blocks of a model make up which stage: contiguous, so that the slowest stage is as fast as it can be, within the memory of each."""
+"""Assigns contiguous blocks of a model to stages, so that the slowest stage is as fast as possible within the memory of
+each."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ def balance(
     under_way: Sequence[int] | None = None,
     limit: float = math.inf,
 ) -> list[range]:
-    """The blocks of each of `stages`, at least one each. `costs`: seconds of each block, forward and backward; `first` and `last`: what the first stage has before its blocks
-    (embeddings) and the last one behind them (the head and the loss). `sizes`: bytes that each block takes, `kept`: those that it keeps for each microbatch between forward and backward, of which a stage has as many as
-    `under_way` says; a stage may have `limit` of both together.
+    """Returns the blocks of each stage, at least one each.
 
-    The largest stage is as small as possible; ties go to more even stages. UserError where there are too few blocks, or none fit.
+    costs: seconds of each block, forward and backward
+    stages: their number
+    first: seconds of what the first stage has before its blocks (embeddings)
+    last: seconds of what the last stage has behind them (the head and the loss)
+    sizes: bytes of each block
+    kept: bytes that each block keeps for a microbatch between forward and backward
+    under_way: the number of such microbatches on each stage
+    limit: bytes of `sizes` and `kept` together that a stage may have
+
+    The largest stage is as small as possible; ties go to more even stages. Raises UserError if there are too few
+    blocks, or no cut fits.
     """
     blocks = len(costs)
     if not 1 <= stages <= blocks:
@@ -33,8 +42,11 @@ def balance(
     under_way = under_way or (1,) * stages
 
     def cost(stage: int, start: int, stop: int) -> tuple[float, float]:
-        """The most and the squares of one stage."""
-        if bytes_before[stop] - bytes_before[start] + under_way[stage] * (kept_before[stop] - kept_before[start]) > limit:
+        """Returns the seconds of one stage and their square; infinity if it exceeds the limit."""
+        if (
+            bytes_before[stop] - bytes_before[start] + under_way[stage] * (kept_before[stop] - kept_before[start])
+            > limit
+        ):
             return math.inf, math.inf
         seconds = before[stop] - before[start] + first * (stage == 0) + last * (stage == stages - 1)
         return seconds, seconds**2

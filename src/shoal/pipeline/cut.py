@@ -1,4 +1,4 @@
-"""From a plan to the stages of a built model, and what runs those of this rank."""
+"""Cuts a built model into the stages that a plan asks for, and makes the runner of this rank's stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shoal.plan import Plan, option_name, option_parameters
 
 
 def schedule_of(plan: Plan, microbatches: int) -> Schedule:
-    """The schedule of a step of that many microbatches on a rank. UserError for one that the plan does not name rightly."""
+    """Returns the plan's schedule for a step of `microbatches` on a rank. Raises UserError for a wrong name or
+    parameter."""
     name, parameters = option_name(plan.schedule, "schedule"), option_parameters(plan.schedule)
     if name == "file":
         return _from_file(plan, parameters, microbatches)
@@ -35,18 +36,26 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
 
 
 def steady(plan: Plan, microbatches: int) -> Schedule:
-    """The same, where there is no flush with enough microbatches to fill the pipe: those of following steps are under way too."""
+    """Returns the plan's schedule as it runs in steady state.
+
+    Without a flush that takes at least enough microbatches to fill the pipeline, since those of following steps are
+    under way too.
+    """
     flushes = schedule_of(plan, 1).flushes
     return schedule_of(plan, microbatches if flushes else max(microbatches, plan.pp))
 
 
 FILLS = 4
-"""Microbatches for each rank of a pipeline, where nobody says how many: of 1f1b less than a fifth of the time is then spent waiting."""
+"""Microbatches for each rank of a pipeline, where nobody says how many: of 1f1b less than a fifth of the time is then
+spent waiting."""
 
 
 def samples_to_fill(plan: Plan, samples: int) -> int:
-    """Samples of a microbatch, of `samples` that a replica has in a step, where nobody says how many: all of them, but in a pipeline few enough for FILLS x plan.pp microbatches, as even as can be.
-    A file's schedule has a number of its own, and a step of pipedream is one microbatch."""
+    """Returns the default number of samples in a microbatch, given the `samples` of a replica's step.
+
+    In a pipeline it is small enough for FILLS x plan.pp microbatches, as even as possible. Otherwise it is all of them,
+    also for a schedule from a file, which has its own number, and for pipedream, whose step is one microbatch.
+    """
     if plan.pp == 1 or option_name(plan.schedule, "schedule") in ("file", "pipedream"):
         return samples
     most = max(1, samples // (FILLS * plan.pp))
@@ -55,16 +64,21 @@ def samples_to_fill(plan: Plan, samples: int) -> int:
 
 
 def given_stages(plan: Plan) -> Stages | None:
-    """Numbers or names of the plan. UserError for what is still to be found out."""
+    """Returns the cut that the plan gives by numbers or names. Raises UserError for one that is to be measured or
+    searched."""
     if isinstance(plan.stages, str | Mapping):
         raise UserError(
-            f'plan.stages = "{option_name(plan.stages, "stages")}" needs the data of a job: an Engine takes numbers of blocks or names of parts; shoal.planner.with_stages gives a plan that has them'
+            f'plan.stages = "{option_name(plan.stages, "stages")}" needs the data of a job: an Engine takes numbers of '
+            "blocks or names of parts; shoal.planner.with_stages gives a plan that has them"
         )
     return plan.stages
 
 
 def delay(plan: Plan, place: int) -> int:
-    """By how many versions the weights are older than the newest where an update of them is made, at the `place` of a pipeline whose schedule has no flush (see unflushed)."""
+    """Returns the delay of updates in a schedule without a flush, on the rank at index `place` of the pipeline.
+
+    It is the number of versions between the weights that the gradients were taken at and those that they update.
+    """
     if option_name(plan.schedule, "schedule") == "2bw":
         return 1
     return plan.pp - 1 - (0 if option_parameters(plan.schedule).get("vertical_sync") else place)
@@ -81,18 +95,24 @@ def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> 
         and isinstance(most, int | None)
     ):
         raise UserError(
-            'plan.schedule = "file" takes path, and perhaps chunks (a rank), placement ("loop" or "v") and activations (the most forwards that a rank keeps at a time)'
+            'plan.schedule = "file" takes path, and perhaps chunks (a rank), placement ("loop" or "v") and activations '
+            "(the most forwards that a rank keeps at a time)"
         )
     schedule = read_schedule(Path(path), chunks, placement, most)
     if not schedule.flushes:
-        raise UserError(f'the schedule {path} has updates (U) among its actions: only "pipedream" and "2bw" run without a flush')
+        raise UserError(
+            f'the schedule {path} has updates (U) among its actions: only "pipedream" and "2bw" run without a flush'
+        )
     if schedule.ranks != plan.pp:
         raise UserError(f"the schedule {path} is for {schedule.ranks} ranks, the plan has pp = {plan.pp}")
     return schedule if schedule.microbatches == microbatches else schedule.of_first(microbatches)
 
 
 def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner:
-    """Leaves of `built.module` the stages that this rank has. UserError for a model that cannot be cut so, on every rank alike."""
+    """Removes from `built.module` the stages of other ranks; returns the runner of those that remain.
+
+    Raises UserError, on every rank alike, for a model that cannot be cut so.
+    """
     one = schedule_of(plan, 1)
     units = units_of(built.module)
     stages = stages_of(units, one.stages, given_stages(plan))

@@ -1,8 +1,8 @@
-"""The order of a stage's actions where there is no flush: a list without an end, which goes on from step to step.
+"""The actions of a stage in a schedule without a flush, generated step after step, with no end.
 
-Each forward is followed by the oldest backward as soon as all stages behind have a microbatch. When a step's last
-backward is over here its gradients are reduced (R), if those of the step before have been applied, and some calls later
-its update is made (U).
+Each forward is followed by the oldest backward once all stages behind have a microbatch. When the last backward of a
+step is done its gradients are reduced (R), provided those of the step before have been applied; its update (U) follows
+some steps later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from shoal.pipeline.actions import Action
 
 @dataclass
 class _Step:
-    """`left`: its microbatches whose backward is to come; `last`: the last one's number."""
+    """A step under way.
+
+    left: its microbatches whose backward is to come
+    last: number of its last microbatch, -1 before the first
+    reduced: R has been given
+    """
 
     left: deque[int] = field(default_factory=deque)
     last: int = -1
@@ -24,10 +29,11 @@ class _Step:
 
 
 class Endless:
-    """Gives the actions of `stage`, numbering microbatches from 0.
+    """Generates the actions of `stage`, numbering microbatches from 0.
 
-    - `behind`: stages that come after this one, and so microbatches that are under way
-    - `late`: so many steps after its own a step's update is made
+    stage: the stage of this rank
+    behind: number of stages after this one, and so of microbatches under way
+    late: number of steps by which the update of a step comes after it
     """
 
     def __init__(self, stage: int, behind: int, late: int) -> None:
@@ -36,8 +42,10 @@ class Endless:
         self._next = 0
 
     def step(self, microbatches: int) -> Iterator[Action]:
-        """Gives the forwards of one more step, with the backwards that become due. The step itself is reduced later:
-        see `due`."""
+        """Yields the forwards of one more step, with the backwards that become due.
+
+        The step's own gradients are reduced later (see `due`).
+        """
         step = _Step()
         pending = [*self._steps, step]
         for number in range(self._next, self._next + microbatches):
@@ -49,15 +57,15 @@ class Endless:
         self._steps.append(step)
 
     def due(self) -> Iterator[Action]:
-        """Gives the updates that are due after a step, and what they wait for; then the next step's gradients go
-        out."""
+        """Yields the updates that are due after a step, with the actions that they need, then the next step's
+        reduction."""
         while len(self._steps) > self._late:
             yield from self._update()
         if self._steps and not self._steps[0].left:
             yield from self._reduce(self._steps[0])
 
     def flush(self) -> Iterator[Action]:
-        """Gives all updates that there are to come."""
+        """Yields all outstanding updates, with the actions that they need."""
         while self._steps:
             yield from self._update()
 

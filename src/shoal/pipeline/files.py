@@ -1,4 +1,4 @@
-"""Schedules in a file: a line a rank, its actions in order.
+"""Schedules in a file: one line per rank, with its actions in order.
 
 # two ranks, three microbatches: kind, stage, microbatch
 F0:0 F0:1 B0:0 F0:2 B0:1 B0:2
@@ -18,8 +18,18 @@ from shoal.pipeline.check import check
 _ACTION = re.compile(r"([FBIWU])([0-9]{1,6}):([0-9]{1,6})")
 
 
-def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop", most: int | None = None) -> Schedule:
-    """Checked, also that no rank keeps the activations of more than `most` forwards. UserError with file, line and what is wrong with it."""
+def read_schedule(
+    path: Path, chunks: int = 1, placement: Literal["loop", "v"] = "loop", most: int | None = None
+) -> Schedule:
+    """Reads and checks a schedule.
+
+    path: of the file
+    chunks: stages per rank
+    placement: assignment of stages to ranks, see actions
+    most: of forwards whose activations a rank may keep at a time; None: any number
+
+    Raises UserError with the file, the line and the fault.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -37,15 +47,16 @@ def read_schedule(path: Path, chunks: int = 1, placement: Literal["loop", "v"] =
 
 
 def write_schedule(schedule: Schedule, path: Path) -> None:
-    """As `read_schedule` reads it."""
+    """Writes `schedule` in the form that `read_schedule` reads."""
     path.write_text("".join(" ".join(map(str, order)) + "\n" for order in schedule.orders))
 
 
 def action_of(word: str, where: str = "a schedule") -> Action:
-    """The action that is written so; UserError for what is none."""
+    """Returns the action written as `word`. Raises UserError, beginning with `where`, if it is none."""
     found = _ACTION.fullmatch(word)
     if found is None:
         raise UserError(
-            f"{where}: {word!r:.60} is no action: write F, B, I, W or U, the stage, a colon and the microbatch, such as F0:3"
+            f"{where}: {word!r:.60} is no action: write F, B, I, W or U, the stage, a colon and the microbatch, such "
+            "as F0:3"
         )
     return Action(cast(Kind, found[1]), int(found[2]), int(found[3]))

@@ -1,9 +1,9 @@
-"""Finding routes by running: once for each kind of microbatch, one stage after the other.
+"""Finds routes by running: once for each kind of microbatch, one stage after the other.
 
-The stage that looks runs its forward on what earlier stages have said their parts give: zeros of those shapes, each
-marked by where it comes from. Whatever is computed from marked values is marked too. The marks on the arguments of this
-stage's own parts, and on the loss, are the values that it needs. So a mask made of token ids is no message, and an
-output that skips a stage is one.
+The stage that looks runs its forward on zeros, of the shapes that earlier stages have reported for the results of their
+parts, each marked by its origin. Whatever is computed from marked values is marked too. The values that a stage needs
+are the marks on the arguments of its own parts, and on the loss. So a mask computed from token ids is not sent, and an
+output that skips a stage is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from shoal.pipeline.split import Split
 def find_routes(
     split: Split, number: int, rank_of: Callable[[int], int], group: Group, run: Callable[[], Any], device: torch.device
 ) -> Routes:
-    """Finds the routes of one kind of microbatch. All ranks of a pipeline call it, with the same kind.
+    """Finds the routes of one kind of microbatch. Collective over the pipeline, whose ranks give the same kind.
 
     split: the model's parts by stage
     number: of stages
     rank_of: rank_of(stage) is the rank in `group` that has it
+    group: the ranks of the pipeline
     run: run() gives the model's loss of the microbatch
+    device: of the placeholders
 
-    UserError, on every rank alike, where a stage cannot be run without the others.
+    Raises UserError, on every rank alike, if a stage cannot be run without the others.
     """
     routes = Routes()
     for stage in range(number):
@@ -44,8 +46,8 @@ def find_routes(
         if mine:
             try:
                 seen = look(split, stage, routes, run, device)
-                found = seen if isinstance(seen, str) else wire.pack(seen)  # here, where it may still fail for all
-            except Exception as error:  # the others are to hear of it
+                found = seen if isinstance(seen, str) else wire.pack(seen)  # inside the try: it may fail, too
+            except Exception as error:  # told to all ranks, which would wait for this one
                 failed = error
                 found = str(error) if isinstance(error, UserError) else _what_fails(stage, error)
         told = group.broadcast_object(found, src=rank_of(stage))
@@ -59,8 +61,8 @@ def _what_fails(stage: int, error: Exception) -> str:
     return (
         f"stage {stage} cannot be run on zeros in place of what earlier stages give, by which is found out what "
         f"travels: {type(error).__name__}: {error}. A forward may not depend on the values of what another stage "
-        "computes, but inside "
-        "its parts: name the stages by hand (plan.stages) so that this lies in one, or take plan.pp = 1"
+        "computes, but inside its parts: name the stages by hand (plan.stages) so that this lies in one, or take "
+        "plan.pp = 1"
     )
 
 
@@ -75,17 +77,17 @@ def look(split: Split, stage: int, routes: Routes, run: Callable[[], Any], devic
             seen.use(result)
     except _Unfit as error:
         return str(error)
-    is_last = stage == max(split.stages)  # what the last one gives is nobody else's
+    is_last = stage == max(split.stages)  # no other stage uses the results of the last
     given, changed = ({}, frozenset[Value]()) if is_last else (seen.given, seen.changed())
     return Stage(given, frozenset(seen.needs), frozenset(seen.marks.written), changed, split.said())
 
 
 class _Unfit(Exception):
-    """Raised where the model cannot be cut; told to all ranks."""
+    """Raised if the model cannot be cut; all ranks are told."""
 
 
 class _Look(Calls):
-    """A forward of `stage` that notes what it gives and needs (a split.Forward)."""
+    """A forward of `stage` that records what it gives and needs (a split.Forward)."""
 
     def __init__(self, split: Split, stage: int, routes: Routes, device: torch.device) -> None:
         super().__init__()
@@ -101,8 +103,10 @@ class _Look(Calls):
 
     @contextmanager
     def set_apart(self) -> Iterator[None]:
-        """Notices, around the forward, what runs inside torch's reentrant checkpoint: there the graph is another one,
-        and no gradient would reach what another stage gave."""
+        """Detects, in the context, forwards inside torch's reentrant checkpoint.
+
+        Its graph is a separate one, so no gradient would reach the values of other stages.
+        """
         before = torch_checkpoint.CheckpointFunction
         torch_checkpoint.CheckpointFunction = self  # type: ignore[assignment,misc]
         try:
@@ -111,7 +115,7 @@ class _Look(Calls):
             torch_checkpoint.CheckpointFunction = before  # type: ignore[misc]
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Stands in for that checkpoint."""
+        """Stands in for torch's `CheckpointFunction.apply`."""
         self._is_apart += 1
         try:
             return function(*args)
@@ -127,7 +131,7 @@ class _Look(Calls):
             )
 
     def use(self, values: Any) -> None:
-        """Notes that `values` are used here."""
+        """Records that `values` are used on this stage."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
                 needed = self.marks.of(leaf)
@@ -153,8 +157,8 @@ class _Look(Calls):
             elif _hides_tensors(leaf) and self._stage < max(self._split.stages):
                 raise _Unfit(
                     f"{self._split.units[unit].name} gives a {type(leaf).__name__}, in which tensors are not found: "
-                    "let it give tensors, tuples, dicts, or a class that "
-                    "torch.utils._pytree.register_dataclass or register_pytree_node has made known"
+                    "let it give tensors, tuples, dicts, or a class that torch.utils._pytree.register_dataclass or "
+                    "register_pytree_node has made known"
                 )
         return result
 
@@ -167,13 +171,11 @@ class _Look(Calls):
             if call:
                 raise _Unfit(
                     f"the model calls {name} more than once, with parts of other stages in between, and a stage runs "
-                    "once for a microbatch: give all of them to one stage (plan.stages), or take "
-                    "plan.pp = 1"
+                    "once for a microbatch: give all of them to one stage (plan.stages), or take plan.pp = 1"
                 )
             raise _Unfit(
                 f"stage {self._stage} calls {name}, which stage {its} has and does not call before it is through: give "
-                "both to one stage, or name them in the order of "
-                "the calls (plan.stages), or take plan.pp = 1"
+                "both to one stage, or name them in the order of the calls (plan.stages), or take plan.pp = 1"
             )
 
         def placeholder(leaf: int, shape: Shape) -> Tensor:
@@ -188,5 +190,5 @@ class _Look(Calls):
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    """Whether an object that torch takes for a constant has tensors."""
+    """True if an object that torch takes for a constant has tensors."""
     return any(isinstance(each, Tensor) for each in tree_leaves(dict(getattr(leaf, "__dict__", {}))))

@@ -1,4 +1,4 @@
-"""Does the actions of a rank, one after the other, whatever schedule they come from: with or without an end."""
+"""Runs the actions of a rank one after the other, for every schedule, with or without a flush."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from shoal.pipeline.split_backward import input_half, weight_half
 
 
 class Work:
-    """What a stage does with a microbatch, by its number in the schedule."""
+    """The work of a stage on a microbatch, which is given by its number in the schedule."""
 
     def around(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps a forward, where the model has all that this rank has of it."""
+        """Wraps a forward; the model has all parts of this rank in place."""
         return nullcontext()
 
     def forward(self, microbatch: int) -> Tensor | None:
-        """Gives its loss by the model: on the last stage the number that backward starts from."""
+        """Runs the model and its loss; returns, on the last stage, the scalar from which backward starts."""
         raise NotImplementedError
 
     def backward(self, microbatch: int, complete: Collection[str] | None, last: bool) -> AbstractContextManager[None]:
-        """Wraps the part of a backward that gives the gradients of weights.
+        """Wraps the part of a backward that computes gradients of weights.
 
-        `complete`: the weights to which no later backward of the step adds; None where this part gives no gradients of
-        weights. `last`: it is this rank's last in the step.
+        complete: the weights to which no later backward of the step adds; None if this part computes no gradients of
+            weights
+        last: it is this rank's last backward in the step
         """
         raise AssertionError("forwards alone")
 
@@ -42,13 +43,19 @@ class Work:
         raise AssertionError("a schedule with a flush")
 
     def update(self, microbatch: int) -> None:
-        """Updates the weights by them."""
+        """Updates the weights by the gradients of the step that ends with this microbatch."""
         raise AssertionError("a schedule with a flush")
 
 
 class Interpreter:
-    """Runs actions on one rank of `group`, the ranks of one pipeline of `stages` stages, which lie as `rank_of`
-    says."""
+    """Runs actions on one rank of a pipeline.
+
+    split: the model with this rank's stages
+    group: the ranks of the pipeline
+    world: gives groups, lanes and the ledger
+    rank_of: rank_of(stage) is the rank in `group` that has it
+    stages: their number
+    """
 
     def __init__(self, split: Split, group: Group, world: World, rank_of: Callable[[int], int], stages: int) -> None:
         self._split, self._group, self._rank_of, self._number = split, group, rank_of, stages
@@ -59,16 +66,20 @@ class Interpreter:
         self._local: dict[Message, list[Tensor]] = {}
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Connects the ranks of each pair (lower, higher); all ranks of the pipeline call it alike."""
+        """Connects the ranks of each pair (lower, higher). Collective over the pipeline."""
         self._mail.open(pairs)
 
     def begin(self, routes: Mapping[int, Routes], messages: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
-        """Begins a schedule with an end. `routes`: of each microbatch; `messages`: those that will come, in order."""
+        """Begins a schedule that ends: a step with a flush, or an evaluation.
+
+        routes: of each microbatch
+        messages: those that will arrive, in order, by direction and rank
+        """
         self._routes, self._passes, self._local = dict(routes), {}, {}
         self._mail.expect(messages)
 
     def add(self, microbatch: int, stage: int, routes: Routes) -> None:
-        """Adds one more microbatch, behind those there are, to a schedule without an end; it goes with its backward."""
+        """Adds one more microbatch to a schedule without a flush, behind the present ones; `forget` removes it."""
         self._routes[microbatch] = routes
         for other in range(self._number):
             if other < stage and routes.between(other, stage):
@@ -77,7 +88,7 @@ class Interpreter:
                 self._mail.expect_also("backward", self._rank_of(other), Message("backward", other, stage, microbatch))
 
     def do(self, action: Action, work: Work, complete: Collection[str] = (), last: bool = False) -> None:
-        """Does one action. `complete`, `last`: as of Work.backward."""
+        """Runs one action. `complete` and `last` are those of Work.backward."""
         match action.kind:
             case "R":
                 work.reduce(action.microbatch)
@@ -91,7 +102,7 @@ class Interpreter:
                     raise
 
     def forget(self, microbatch: int) -> None:
-        """Drops a microbatch that is over."""
+        """Removes a microbatch whose actions are done."""
         del self._routes[microbatch]
 
     def _compute(self, action: Action, work: Work, complete: Collection[str], last: bool) -> None:
@@ -106,7 +117,7 @@ class Interpreter:
                 self._weights(action, work, complete, last)
 
     def forward(self, action: Action, work: Work, lane: str = "stage") -> None:
-        """Does a forward, and sends what other stages take of it."""
+        """Runs a forward, and sends the values that other stages need from it."""
         stage, at = action.stage, action.microbatch
         routes = self._routes[at]
         values: dict[Value, Tensor] = {}
@@ -136,7 +147,7 @@ class Interpreter:
     def _inputs(self, action: Action, work: Work) -> None:
         current = self._passes[action.stage, action.microbatch]
         roots, grads = self._roots(action, current)
-        if not current.boxes or not roots:  # all of it can wait
+        if not current.boxes or not roots:  # no other rank waits: all of it runs in the second half
             with self._span(action):
                 current.later = (roots, grads)
             self._send_back(action, {})
@@ -161,7 +172,10 @@ class Interpreter:
                 torch.autograd.backward(roots, grads)
 
     def _roots(self, action: Action, current: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where backward starts: the loss, or what other stages have taken, with the sums of their gradients."""
+        """Returns the tensors where backward starts, and their gradients.
+
+        These are the loss, or the values that other stages have taken, with the sums of the gradients they sent back.
+        """
         stage, at, routes = action.stage, action.microbatch, self._routes[action.microbatch]
         if stage == self._number - 1:
             return ([current.objective] if current.objective is not None and current.objective.requires_grad else []), [
@@ -187,7 +201,7 @@ class Interpreter:
                 self._send(Message("backward", stage, source, at), back)
 
     def _span(self, action: Action, lane: str = "stage") -> AbstractContextManager[None]:
-        """Wraps what is computed of it, but not waiting for messages."""
+        """Records the computation of an action in the ledger, without the wait for messages."""
         return self._ledger.span(lane, str(action))
 
     # messages
@@ -214,13 +228,13 @@ class Interpreter:
         return self._mail.receive(message, source, self._shapes)
 
     def settle(self) -> None:
-        """Returns when all that was sent is gone, and all that is expected has come."""
+        """Waits until everything sent has left and everything expected has arrived."""
         self._mail.settle()
 
     def clear(self) -> None:
-        """Forgets forwards that no backward follows."""
+        """Discards forwards that no backward follows."""
         self._passes.clear()
 
     def close(self) -> None:
-        """Ends the lanes on which values travel."""
+        """Closes the lanes and groups on which values travel."""
         self._mail.close()

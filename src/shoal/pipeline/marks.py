@@ -1,4 +1,4 @@
-"""Marks on tensors: from which values of other stages they are computed, however the model computes them."""
+"""Marks on tensors: the values of other stages that they are computed from, in whatever way the model does it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ READS = "the model reads, outside its parts, the value of something that another
 
 
 class Marks(TorchDispatchMode):
-    """Follows, by memory, which values of other stages tensors are computed from.
+    """Tracks, by memory, the values of other stages that tensors are computed from.
 
-    refusal: makes the error that says why a stage cannot end here
-    is_last: whether the stage is the model's last, after which shapes may depend on values
-    written: values whose own tensors were written to
+    refusal: makes the error for a reason why a stage cannot end here
+    is_last: the stage is the model's last, after which shapes may depend on values
+
+    Attribute: `written`, the values whose own tensors were written to.
     """
 
     def __init__(self, refusal: Callable[[str], Exception], is_last: bool) -> None:
@@ -29,7 +30,7 @@ class Marks(TorchDispatchMode):
         self._refusal, self._is_last = refusal, is_last
         self._marks: dict[int, frozenset[Value]] = {}
         self._first: dict[int, Value] = {}
-        self._alive: list[Tensor] = []  # memory is known by its address, which must not be used twice
+        self._alive: list[Tensor] = []  # marks go by address of memory, which must not be reused
         self._is_paused = False
         self.written: set[Value] = set()
 
@@ -40,7 +41,8 @@ class Marks(TorchDispatchMode):
         return tensor
 
     def clear(self, tensor: Tensor) -> None:
-        """Removes the marks of what a part of this stage has made: what it was made from is noted already."""
+        """Removes the marks of a tensor that a part of this stage has made; what it was made from is recorded
+        already."""
         self._alive.append(tensor)
         self._marks.pop(_memory(tensor), None)
 
@@ -49,7 +51,7 @@ class Marks(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Follows nothing while it is open."""
+        """Switches tracking off in the context."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -79,8 +81,7 @@ class Marks(TorchDispatchMode):
 
 
 def _by_values(func: Any, inputs: Sequence[Tensor]) -> bool:
-    """Says whether the shape of what `func` gives depends on values; rows picked by index have the shape of the
-    index."""
+    """True if the shape of the output of `func` depends on values; rows picked by index have the shape of the index."""
     return func is not torch.ops.aten.index.Tensor or any(
         each.dtype in (torch.bool, torch.uint8) for each in inputs[1:]
     )

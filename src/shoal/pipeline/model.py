@@ -1,4 +1,4 @@
-"""A model that is cut into stages, called as one: on every rank of its pipeline alike, with the same result on all."""
+"""A model cut into stages, called as one: collectively by all ranks of its pipeline, with the same result on all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from shoal.pipeline.runner import Runner
 
 
 class Whole(StandIn):
-    """Gives what the model gives without gradients: one tensor, or the `logits` of what has some; sharded ones whole.
-    `alike`: pipelines whose ranks meet in their forwards, which call it together. `flush` ends the steps under way."""
+    """Calls a pipelined model without gradients; returns its output tensor, or the `logits` of its output, gathered.
+
+    runner: of the stages of this rank
+    alike: group of pipelines whose forwards contain collectives, and which therefore call it together; None: this
+        pipeline alone
+    flush: ends the steps under way
+    """
 
     def __init__(self, runner: Runner, alike: Group | None, flush: Callable[[], None]) -> None:
         super().__init__(runner.split.module, self._run)
@@ -46,7 +51,7 @@ class Whole(StandIn):
 
 
 class _Call(Work):
-    """The one microbatch of such a call (interpreter.Work)."""
+    """The work of the one microbatch of such a call (interpreter.Work)."""
 
     def __init__(self, module: Any, args: Any, kwargs: Any) -> None:
         self._module, self._args, self._kwargs = module, args, kwargs

@@ -1,4 +1,5 @@
-"""In which order a module calls the modules in it, as its forward is written: those of `nn.Module` come in the order in which they were made, which need not be that of the calls."""
+"""Finds the order in which a module calls its children, from the source of its forward. `nn.Module` registers them in
+the order of their creation, which may differ."""
 
 from __future__ import annotations
 
@@ -12,8 +13,12 @@ from torch import nn
 
 
 def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`module.named_children()` in the order in which the forward first uses them; one that it does not name keeps its place behind the one that was made before it. As they were made where the
-    forward's source is not to be had. A wrong guess is no wrong number: a stage that would need what a later one computes is refused when the model is first run."""
+    """Returns `module.named_children()` in the order in which the forward first uses them.
+
+    A child that the forward does not name keeps its position behind the one registered before it; without source all
+    keep the order of registration. A wrong guess cannot give wrong numbers: a stage that would need what a later one
+    computes is refused when the model is first run.
+    """
     children = list(module.named_children())
     names = [name for name, _ in children]
     uses = _Uses(type(module), set(names))
@@ -25,16 +30,19 @@ def children_as_called(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Uses(ast.NodeVisitor):
-    """Collects in `found` the attributes `names` of self in the order in which methods of `of` use them; what is called comes behind its arguments."""
+    """Collects in `found` the attributes `names` of self, in the order in which methods of the class `of` use them.
+
+    The target of a call comes after its arguments.
+    """
 
     def __init__(self, of: type, names: set[str]) -> None:
         self._names, self._followed = names, set[tuple[type, str]]()
-        self._of, self._self = of.__mro__, "self"  # classes in which a method is looked for
-        self._behind: Sequence[type] = ()  # those that super() means
+        self._of, self._self = of.__mro__, "self"  # the classes searched for a method
+        self._behind: Sequence[type] = ()  # the classes that super() searches
         self.found: list[str] = []
 
     def follow(self, method: str, among: Sequence[type] | None = None) -> None:
-        """Into a method of the class, or of the first of `among` that has one, once."""
+        """Visits a method once: that of the class, or of the first of `among` that has it."""
         among = self._of if among is None else among
         owner = next((each for each in among if method in vars(each)), None)
         function: Callable[..., Any] | None = None if owner is None else inspect.getattr_static(owner, method)
@@ -44,7 +52,7 @@ class _Uses(ast.NodeVisitor):
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
         except (OSError, TypeError, SyntaxError, ValueError):
-            return  # made at run time: nothing is known of it
+            return  # made at run time: no source
         if isinstance(tree, ast.FunctionDef) and tree.args.args:
             before = self._self, self._behind
             self._self, self._behind = tree.args.args[0].arg, self._of[self._of.index(owner) + 1 :]
@@ -63,12 +71,14 @@ class _Uses(ast.NodeVisitor):
             self.found += [str(name)] if name not in self.found else []
         elif name is not None:
             self.follow(name)
-        elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super":
+        elif (
+            isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super"
+        ):
             self.follow(node.attr, self._behind)
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        """`self.norm is None` uses nothing."""
+        """Skips `self.norm is None`, which does not use the module."""
         if not any(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
             self.generic_visit(node)
 
@@ -77,7 +87,7 @@ class _Uses(ast.NodeVisitor):
             self.visit(each)
 
     def _of_self(self, node: ast.AST) -> str | None:
-        """The attribute of self that `node` is."""
+        """Returns the name of the attribute of self that `node` is, if it is one."""
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == self._self:
             return node.attr
         return None

@@ -1,7 +1,9 @@
-"""Values from stage to stage, and their gradients back: one ordered way for each pair of ranks and direction, beside the computation.
+"""Sends values from stage to stage and their gradients back: one ordered channel per pair of ranks and direction,
+asynchronous to the computation.
 
-What is sent is queued and goes out when it can. What will be received is asked for in the order in which the other rank sends it, which the schedule says, a few messages before it is needed. So
-nobody computes less because somebody else is late, but who needs what is late.
+A message to send is queued and leaves when it can. Receives are posted in the order in which the other rank sends,
+which the schedule determines, a few messages before they are needed. So a late rank delays only those that need its
+result.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from shoal.pipeline.actions import Schedule
 from shoal.pipeline.routes import Shape
 
 AHEAD = 2
-"""Messages asked for before they are needed, of each other rank and direction."""
+"""Receives posted before they are needed, for each other rank and direction."""
 
 Way = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a microbatch brings from stage `source` to `target`: values forward, or their gradients backward."""
+    """The tensors of a microbatch that go from stage `source` to `target`: values forward, or their gradients
+    backward."""
 
     way: Way
     source: int
@@ -42,19 +45,24 @@ class Message:
 
 
 class Mail:
-    """Of the rank at `place` among `ranks`, those of one pipeline."""
+    """The channels of one rank of a pipeline.
+
+    world: gives groups and lanes
+    ranks: of the pipeline, by their numbers in the world
+    place: index of this rank in `ranks`
+    """
 
     def __init__(self, world: World, ranks: Sequence[int], place: int) -> None:
         self._world, self._ranks, self._place = world, list(ranks), place
-        self._serial = world.serial("pipeline")  # what another one has left under way is not read here
+        self._serial = world.serial("pipeline")  # so that messages left over by another pipeline are not read
         self._groups: dict[tuple[Way, int], Group] = {}
         self._lanes: dict[tuple[Way, int, bool], Lane] = {}
         self._expected: dict[tuple[Way, int], deque[Message]] = {}
         self._posted: dict[Message, tuple[Ticket, list[Tensor]]] = {}
-        self._under_way: Counter[tuple[Way, int]] = Counter()  # of those posted, by way and place
+        self._under_way: Counter[tuple[Way, int]] = Counter()  # posted receives, by direction and index
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Connects the places of each pair (lower, higher); all ranks call it with the same pairs."""
+        """Connects the ranks at the indices of each pair (lower, higher); all ranks call it with the same pairs."""
         for lower, higher in sorted(set(pairs)):
             if self._place not in (lower, higher):
                 continue
@@ -67,16 +75,16 @@ class Mail:
                         self._lanes[way, other, sends] = self._world.lane()
 
     def expect(self, messages: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
-        """What comes next, of each way and place: see `messages_to`."""
+        """Sets the messages that will arrive, in order, by direction and index of the rank: see `messages_to`."""
         self._expected = {key: deque(messages.get(key, ())) for key in self._groups}
         self._posted, self._under_way = {}, Counter()
 
     def expect_also(self, way: Way, place: int, message: Message) -> None:
-        """One more message that the rank at `place` will send, after all that it was said to send."""
+        """Appends one more message that the rank at index `place` will send after all others expected from it."""
         self._expected.setdefault((way, place), deque()).append(message)
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
-        """Queues `tensors` for the rank at `to`; they are not to be written to."""
+        """Queues `tensors` for the rank at index `to`; they must not be written to."""
         group = self._groups[message.way, to]
         target = 1 - group.rank
 
@@ -88,7 +96,7 @@ class Mail:
         self._lanes[message.way, to, True].submit(work, str(message))
 
     def receive(self, message: Message, source: int, shapes: Callable[[Message], Sequence[Shape]]) -> list[Tensor]:
-        """The tensors of `message`, from the rank at `source`; `shapes` are those of any message."""
+        """Returns the tensors of `message` from the rank at index `source`; `shapes` gives those of any message."""
         self.ask(source, message, shapes)
         ticket, tensors = self._posted.pop(message)
         self._under_way[message.way, source] -= 1
@@ -101,32 +109,40 @@ class Mail:
         return tensors
 
     def ask(self, source: int, message: Message, shapes: Callable[[Message], Sequence[Shape]]) -> None:
-        """Posts receives up to that of `message`, and on until `AHEAD` more are under way."""
+        """Posts receives up to that of `message`, and further ones until `AHEAD` more are under way."""
         expected, group = self._expected[message.way, source], self._groups[message.way, source]
         lane = self._lanes[message.way, source, False]
         while expected and (message not in self._posted or self._under_way[message.way, source] <= AHEAD):
             following = expected.popleft()
             self._under_way[message.way, source] += 1
             tensors: list[Tensor] = []
-            work = partial(_receive, group, 1 - group.rank, shapes(following), tensors, self._world.device, following.way)
+            work = partial(
+                _receive, group, 1 - group.rank, shapes(following), tensors, self._world.device, following.way
+            )
             self._posted[following] = (lane.submit(work, str(following)), tensors)
 
     def settle(self) -> None:
-        """Returns when all that was sent is gone, and all that is expected has come."""
+        """Waits until everything sent has left and everything expected has arrived."""
         for lane in self._lanes.values():
             lane.wait(cause="pipeline")
 
     def close(self) -> None:
-        """Messages under way are lost."""
+        """Closes lanes and groups; messages under way are lost."""
         for group in self._groups.values():
             group.close()
         for lane in self._lanes.values():
             lane.close()
 
 
-def messages_to(place: int, schedule: Schedule, between: Callable[[int, int, int], bool]) -> dict[tuple[Way, int], list[Message]]:
-    """What comes to the rank at `place` while `schedule` runs, of each way and other place in the order in which it is sent; `between(source, target, microbatch)`: whether something does
-    forward between these stages, and so back."""
+def messages_to(
+    place: int, schedule: Schedule, between: Callable[[int, int, int], bool]
+) -> dict[tuple[Way, int], list[Message]]:
+    """Returns the messages that arrive while `schedule` runs, by direction and index of the sender, in the order sent.
+
+    place: index of the receiving rank
+    schedule: of all ranks
+    between: between(source, target, microbatch) says whether anything goes forward between these stages, and so back
+    """
     found: dict[tuple[Way, int], list[Message]] = {}
     own = schedule.stages_of(place)
     for source, order in enumerate(schedule.orders):
@@ -142,6 +158,8 @@ def messages_to(place: int, schedule: Schedule, between: Callable[[int, int, int
     return found
 
 
-def _receive(group: Group, source: int, shapes: Sequence[Shape], into: list[Tensor], device: torch.device, way: Way) -> None:
+def _receive(
+    group: Group, source: int, shapes: Sequence[Shape], into: list[Tensor], device: torch.device, way: Way
+) -> None:
     for shape in shapes:
         into.append(group.recv(shape.empty(device), source, purpose=way))

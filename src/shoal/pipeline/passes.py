@@ -1,4 +1,4 @@
-"""What a rank keeps of one forward of a stage, until its backward has come."""
+"""The state that a rank keeps of one forward of a stage, until its backward is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from shoal.pipeline.split_backward import Start
 
 
 class Pass(Calls):
-    """One forward of a stage on a microbatch (split.Forward), and what its backward needs of it."""
+    """A forward of a stage on a microbatch (split.Forward), with the state that its backward needs.
+
+    split: the model with this rank's stages
+    stage: the one that runs
+    routes: of the kind of microbatch
+    values: received from earlier stages
+    device: of the stand-ins for results of others that are not used
+    """
 
     def __init__(
         self, split: Split, stage: int, routes: Routes, values: Mapping[Value, Tensor], device: torch.device
@@ -33,8 +40,9 @@ class Pass(Calls):
         self.given: dict[Value, Tensor] = {}
         self.objective: Tensor | None = None
         self.recall: Callable[[], None] = lambda: None
-        self.starts: list[Start] = []  # of the second half of backward
-        self.later: tuple[list[Tensor], list[Tensor | None]] = ([], [])  # where all of it starts
+        self.starts: list[Start] = []  # where the second half of backward starts
+        # roots and gradients of a backward that runs as a whole in the second half
+        self.later: tuple[list[Tensor], list[Tensor | None]] = ([], [])
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
         result, beside = self._split.taps.run(unit, part, args, kwargs)
@@ -46,8 +54,8 @@ class Pass(Calls):
                 if tuple(leaf.shape) != known:
                     raise UserError(
                         f"{self._split.units[unit].name} gives {tuple(leaf.shape)} to another stage, where of the "
-                        f"first microbatch of these shapes it gave {known}: shapes that depend on the data "
-                        "must stay within one stage (plan.stages)"
+                        f"first microbatch of these shapes it gave {known}: shapes that depend on the data must stay "
+                        "within one stage (plan.stages)"
                     )
                 self.given[value] = leaf.clone() if value in self._own.changed else leaf
         return result
@@ -56,11 +64,11 @@ class Pass(Calls):
         return self._of_others(unit, self.count(unit))
 
     def again(self, unit: int) -> Any:
-        """What another stage's part has given, for a forward that backward runs again."""
+        """Returns the result of another stage's part for a forward that backward runs again."""
         if self.called(unit) > 1:
             raise UserError(
                 f"{self._split.units[unit].name} is called {self.called(unit)} times in a forward, and once more "
-                f"inside torch.utils.checkpoint.checkpoint, which does not say which call that "
+                "inside torch.utils.checkpoint.checkpoint, which does not say which call that "
                 'is: take plan.recompute = "full" in its place'
             )
         return self._of_others(unit, 0)
@@ -70,8 +78,7 @@ class Pass(Calls):
         if given is None:
             raise UserError(
                 f"this microbatch calls {self._split.units[unit].name}, of stage {self._split.stages[unit]}, once more "
-                f"than the first one of its shapes did: what is called must not "
-                "depend on the data, but within one stage"
+                "than the first one of its shapes did: what is called must not depend on the data, but within one stage"
             )
 
         def tensor(leaf: int, shape: Shape) -> Tensor:
@@ -92,13 +99,13 @@ class Pass(Calls):
             unit = self._split.units[value.unit].name
             raise UserError(
                 f"this microbatch does not call {unit} as the first one of its shapes did: what is called must not "
-                f"depend on the data, but within one stage"
+                "depend on the data, but within one stage"
             )
         return self.given[value]
 
 
 class Again:
-    """What a backward runs again of a forward that is over (split.Forward), as torch.utils.checkpoint does."""
+    """The parts of a forward that backward runs again, as torch.utils.checkpoint does (split.Forward)."""
 
     def __init__(self, before: Pass) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""Routes: which values go from which stage of a pipeline to which, for each kind of microbatch. `find_routes` finds
+"""Routes: the values that go from stage to stage of a pipeline, for each kind of microbatch. `find_routes` finds
 them."""
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from shoal.comm import wire
 @wire.sent
 @dataclass(frozen=True, order=True)
 class Value:
-    """A tensor that a part of the model gives: the `leaf`-th of what its `call`-th call in a forward returns."""
+    """A tensor that a part of the model returns.
+
+    unit: index of the part
+    call: number of the call of the part in a forward, from 0
+    leaf: index of the tensor among the leaves of what the call returns
+    """
 
     unit: int
     call: int
@@ -68,13 +73,13 @@ class Given:
 @wire.sent
 @dataclass(frozen=True)
 class Stage:
-    """What one stage's forward gives and needs.
+    """The values that a stage's forward gives and needs.
 
     given: results of calls of its own parts, by (part, call)
     needs: values of earlier stages that it uses
     filled: values of earlier stages whose tensors it writes to
     changed: its own values that are written to after they were given
-    said: what its parts tell later ones beside (split.Remembers)
+    said: the state that its parts leave for later ones (split.Remembers)
     """
 
     given: dict[tuple[int, int], Given]
@@ -130,10 +135,10 @@ class Calls:
         self._numbers: dict[int, int] = {}
 
     def count(self, unit: int) -> int:
-        """The number of the call that begins."""
+        """Returns the number of the call that begins."""
         self._numbers[unit] = self._numbers.get(unit, -1) + 1
         return self._numbers[unit]
 
     def called(self, unit: int) -> int:
-        """How many calls there have been."""
+        """Returns the number of calls so far."""
         return self._numbers.get(unit, -1) + 1

@@ -1,4 +1,4 @@
-"""One rank of a pipeline: learns what travels between its stages and others, and runs steps and evaluations by their
+"""Runs the stages of one rank: learns which values travel between stages, and runs steps and evaluations by the
 schedule."""
 
 from __future__ import annotations
@@ -22,8 +22,13 @@ from shoal.pipeline.split import Split
 
 
 class Runner:
-    """Runs the stages of one rank of `group`, the ranks of one pipeline. `schedule(microbatches)` gives the schedule of
-    a step."""
+    """Runs the stages of one rank of a pipeline.
+
+    split: the model with this rank's stages
+    schedule: schedule(microbatches) is that of a step
+    group: the ranks of the pipeline
+    world: gives groups, lanes and the ledger
+    """
 
     def __init__(self, split: Split, schedule: Callable[[int], Schedule], group: Group, world: World) -> None:
         self.split, self.group, self._device = split, group, world.device
@@ -39,28 +44,28 @@ class Runner:
 
     @property
     def tied(self) -> dict[str, list[int]]:
-        """The weights that ranks of the pipeline share, by name: the places of all that have them."""
+        """The weights that ranks of the pipeline share: name -> indices of the ranks that have them."""
         places = {each.name: sorted({self._rank_of(stage) for stage in each.stages}) for each in self.split.tied}
         return {name: having for name, having in places.items() if len(having) > 1}
 
     @property
     def flushes(self) -> bool:
-        """Whether a step ends with all its backwards."""
+        """True if a step ends with all its backwards."""
         return self._schedule(1).flushes
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage, and with it the loss."""
+        """True if this rank has the last stage, and with it the loss."""
         return self._number - 1 in self.own
 
     @property
     def behind(self) -> int:
-        """How many stages come after this rank's last one."""
+        """Number of stages after this rank's last one."""
         return self._number - 1 - self.own[-1]
 
     @property
     def rounds(self) -> int:
-        """Backwards of each microbatch on this rank."""
+        """Number of backwards of each microbatch on this rank."""
         return len(self.own)
 
     def learn(
@@ -70,13 +75,13 @@ class Runner:
         alike: Group | None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Finds out what travels where of microbatches of `kinds` that have not been seen yet.
+        """Finds the routes of kinds of microbatches that have not been seen yet. Collective over the pipeline.
 
-        All ranks of the pipeline call it alike.
-
-        - `run(place)`: gives the loss of one
-        - `alike`: pipelines whose ranks meet in their forwards, and so find out together
-        - `around`: wraps the forwards, if there are any
+        kinds: of the microbatches of a step
+        run: run(index) gives the loss of one of them
+        alike: group of pipelines whose forwards contain collectives, and which therefore learn together; None: this one
+            alone
+        around: wraps these forwards
         """
         new = torch.tensor([kind not in self._known and kind not in kinds[:place] for place, kind in enumerate(kinds)])
         if alike is not None:
@@ -94,13 +99,12 @@ class Runner:
             self.interpreter.open([(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]])
 
     def train(self, kinds: Sequence[Any], work: Work) -> None:
-        """One step of microbatches of `kinds`."""
+        """Runs one step of microbatches of `kinds`."""
         order = self._begin(kinds, self._schedule).orders[self.group.rank]
         weights = [place for place, action in enumerate(order) if action.kind in ("B", "W")]
         final = {order[place].stage: place for place in weights}
-        with functorch_config.patch(
-            donated_buffer=False
-        ):  # compiled blocks keep theirs until a second half has come by
+        # a compiled block must keep its buffers for the second half of backward
+        with functorch_config.patch(donated_buffer=False):
             for place, action in enumerate(order):
                 complete = set[str]()
                 if place == final[action.stage]:
@@ -110,14 +114,14 @@ class Runner:
         self.interpreter.settle()
 
     def evaluate(self, kinds: Sequence[Any], work: Work) -> None:
-        """The forwards alone."""
+        """Runs the forwards only."""
         for action in self._begin(kinds, self._forwards).orders[self.group.rank]:
             self.interpreter.forward(action, work, "evaluation")
             self.interpreter.clear()
         self.interpreter.settle()
 
     def of_last_stage(self, value: Tensor | None) -> Tensor:
-        """The `value` that the last stage has, on all ranks of the pipeline, which call it alike."""
+        """Broadcasts the `value` of the last stage; returns it on all ranks. Collective over the pipeline."""
         source = self._rank_of(self._number - 1)
         shape = self.group.broadcast_object(
             None if value is None else Shape(tuple(value.shape), value.dtype), src=source
@@ -126,7 +130,7 @@ class Runner:
         return self.group.broadcast(found, src=source, purpose="result")
 
     def add(self, microbatch: int, kind: Any) -> None:
-        """Adds a microbatch of `kind` to a schedule without a flush, by its number."""
+        """Adds microbatch number `microbatch`, of `kind`, to a schedule without a flush."""
         (stage,) = self.own
         self.interpreter.add(microbatch, stage, self._known[kind])
 
@@ -136,7 +140,7 @@ class Runner:
         return schedule(len(kinds))
 
     def close(self) -> None:
-        """Ends the lanes on which values travel."""
+        """Closes the lanes and groups on which values travel."""
         self.interpreter.close()
 
 

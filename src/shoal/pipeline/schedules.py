@@ -1,12 +1,20 @@
-"""The schedules by name, each an order of actions for each rank, a pure function of ranks, chunks and microbatches.
+"""The schedules by name: each is a pure function of ranks, chunks and microbatches to an order of actions for each
+rank.
 
-gpipe        all forwards, then all backwards                                    Huang et al. 2019, arXiv 1811.06965
-1f1b         one forward, one backward, after as many forwards as ranks behind   PipeDream-flush; Narayanan et al. 2021, arXiv 2006.09503
-interleaved  the same over several chunks a rank, in groups of as many microbatches as ranks    Narayanan et al. 2021, arXiv 2104.04473
-zb1p         backward in two halves where the weights' half can fill what would be waiting         Qi et al. 2023, arXiv 2401.10241
-zbv          the same with two chunks a rank, there and back                                  Qi et al. 2024, arXiv 2405.15362
-pipedream    without a flush: each backward is followed by its update            Narayanan et al. 2019 (SOSP)
-2bw          without a flush: one update for every `every` microbatches          Narayanan et al. 2021, arXiv 2006.09503
+    gpipe        all forwards, then all backwards
+                 Huang et al. 2019, arXiv 1811.06965
+    1f1b         one forward, one backward, after as many forwards as ranks behind
+                 PipeDream-flush; Narayanan et al. 2021, arXiv 2006.09503
+    interleaved  1f1b over several chunks a rank, in groups of as many microbatches as ranks
+                 Narayanan et al. 2021, arXiv 2104.04473
+    zb1p         1f1b with backward in two halves: the weights' half fills what would be waiting
+                 Qi et al. 2023, arXiv 2401.10241
+    zbv          backward in two halves, with two chunks a rank, there and back
+                 Qi et al. 2024, arXiv 2405.15362
+    pipedream    without a flush: each backward is followed by its update
+                 Narayanan et al. 2019 (SOSP)
+    2bw          without a flush: one update for every `every` microbatches
+                 Narayanan et al. 2021, arXiv 2006.09503
 """
 
 from __future__ import annotations
@@ -21,18 +29,30 @@ from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
 from shoal.pipeline.simulate import Costs, simulate
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None) -> Schedule:
-    """The schedule of that name. `chunks` a rank: 1, of interleaved and zbv 2, unless given where it is free. `every`: microbatches an update of 2bw, by default as many as ranks.
-    UserError for what the schedule does not take."""
+def make_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, every: int | None = None
+) -> Schedule:
+    """Makes the schedule called `name`.
+
+    ranks, microbatches: of the pipeline, at least 1 each
+    chunks: stages per rank, by default 2 of interleaved and zbv, else 1
+    every: microbatches per update of 2bw, by default as many as ranks
+
+    Raises UserError for values that the schedule does not take.
+    """
     if name not in SCHEDULES:
-        raise UserError(f'plan.schedule = "{name}" is none of {", ".join(SCHEDULES)}.{did_you_mean(name, list(SCHEDULES))}')
+        raise UserError(
+            f'plan.schedule = "{name}" is none of {", ".join(SCHEDULES)}.{did_you_mean(name, list(SCHEDULES))}'
+        )
     if ranks < 1 or microbatches < 1:
         raise UserError(f"a pipeline of {ranks} ranks and {microbatches} microbatches: both must be at least 1")
     usual = {"interleaved": 2, "zbv": 2}.get(name, 1)
     chunks = usual if chunks is None else chunks
     if chunks < 1 or (chunks > 1 and name not in _CHUNKED) or (name == "zbv" and chunks != 2):
         raise UserError(
-            f'plan.schedule = "{name}" takes {"2 chunks" if name == "zbv" else "1 chunk" if name not in _CHUNKED else "1 chunk or more"} a rank, not {chunks}'
+            f'plan.schedule = "{name}" takes '
+            f"{'2 chunks' if name == 'zbv' else '1 chunk' if name not in _CHUNKED else '1 chunk or more'} a rank, not "
+            f"{chunks}"
         )
     if every is not None and name != "2bw":
         raise UserError(f'plan.schedule = "{name}" has no parameter every, which is of 2bw')
@@ -43,7 +63,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
 
 def _gpipe(ranks: int, microbatches: int, chunks: int) -> Schedule:
     orders = [
-        [Action("F", rank, each) for each in range(microbatches)] + [Action("B", rank, each) for each in range(microbatches)]
+        [Action("F", rank, each) for each in range(microbatches)]
+        + [Action("B", rank, each) for each in range(microbatches)]
         for rank in range(ranks)
     ]
     return Schedule("gpipe", ranks, 1, microbatches, as_orders(orders))
@@ -63,15 +84,20 @@ def _1f1b(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Groups of as many microbatches as ranks go through a rank's chunks one after the other; the last group may be smaller."""
+    """Sends groups of as many microbatches as ranks through a rank's chunks in turn; the last group may be smaller."""
     groups = [range(start, min(start + ranks, microbatches)) for start in range(0, microbatches, ranks)]
     orders = []
     for rank in range(ranks):
-        forwards = [Action("F", chunk * ranks + rank, each) for group in groups for chunk in range(chunks) for each in group]
-        backwards = [
-            Action("B", chunk * ranks + rank, each) for group in groups for chunk in reversed(range(chunks)) for each in group
+        forwards = [
+            Action("F", chunk * ranks + rank, each) for group in groups for chunk in range(chunks) for each in group
         ]
-        # as many forwards first as are on their way to the last stage and back
+        backwards = [
+            Action("B", chunk * ranks + rank, each)
+            for group in groups
+            for chunk in reversed(range(chunks))
+            for each in group
+        ]
+        # as many forwards first as are under way to the last stage and back
         ahead = 2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]) if chunks > 1 else ranks - rank - 1
         ahead = len(forwards) if len(groups[-1]) < ranks < microbatches and chunks > 1 else min(ahead, len(forwards))
         order = forwards[:ahead]
@@ -101,8 +127,8 @@ def _pipedream(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _zb1p(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The order of 1f1b, or interleaved, and the weights' half of a backward as many backwards later as ranks stand before this one: so all of them end together, and memory
-    peaks where it did."""
+    """Takes the order of 1f1b, or interleaved, and defers the weights' half of a backward by as many backwards as there
+    are ranks before this one. So all ranks end together, with the same peak memory."""
     base = (_1f1b if chunks == 1 else _interleaved)(ranks, microbatches, chunks)
     orders = []
     for rank, order in enumerate(base.orders):
@@ -121,7 +147,8 @@ def _zb1p(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """The order of the paper, which is of 2 ranks - 1 microbatches or more; of fewer the shorter one of that and of a trial."""
+    """Makes the order of the paper, which is for 2 ranks - 1 microbatches or more; for fewer the shorter one of that
+    and a greedy simulation."""
     empty = Schedule("zbv", ranks, 2, microbatches, (), "v")
     found = _v_filled(empty)
     if microbatches < 2 * ranks - 1:
@@ -130,8 +157,12 @@ def _zbv(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _v_filled(empty: Schedule) -> Schedule:
-    """Each rank fills the way down and up with forwards, then takes of each chunk in turn a forward and both halves of a backward; at the end it puts off as many weights' halves as ranks
-    stand before it, whose inputs' halves wait."""
+    """Makes the order of the paper.
+
+    Each rank fills the way down and up with forwards, then alternates between its chunks, with a forward and both
+    halves of a backward. At the end it defers as many weights' halves as there are ranks before it, which wait for
+    inputs' halves.
+    """
     ranks = empty.ranks
     microbatches = max(empty.microbatches, 2 * ranks - 1)
     orders = []
@@ -163,12 +194,15 @@ def _each(stage: int, *kinds: Kind) -> list[tuple[Kind, int]]:
 
 
 def _v_by_trial(empty: Schedule) -> Schedule:
-    """By trial in unit time: a rank that is free takes the input's half of a backward, of the oldest microbatch there is; else a forward, of the stage nearest to the loss, while
-    it keeps fewer activations than two a rank; else the oldest weights' half."""
+    """Makes an order by a greedy simulation in unit time.
+
+    A free rank takes the input half of the oldest microbatch's backward that is ready; else a forward, of the stage
+    nearest to the loss, while it keeps fewer activations than two per rank; else the oldest weights' half.
+    """
     ranks, microbatches = empty.ranks, empty.microbatches
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     ends: dict[Action, int] = {}
-    number: Counter[tuple[str, int]] = Counter()  # of each kind and stage, which come in the order of microbatches
+    number: Counter[tuple[str, int]] = Counter()  # the next microbatch of each kind and stage
     live, time = [0] * ranks, 0
 
     def ready(kind: Kind, stage: int) -> Action | None:
@@ -208,10 +242,15 @@ def _v_by_trial(empty: Schedule) -> Schedule:
 
 
 def _joined(schedule: Schedule) -> Schedule:
-    """`I` with the `W` right behind it as `B`, which computes faster than both, wherever in unit time all ends as early: where those who wait for `I` have time until `W` is through."""
+    """Replaces `I` followed by its `W` by `B`, which computes faster than both, where that delays nothing.
+
+    It delays nothing if in unit time the schedule ends as early: those that wait for `I` can wait until `W` is done
+    too.
+    """
     costs = Costs.even(schedule.stages)
     times = simulate(schedule, costs)
-    after: dict[Action, set[Action]] = {action: set() for order in schedule.orders for action in order}  # what waits for it
+    # the actions that wait for each action
+    after: dict[Action, set[Action]] = {action: set() for order in schedule.orders for action in order}
     pairs = set()
     for order in schedule.orders:
         for action, then in pairwise(order):
@@ -221,7 +260,7 @@ def _joined(schedule: Schedule) -> Schedule:
         for action in order:
             for need in schedule.needs(action):
                 after[need].add(action)
-    left: dict[Action, float] = {}  # the time from the start of an action to the end of all that has to come after it
+    left: dict[Action, float] = {}  # time from the start of an action to the end of all that depends on it
     whole: dict[Action, Action] = {}
     gone: set[Action] = set()
     for action, start, _ in sorted((span for rank in times.spans for span in rank), key=lambda span: -span[1]):

@@ -1,4 +1,5 @@
-"""How long a schedule takes: each rank does one action after the other, each as soon as what it needs has come."""
+"""Computes the duration of a schedule: a rank runs one action after the other, each as soon as its needs have
+arrived."""
 
 from __future__ import annotations
 
@@ -10,14 +11,21 @@ from shoal.pipeline.actions import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of each kind of action of a stage, 0 of what is not there; and of a `message` from rank to rank."""
+    """Costs in seconds.
+
+    seconds: of each (kind of action, stage); 0 if missing
+    message: of a transfer from rank to rank
+    """
 
     seconds: Mapping[tuple[Kind, int], float]
     message: float = 0.0
 
     @classmethod
-    def even(cls, stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, message: float = 0.0) -> Costs:
-        """The same for all stages: forward, and the halves of a backward, which takes both whole."""
+    def even(
+        cls, stages: int, forward: float = 1.0, inputs: float = 1.0, weights: float = 1.0, message: float = 0.0
+    ) -> Costs:
+        """Returns equal costs for all stages: of a forward, and of the halves of a backward; a whole backward takes
+        both."""
         kinds: dict[Kind, float] = {"F": forward, "B": inputs + weights, "I": inputs, "W": weights}
         return cls({(kind, stage): seconds for kind, seconds in kinds.items() for stage in range(stages)}, message)
 
@@ -27,7 +35,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulated:
-    """`spans[rank]`: (action, start, stop) in order. `seconds` from the first start to the last stop. `bubble`: the part of all ranks' time in which they wait."""
+    """The timeline of a schedule.
+
+    spans: for each rank (action, start, stop) in order
+    seconds: from the first start to the last stop
+    bubble: the fraction of all ranks' time in which they wait
+    """
 
     spans: tuple[tuple[tuple[Action, float, float], ...], ...]
     seconds: float
@@ -35,7 +48,7 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulated:
-    """Of a schedule that `check` has passed."""
+    """Returns the timeline of a schedule that `check` has passed."""
     ends: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.orders]
     places, free = [0] * schedule.ranks, [0.0] * schedule.ranks
@@ -47,7 +60,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulated:
                 needs = schedule.needs(action)
                 if any(need not in ends for need in needs):
                     break
-                arrived = [ends[need] + (costs.message if schedule.rank_of(need.stage) != rank else 0.0) for need in needs]
+                arrived = [
+                    ends[need] + (costs.message if schedule.rank_of(need.stage) != rank else 0.0) for need in needs
+                ]
                 start = max([free[rank], *arrived])
                 ends[action] = free[rank] = start + costs.of(action)
                 spans[rank].append((action, start, free[rank]))

@@ -1,8 +1,10 @@
-"""A model of which a rank has some stages: the parts of the others are gone, and what they give is asked for.
+"""A model of which a rank has some stages: the parts of the other stages are removed, and their results come from
+messages.
 
-A stage runs the model's own forward (and the loss around it). Where that calls a part of an earlier stage it gets what that stage has computed, where it calls one of a later stage the stage is
-through. So nothing has to be known of how a model calls its parts, masks and positions are computed where they are used, and a value that is used two stages further on is as good as one that
-is used in the next.
+A stage runs the model's own forward (and the loss around it). When that calls a part of an earlier stage it gets the
+result that the stage has computed; when it calls a part of a later stage, this stage is done. So nothing needs to be
+known of how a model calls its parts, masks and positions are computed where they are used, and a value may be used by
+any later stage, not only the next.
 """
 
 from __future__ import annotations
@@ -23,36 +25,48 @@ from shoal.pipeline.units import Unit
 
 
 class Left(BaseException):
-    """The forward has come to a part of a later stage: what is to be computed here is computed. Not an Exception, which a loss might catch."""
+    """Raised when the forward reaches a part of a later stage, where the work of this one ends.
+
+    It is not an Exception, which a loss might catch.
+    """
 
 
 class Remembers(Protocol):
-    """What parts say to each other beside what they are called with: how many tokens there are, which documents."""
+    """State that parts share besides their arguments, such as the number of tokens or the documents."""
 
     def state(self) -> Any: ...
     def recall(self, state: Any) -> None: ...
 
 
 class Forward(Protocol):
-    """One forward of a stage: what calls of parts give."""
+    """The forward of a stage on a microbatch: it supplies the results of calls of parts."""
 
     def own(self, unit: int, part: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A part of this stage, to be called."""
+        """Returns the result of a part of this stage, which it calls."""
 
     def elsewhere(self, unit: int) -> Any:
-        """One of another stage."""
+        """Returns the result of a part of another stage."""
 
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter of parts of several stages, or of none, which all stages have; known by its first name in the whole model."""
+    """A parameter that several stages have, under its first name in the whole model.
+
+    It belongs to parts of these stages, or to no part, in which case all stages have it.
+    """
 
     name: str
     stages: tuple[int, ...]
 
 
 class Split:
-    """`built.module` with the parts of `units` that the stages `own` have; `stages[i]` is the stage of `units[i]`. Changes the module."""
+    """Removes from `built.module` the parts that this rank does not have, and routes calls of parts to a `Forward`.
+
+    built: the model, which is changed
+    units: its parts, in the order of calls
+    stages: the stage of each unit
+    own: the stages of this rank
+    """
 
     def __init__(self, built: Built, units: Sequence[Unit], stages: Sequence[int], own: Collection[int]) -> None:
         self.module, self.units, self.stages = built.module, list(units), list(stages)
@@ -60,8 +74,8 @@ class Split:
         inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
         self._loose = {id(parameter) for parameter in built.module.parameters()} - inside
         self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units)
-        self.between: list[Remembers] = []  # what earlier parts say to later ones
-        self.within: list[Remembers] = []  # what is said of a microbatch before its forward
+        self.between: list[Remembers] = []  # sent from earlier parts to later ones
+        self.within: list[Remembers] = []  # set for a microbatch before its forward
         self._forward: Forward | None = None
         self._stage = -1
         here = {
@@ -73,7 +87,8 @@ class Split:
         self._shown: dict[int, Unseen] = {}
         self._stand_ins: list[StandIn] = []
         places = _places(built.module, units)
-        self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, key, part, what stands in for it
+        # (parent, key, part, its stand-in)
+        self._swapped: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
         for index, (unit, stage) in enumerate(zip(units, stages, strict=True)):
             stand_in = StandIn(unit.module, partial(self._called, index))
             self._stand_ins.append(stand_in)
@@ -93,7 +108,7 @@ class Split:
 
     @property
     def common_buffers(self) -> list[str]:
-        """Buffers of what every stage has, since it has no parameters."""
+        """Names of the buffers of modules outside of all parts, which every stage has."""
         own = {id(module) for unit in self.units for module in unit.module.modules()}
         return [
             f"{name}.{key}".lstrip(".")
@@ -103,7 +118,7 @@ class Split:
         ]
 
     def names(self, stage: int) -> set[str]:
-        """The parameters of a stage that this rank has, by the names that they have in the module here."""
+        """Returns the parameters that this rank has of `stage`, by their names in the module on this rank."""
         mine = {
             id(parameter)
             for unit, its in zip(self.units, self.stages, strict=True)
@@ -114,16 +129,16 @@ class Split:
         return {name for name, parameter in self.module.named_parameters() if id(parameter) in mine}
 
     def said(self) -> list[Any]:
-        """What parts have said to those that come after them."""
+        """Returns the state that parts leave for those that come after them."""
         return [each.state() for each in self.between]
 
     def hear(self, said: Sequence[Any]) -> None:
-        """What earlier parts have said."""
+        """Restores the state `said` that earlier parts have left."""
         for each, state in zip(self.between, said, strict=True):
             each.recall(state)
 
     def remembered(self) -> Callable[[], None]:
-        """Brings back, for a backward, what has been said of the forward that is over."""
+        """Returns a function that restores, for a backward, the state of the forward that has just ended."""
         states = [(each, each.state()) for each in (*self.between, *self.within)]
 
         def recall() -> None:
@@ -134,7 +149,7 @@ class Split:
 
     @contextmanager
     def running(self, stage: int, forward: Forward) -> Iterator[None]:
-        """Inside, calls of the model's parts are those of `stage`, and go to `forward`."""
+        """Makes the model run as `stage` inside the context: calls of its parts go to `forward`."""
         self._stage, self._forward = stage, forward
         for parent, key, _, stand_in in self._swapped:
             parent._modules[key] = stand_in
@@ -150,7 +165,8 @@ class Split:
                 parent._modules[key] = part
 
     def run(self, stage: int, forward: Forward, function: Callable[[], Any]) -> Any:
-        """What `function`, which calls the model, gives as `stage`; None where it left it before the end."""
+        """Runs `function`, which calls the model, as `stage`; returns its result, or None if a later stage was
+        reached."""
         with self.running(stage, forward):
             try:
                 return function()
@@ -158,7 +174,7 @@ class Split:
                 return None
 
     def _show(self, name: str, parameter: Tensor) -> Unseen:
-        """What the model sees of a parameter of a part from outside of it."""
+        """Returns the stand-in that the model sees for a parameter of a part, from outside of that part."""
         if id(parameter) not in self._shown:
             own = (each for _, _, part, _ in self._swapped for each in part.parameters() if each.is_floating_point())
             like = next(own, parameter)
@@ -168,7 +184,8 @@ class Split:
     def _called(self, unit: int, *args: Any, **kwargs: Any) -> Any:
         if self._forward is None:
             raise UserError(
-                f"{self.units[unit].name} was called outside a step: with plan.pp > 1 no rank has the whole model; use engine.step, engine.evaluate or engine.model"
+                f"{self.units[unit].name} was called outside a step: with plan.pp > 1 no rank has the whole model; use "
+                "engine.step, engine.evaluate or engine.model"
             )
         if self.stages[unit] == self._stage:
             return self._forward.own(unit, self.units[unit].module, args, kwargs)
@@ -178,7 +195,7 @@ class Split:
 
 
 def _places(module: nn.Module, units: Sequence[Unit]) -> list[list[tuple[nn.Module, str]]]:
-    """Where in `module` each unit is registered: its parents, and under which key."""
+    """Returns for each unit where it is registered in `module`, as (parent, key)."""
     index = {id(unit.module): number for number, unit in enumerate(units)}
     found: list[list[tuple[nn.Module, str]]] = [[] for _ in units]
     for parent in module.modules():

@@ -1,7 +1,9 @@
-"""Backward in two halves: the gradients of a stage's inputs, which the stage before waits for, and those of its weights, for which nobody waits (Qi et al. 2023, arXiv 2401.10241).
+"""Backward in two halves: the gradients of a stage's inputs, for which the stage before waits, and those of its
+weights, for which no other rank waits (Qi et al. 2023, arXiv 2401.10241).
 
-The first half computes no weight's gradient: autograd skips what nothing asks for. On the way it notes the gradients at the nodes where the ways to inputs and to weights part; the second half
-starts there. A node that cannot skip a half, an autograd.Function (compiled blocks, products that communicate), runs once, in the first one.
+The first half computes no weight's gradient: autograd skips what nobody asks for. On the way it records the gradients
+at the nodes where the paths to inputs and to weights part; the second half starts there. A node that cannot skip a
+half, an autograd.Function (compiled blocks, products that communicate), runs once, in the first half.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from shoal.pipeline.arrived import Box
 
 @dataclass(frozen=True)
 class Start:
-    """Where a way to `weights` begins: edges into one node, and what comes there; `beside`: which of the ways out of it lead to no input."""
+    """A node where the second half starts.
+
+    edges: into the node
+    grads: the gradients that arrived at them in the first half
+    weights: the leaves that the second half reaches from here
+    beside: indices of the node's outgoing edges that lead to no input
+    """
 
     edges: list[GradientEdge]
     grads: list[Tensor]
@@ -31,7 +39,13 @@ class Start:
 
 @dataclass
 class _Parting:
-    """The same before anything has come: `numbers` of the edges into `node`."""
+    """A node where paths to inputs and to weights part, before any gradient has arrived.
+
+    node: of the graph
+    numbers: input numbers of the node that edges enter
+    weights: the leaves that the second half reaches from here
+    beside: indices of the node's outgoing edges that lead to no input
+    """
 
     node: Node
     numbers: set[int]
@@ -46,7 +60,14 @@ class _Parting:
 def input_half(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Box]
 ) -> tuple[list[Tensor | None], list[Start]]:
-    """The gradients of `inputs`, and where the second half starts. The graph stays for it."""
+    """Runs the first half: returns the gradients of `inputs`, and the starts of the second half.
+
+    roots: tensors where backward starts
+    grads: their gradients; None: 1
+    inputs: the received values
+
+    The graph is retained for the second half.
+    """
     partings = _partings(roots, [box.edge.node for box in inputs])
     ends = [weight for each in partings if (weight := _variable(each.node)) is not None]
     with _without_hooks(ends):
@@ -63,15 +84,17 @@ def input_half(
     for each in partings:
         there = [(edge, grad) for edge, grad in zip(each.edges, rest, strict=False) if grad is not None]
         if there:
-            starts.append(Start([edge for edge, _ in there], [grad for _, grad in there], list(each.weights), each.beside))
+            starts.append(
+                Start([edge for edge, _ in there], [grad for _, grad in there], list(each.weights), each.beside)
+            )
     return of_inputs, starts
 
 
 def weight_half(starts: Sequence[Start]) -> None:
-    """Adds what comes from `starts` to the gradients of their weights, of each once."""
+    """Runs the second half: adds the gradients from `starts` to their weights, once per weight."""
     sums: dict[Tensor, Tensor] = {}
     uses = Counter(weight for start in starts for weight in start.weights)
-    for start in starts:  # each alone: a backward from several would go from one through the inputs to the next
+    for start in starts:  # one by one: a joint backward would pass from one start through the inputs to the next
         if any(uses[weight] > 1 for weight in start.weights):
             for weight, grad in _step(start):
                 sums[weight] = sums[weight] + grad if weight in sums else grad
@@ -83,7 +106,10 @@ def weight_half(starts: Sequence[Start]) -> None:
         torch.autograd.backward(list(sums), list(sums.values()))
 
 
-def _of_weights(edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _of_weights(
+    edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns (weight, gradient) for the weights that the gradients at `edges`, into one node, reach."""
     if _variable(edges[0].node) is not None:
         return [(weights[0], grads[0])]
     with _without_hooks(weights):
@@ -93,7 +119,8 @@ def _of_weights(edges: Sequence[GradientEdge], grads: Sequence[Tensor], weights:
 
 @contextmanager
 def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Those of users see the sum of a weight's gradients, once: where it is added."""
+    """Switches off the users' hooks on `weights` in the context: they must see the sum of a weight's gradients,
+    once."""
     hooked = [(weight, weight._backward_hooks) for weight in weights if weight._backward_hooks]
     try:
         for weight, _ in hooked:
@@ -106,7 +133,11 @@ def _without_hooks(weights: Sequence[Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def _step(start: Start) -> list[tuple[Tensor, Tensor]]:
-    """The same of a node from which a weight can be reached through the inputs too, where it is used once more: one step by hand, away from them."""
+    """Returns (weight, gradient) for the weights of one start, some of which have several starts.
+
+    From its node such a weight may also be reached through the inputs. So the node is run by hand and only the outgoing
+    edges `beside` are followed.
+    """
     node = start.edges[0].node
     if _variable(node) is not None or not start.beside:
         return _of_weights(start.edges, start.grads, start.weights)
@@ -119,16 +150,21 @@ def _step(start: Start) -> list[tuple[Tensor, Tensor]]:
         if child is None or given[place] is None:
             continue
         if ends := [weight for weight in _weights([child]) if weight in own]:
-            shape = child._input_metadata[number].shape  # which autograd brings it to: it may have been broadcast
+            shape = child._input_metadata[number].shape  # the gradient of a broadcast operand is summed to it
             found += _of_weights([GradientEdge(child, number)], [given[place].sum_to_size(shape)], ends)
     return found
 
 
 def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[_Parting]:
-    """Nodes that lead to an input and to weights beside it, with these and the ways to them; of nodes that do both in one, and of `roots` that lead to no input, where the latter begin.
+    """Returns the nodes where paths to `inputs` and to weights part, with these weights.
 
-    What comes to such a beginning in the first half has in it what has come from others above it. A weight below it and below another parting would get that twice: it is one itself, and
-    has all of its gradient in the first half."""
+    An autograd.Function computes both in one: there the second half starts at its children. It also starts at `roots`
+    that lead to no input.
+
+    The gradient that arrives at such a child or root in the first half already includes what comes from other partings
+    above it. A weight below it and below another parting would get that twice; such a weight becomes a start itself,
+    with its whole gradient from the first half.
+    """
     order, parents = _graph([(root.grad_fn, root.output_nr) for root in roots if root.grad_fn is not None])
     leading = set(inputs)
     for node in order:  # children before parents
@@ -171,22 +207,23 @@ def _partings(roots: Sequence[Tensor], inputs: Sequence[Node]) -> list[_Parting]
 
 
 def _weights(ends: Sequence[Node]) -> dict[Tensor, None]:
-    """The leaves to which nodes that lead to no input lead."""
+    """Returns the leaves below nodes that lead to no input."""
     order, _ = _graph([(node, 0) for node in ends])
     return {leaf: None for node in order if (leaf := _variable(node)) is not None}
 
 
 def _variable(node: Node) -> Tensor | None:
-    """The leaf whose gradient a node accumulates, if it is such a node."""
+    """Returns the leaf whose gradient `node` accumulates, if it is an AccumulateGrad node."""
     return getattr(node, "variable", None)
 
 
 def _does_both(node: Node) -> bool:
+    """True for the node of an autograd.Function, which computes all its gradients at once."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _graph(roots: Sequence[tuple[Node, int]]) -> tuple[list[Node], dict[Node, set[int]]]:
-    """All nodes, children before parents, and by which of their numbers others, or whoever starts, come to each."""
+    """Returns all nodes below `roots`, children before parents, and the input numbers at which each is reached."""
     order: list[Node] = []
     parents: dict[Node, set[int]] = {}
     seen: set[Node] = set()

@@ -1,8 +1,10 @@
-"""The parts of a model that stages are made of, and which stage has which.
+"""The parts of a model that stages consist of, and their distribution over stages.
 
-A part is a repeated block (what `compiling.blocks` finds, or the modules of a Sequential), or any other module that has parameters of its own, with the modules in it. A stage has contiguous parts,
-in the order in which the model's forward calls them; what it computes between parts is computed wherever its results are needed. A module around blocks that has parameters beside them (a scale of
-logits, a class token) computes with those between parts, so every stage has them, and their gradients are summed (split.Tied).
+A part is a repeated block (found by `compiling.blocks`, or the modules of a Sequential), or any other module that has
+parameters of its own, with the modules in it. A stage has contiguous parts, in the order in which the model's forward
+calls them. What the model computes between parts is computed on every stage that needs the result. A module around
+blocks that has parameters beside them (a scale of logits, a class token) computes with those between parts, so every
+stage has them, and their gradients are summed (split.Tied).
 """
 
 from __future__ import annotations
@@ -18,12 +20,18 @@ from shoal.pipeline.balance import balance
 from shoal.pipeline.order import children_as_called
 
 Stages = Sequence[int] | Sequence[Sequence[str]]
-"""By hand: how many blocks each stage has, or which parts, by name or by the beginning of it."""
+"""A cut by hand: the number of blocks of each stage, or the names (or leading parts of names) of its parts."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A part by its `name`. `work`: elements of its matrices, about what a sample takes; a lookup takes none. `is_block`: one of the repeated parts."""
+    """A part of a model.
+
+    name: of the module in the model
+    module: the part itself
+    work: elements of its matrices, roughly the cost of a sample; an embedding lookup costs none
+    is_block: True for one of the repeated blocks
+    """
 
     name: str
     module: nn.Module
@@ -32,14 +40,18 @@ class Unit:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """In the order in which the model calls them: that of the pipeline plan that a model of `transformers` comes with, or as its forward is written (see order)."""
+    """Returns the parts of `module` in the order in which the model calls them.
+
+    It is the order of the pipeline plan that a model of `transformers` brings, or else of its forward's source (see
+    order).
+    """
     repeated = {id(block) for block in _blocks(module)}
     found: list[Unit] = []
     seen: set[int] = set()
 
     def visit(name: str, part: nn.Module) -> None:
         if id(part) in seen:
-            return  # by another name
+            return  # registered under another name too
         seen.add(id(part))
         if id(part) in repeated or _is_part(part, repeated):
             found.append(Unit(name, part, _work(part), id(part) in repeated))
@@ -52,7 +64,14 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) -> list[int]:
-    """The stage of each unit: as `wanted`, else so that the one with most work has as little as can be. UserError for what does not come out."""
+    """Returns the stage of each unit.
+
+    units: in the order of calls
+    stages: their number
+    wanted: the user's cut; None: balanced, so that the stage with most work has as little as possible
+
+    Raises UserError for a cut that does not fit the model.
+    """
     if wanted is None:
         pieces = pieces_of(units)
         cuts = balance(
@@ -71,7 +90,7 @@ def stages_of(units: Sequence[Unit], stages: int, wanted: Stages | None = None) 
 
 @dataclass(frozen=True)
 class Piece:
-    """A block with what is called around it: nothing is cut there."""
+    """A block with the parts that are called around it, never cut apart."""
 
     before: list[Unit]
     own: list[Unit]
@@ -83,7 +102,7 @@ class Piece:
 
 
 def pieces_of(units: Sequence[Unit]) -> list[Piece]:
-    """What stages are made of, in order."""
+    """Groups units into the pieces that stages consist of, in order."""
     if not any(unit.is_block for unit in units):
         return [Piece([], [unit], []) for unit in units]
     found: list[Piece] = []
@@ -102,7 +121,9 @@ def pieces_of(units: Sequence[Unit]) -> list[Piece]:
 def _by_number(units: Sequence[Unit], numbers: Sequence[int]) -> list[int]:
     pieces = pieces_of(units)
     if sum(numbers) != len(pieces) or min(numbers) < 1:
-        raise UserError(f"plan.stages = {list(numbers)}: the model has {len(pieces)} blocks; give each stage at least 1 of them")
+        raise UserError(
+            f"plan.stages = {list(numbers)}: the model has {len(pieces)} blocks; give each stage at least 1 of them"
+        )
     return [stage for stage, piece in zip(_repeat(numbers), pieces, strict=True) for _ in piece.units]
 
 
@@ -120,14 +141,16 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
         ]
         if len(having) != 1:
             raise UserError(
-                f"plan.stages gives {unit.name} to {'no stage' if not having else f'the stages {having}'}: each part is to be named once, or what it lies in"
+                f"plan.stages gives {unit.name} to {'no stage' if not having else f'the stages {having}'}: each part "
+                "is to be named once, or what it lies in"
             )
         found += having
     parts = [unit.name for unit in units]
     for name in (name for each in names for name in each):
         if not any(part == name or part.startswith(f"{name}.") for part in parts):
             raise UserError(
-                f'plan.stages: "{name}" is no part of the model.{did_you_mean(name, parts)} Its parts: {", ".join(parts)}'
+                f'plan.stages: "{name}" is no part of the model.{did_you_mean(name, parts)} Its parts: '
+                f"{', '.join(parts)}"
             )
     if set(found) != set(range(len(names))):
         raise UserError(f"plan.stages: each stage has at least one part, not {dict(zip(parts, found, strict=True))}")
@@ -137,12 +160,15 @@ def _by_name(units: Sequence[Unit], names: Sequence[Sequence[str]]) -> list[int]
 def _blocks(module: nn.Module) -> list[nn.Module]:
     found = blocks(module)
     if found == [module]:
-        found = recomputable(module)  # none: cut between any two
+        found = recomputable(module)  # no blocks: the model may be cut between any two of these
     return [block for block in found if type(block) is not nn.Sequential and any(True for _ in block.parameters())]
 
 
 def _is_part(part: nn.Module, repeated: Collection[int]) -> bool:
-    """Whether a module around no `repeated` one has something of its own that is trained, or, where there is no module in it, written down."""
+    """True if a module outside of the `repeated` blocks has state of its own.
+
+    With modules in it that is a parameter, if it lies around no block; without, a parameter or a persistent buffer.
+    """
     inside = [id(each) for each in part.modules()][1:]
     if inside:
         loose = any(True for _ in part.parameters(recurse=False))
@@ -162,7 +188,8 @@ def _work(part: nn.Module) -> int:
 
 
 def _as_planned(module: nn.Module, units: list[Unit]) -> list[Unit]:
-    """In the order of a `transformers` model's own pipeline plan: what it names comes as it says, the rest (a head) behind."""
+    """Returns units in the order of a `transformers` model's own pipeline plan; those that it does not name (a head)
+    last."""
     base = getattr(module, "base_model", None)
     plan = list(getattr(getattr(module, "config", None), "base_model_pp_plan", None) or ())
     if not isinstance(base, nn.Module) or not plan:

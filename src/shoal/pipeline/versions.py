@@ -1,5 +1,5 @@
-"""Which weights a microbatch sees in a schedule without a flush, and how many versions of them a rank keeps (PipeDream,
-SOSP'19, section 3.3).
+"""The versions of weights that microbatches see in a schedule without a flush, and how many of them a rank keeps
+(PipeDream, SOSP'19, section 3.3).
 
 Version n of a stage's weights is that after its n-th update. A forward takes the newest one there is, or with
 `vertical_sync` the one that the microbatch has seen on the first stage; its backward takes the same again. A version is
@@ -12,7 +12,7 @@ from shoal.pipeline.actions import Action, Schedule
 
 
 def versions(schedule: Schedule, vertical_sync: bool = False) -> dict[Action, int]:
-    """By forward: the version that it and its backward take."""
+    """Returns for each forward the version of the weights that it and its backward take."""
     newest = {action: version for order in schedule.orders for action, version in _newest(order).items()}
     if not vertical_sync:
         return newest
@@ -20,8 +20,10 @@ def versions(schedule: Schedule, vertical_sync: bool = False) -> dict[Action, in
 
 
 def kept_versions(schedule: Schedule, vertical_sync: bool = False) -> list[int]:
-    """Counts the most versions that each rank keeps at a time, the newest one among them, where it has one stage; with
-    `vertical_sync` also those that a microbatch on its way may still ask for."""
+    """Returns for each rank (of one stage) the most versions that it keeps at a time, the newest included.
+
+    With `vertical_sync` they include those that a microbatch not yet arrived may ask for.
+    """
     of, most = versions(schedule, vertical_sync), []
     for order in schedule.orders:
         updates, found, needed = 0, 1, {action: of[action] for action in order if action.kind == "F"}

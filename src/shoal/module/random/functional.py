@@ -1,4 +1,4 @@
-"""Stand-ins for `F.dropout` and `F.scaled_dot_product_attention` while a step's draws are keyed, also in torch's
+"""Replacements of `F.dropout` and `F.scaled_dot_product_attention` by keyed ones during a step, also inside torch's own
 modules."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Draws(Protocol):
-    """What a forward draws from: see `keyed.Randomness`."""
+    """The source of a forward's random draws: see `keyed.Randomness`."""
 
     active: bool
     keyed: bool
@@ -30,7 +30,7 @@ torch_attention = F.scaled_dot_product_attention
 
 
 class _Open:
-    """Keeps, by thread, from which draws `F.dropout` takes its masks.
+    """Records, by thread, the draws that `F.dropout` takes its masks from.
 
     A thread that opened none, like those that run backward on a GPU, uses the only ones that are open.
     """
@@ -68,9 +68,9 @@ _open = _Open()
 
 @contextmanager
 def keyed_functional(randomness: Draws) -> Iterator[None]:
-    """Makes `F.dropout` and the dropout of `F.scaled_dot_product_attention` keyed in this thread while it is open.
+    """Makes `F.dropout` and the dropout of `F.scaled_dot_product_attention` keyed in this thread, inside the context.
 
-    That holds inside torch's own modules too. Attention is computed by `randomness.attend` where there is one.
+    It applies to torch's own modules too. Attention is computed by `randomness.attend` if that is set.
     """
     before = randomness.active
     _open.enter(randomness)
@@ -110,7 +110,7 @@ def attention(
     is_causal: bool = False,
     **rest: Any,
 ) -> Tensor:
-    """Computes `F.scaled_dot_product_attention`; step by step where its dropout is keyed, since its kernels draw
+    """Computes `F.scaled_dot_product_attention`, step by step if its dropout is keyed, since the kernels draw
     inside."""
     randomness = _open.here()
     if dropout_p == 0.0 or randomness is None or not randomness.keyed:

@@ -1,8 +1,8 @@
-"""Randomness keyed by (seed, step, sample id, module name and call index, element): never by rank or microbatch.
+"""Randomness keyed by (seed, step, sample id, module name and call index, element), never by rank or microbatch.
 
-Element i of a sample is dropped or not by Philox4x32-10 under the sample's key, so any split of the batch, and any
-second run of a step, drops the same elements. The mask is made again in backward, not saved. The first dimension of a
-tensor counts samples; where it does not (time-major), the whole microbatch is one sample, named by its first id.
+Philox4x32-10 under the sample's key decides whether element i of a sample is dropped, so any split of the batch, and
+any second run of a step, drops the same elements. The mask is made again in backward, not saved. The first dimension of
+a tensor counts samples; where it does not (time-major), the whole microbatch is one sample, named by its first id.
 
 Other draws (`torch.rand` in a forward) come from torch's generator, seeded for each microbatch by (seed, step, first
 sample id).
@@ -49,13 +49,14 @@ class Drawn:
 
 
 class Randomness:
-    """The draws of one microbatch. `begin` names it; the model's dropout layers read `samples`.
+    """The draws of one microbatch; `begin` sets which one, and the model's dropout layers read `samples`.
 
-    part: part(x, elements) gives the stretches (first, number) of a sample that the `elements` of each in `x` are,
-        where a
-        rank has a part of them
+    seed: of the run
+    device: of the model
+    part: part(x, elements) gives the stretches (first, number) of a whole sample that the `elements` per sample of `x`
+        are; None: all of it
+    attend: computes F.scaled_dot_product_attention where a rank has a part of each row; None: torch's
     keyed: whether functional calls draw by key
-    attend: computes F.scaled_dot_product_attention where a rank has a part of each row
     """
 
     def __init__(
@@ -72,18 +73,20 @@ class Randomness:
         self.part = part or _whole
         self.attend, self.keyed = attend, keyed
         self.module = ""
-        self._first = 0  # the seed of other draws in this microbatch
+        self._first = 0  # seed of other draws in this microbatch
         self._layers: list[KeyedDropout] = []
         self._calls: dict[str, int] = {}
         self._forward_calls: dict[str, int] = {}
 
     def begin(self, step: int | str, ids: Sequence[int]) -> None:
-        """Names what is drawn until the next call: the samples `ids` of `step` (a number, or a name of something
-        else)."""
+        """Sets the keys for what is drawn until the next call.
+
+        step: number of the step, or the name of something else that draws
+        ids: of the samples in the microbatch
+        """
         base = name_key(f"{self.seed}/{step}")
-        samples = torch.from_numpy(
-            mix(mix(np.array(ids, dtype=np.int64)) ^ base)
-        )  # a fifth of the time that torch takes for a few
+        # numpy takes a fifth of torch's time for a few numbers
+        samples = torch.from_numpy(mix(mix(np.array(ids, dtype=np.int64)) ^ base))
         self.samples = (
             to_device(samples, self.device)
         )
@@ -94,11 +97,12 @@ class Randomness:
         seed_generators(self.device, seed)
 
     def drawn(self) -> Drawn:
-        """Returns the state of the draws of the forward that ends now, for a backward that does not come next."""
+        """Returns the state of the draws of the forward that ends now, for a backward that does not follow
+        immediately."""
         return Drawn(self.samples, self._first, self._calls, [layer.calls for layer in self._layers])
 
     def replay(self, forward: Drawn | None = None) -> None:
-        """Begins the backward of `forward`, or of the last one: modules that recompute count their calls from the
+        """Begins the backward of `forward`, by default the last one: modules that recompute count their calls from the
         start."""
         forward = forward or self.drawn()
         self.samples, self._first, self._forward_calls, self._calls = forward.samples, forward.first, forward.calls, {}
@@ -106,7 +110,7 @@ class Randomness:
             layer.forward_calls, layer.calls = calls, 0
 
     def again(self, module: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Makes contexts in which `module` draws once more what it draws in the forward that begins now."""
+        """Returns a maker of contexts in which `module` repeats the draws of the forward that begins now."""
         inside = set(module.modules())
         layers = {layer: layer.calls for layer in self._layers if layer in inside}
         return partial(self._again, layers, dict(self._calls), (self.samples, self._first), self.module, self.active)
@@ -134,14 +138,17 @@ class Randomness:
                 layer.calls, layer.forward_calls = now, forward
 
     def stream(self, name: str) -> torch.Generator | None:
-        """Returns the generator of the module `name` in this microbatch, or None outside of a step, for torch's own."""
+        """Returns a generator for the module `name` in this microbatch; None outside of a step, which means torch's
+        own."""
         if not self.active:
             return None
         return torch.Generator(self.device).manual_seed((self._first ^ name_key(name)) & (SIGN - 1))
 
     def drop(self, x: Tensor, p: float, key: Tensor) -> Tensor:
-        """Drops elements of `x` at rate `p` under the call's `key` (int64, 0-dim), and scales the others by 1 / (1 -
-        p)."""
+        """Drops elements of `x` at rate `p`, and scales the others by 1 / (1 - p).
+
+        `key`: of the call, int64, 0-dim.
+        """
         samples = (
             self.samples if len(self.samples) and x.dim() and x.shape[0] % len(self.samples) == 0 else self.samples[:1]
         )
@@ -156,19 +163,19 @@ class Randomness:
         return torch.cat(dropped, 1).view(x.shape)
 
     def next_key(self) -> Tensor:
-        """Returns the key of the next functional call inside the module that runs now."""
+        """Returns the key of the next functional call inside the module that is running."""
         call = self._calls.get(self.module, 0)
         self._calls[self.module] = call + 1
         if self.module in self._forward_calls:
             call %= self._forward_calls[self.module]
-        return torch.full(
-            (), name_key(f"{self.module}#{call}"), device=self.device
-        )  # torch.tensor would wait for the device
+        # torch.tensor would wait for the device
+        return torch.full((), name_key(f"{self.module}#{call}"), device=self.device)
 
     def take_over(self, root: nn.Module, blocks: Sequence[nn.Module] = ()) -> None:
-        """Replaces the dropout layers of `root`, and follows which module runs for `F.dropout` called directly.
+        """Replaces the dropout layers of `root`, and tracks which module runs, for direct calls of `F.dropout`.
 
-        Inside `blocks` direct calls are numbered under the block's name: hooks there would be compiled for each block.
+        Inside `blocks` direct calls are numbered under the block's name, since hooks there would be compiled per block.
+        Raises UserError for layers whose draws cannot be keyed.
         """
         inside = {id(part) for block in blocks for part in block.modules() if part is not block}
         for name, module in list(root.named_modules()):
@@ -177,8 +184,10 @@ class Randomness:
             where = name or "the model"
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
                 raise UserError(
-                    f"{type(module).__name__}(dropout={module.dropout}) in {where} draws inside its kernel, which cannot be keyed "
-                    'by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the plan)'
+                    f"{type(module).__name__}(dropout={module.dropout}) in {where} draws inside its kernel, which "
+                    "cannot be keyed "
+                    'by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the '
+                    "plan)"
                 )
             if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
                 raise UserError(
@@ -208,7 +217,8 @@ class Randomness:
 
 
 class KeyedDropout(nn.Dropout):
-    """nn.Dropout by `Randomness.drop`, under the layer's name and the index of its call in the microbatch."""
+    """A dropout layer that uses `Randomness.drop`, keyed by the layer's name and the index of its call in the
+    microbatch."""
 
     def __init__(self, p: float, name: str, randomness: Randomness) -> None:
         super().__init__(p)
@@ -219,7 +229,7 @@ class KeyedDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return input
-        if not self._randomness.active:  # the module is used outside a step: plain dropout
+        if not self._randomness.active:  # outside a step: plain dropout
             return torch_dropout(input, self.p)
         call = self.calls % self.forward_calls if self.forward_calls else self.calls
         self.calls += 1

@@ -1,4 +1,4 @@
-"""Bits that depend on keys alone: hashes of names, the mixing of 64-bit words, and dropout masks by Philox4x32-10.
+"""Bits that depend on keys only: hashes of names, the mixing of 64-bit words, and dropout masks by Philox4x32-10.
 
 Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11. On a CPU the mask is made by native/random.c,
 elsewhere by the same arithmetic in torch operations; both give the same bits.
@@ -22,13 +22,13 @@ SIGN = 1 << 63
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= SIGN else value
 
 
 def name_key(name: str) -> int:
-    """64 bits of a module's name, as int64."""
+    """Returns a 64-bit hash of a module's name, as int64."""
     return _signed(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
@@ -36,20 +36,24 @@ Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
 
 def mix(x: Words) -> Words:
-    """SplitMix64's finaliser (Steele et al., OOPSLA'14) on int64: every input bit reaches every output bit."""
+    """Applies SplitMix64's finaliser (Steele et al., OOPSLA'14) to int64: every input bit reaches every output bit."""
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
 
 
 def _shift(x: Words, bits: int) -> Words:
-    """Shifts int64 to the right, zeros coming in."""
+    """Shifts int64 to the right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def keep_fallback(samples: int, elements: int, keys: Tensor, threshold: int, first: int = 0) -> Tensor:
-    """Makes the mask of `shoal_keep` in torch operations: bool [samples, elements], on the device of `keys` (int64
-    [samples])."""
+    """Computes the mask of `shoal_keep` by torch operations: bool [samples, elements], on the device of `keys`.
+
+    keys: int64 [samples]
+    threshold: an element is kept if its 32-bit word is at least this
+    first: index in its sample of the first element
+    """
     counter = torch.arange(first // 4, -(-(first + elements) // 4), device=keys.device)
     c0 = (counter & _MASK32).expand(samples, -1)
     c1 = (counter >> 32).expand(samples, -1)
@@ -71,9 +75,12 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def keyed_dropout_mask(keys: Tensor, elements: int, p: float, first: int = 0) -> Tensor:
-    """Returns which of its `elements` from `first` on each sample keeps when they are dropped at rate `p`.
+    """Returns the mask of the elements that are kept: bool [samples, elements], on the device of `keys`.
 
-    bool [samples, elements], on the device of `keys` (int64 [samples]).
+    keys: int64 [samples]
+    elements: of each sample
+    p: rate at which elements are dropped
+    first: index in its sample of the first element
     """
     samples, threshold = keys.numel(), min(_MASK32, round(p * (1 << 32)))
     kernels = library() if keys.device.type == "cpu" else None
@@ -90,7 +97,7 @@ def _keyed_drop(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
     """Returns x / (1 - p) where elements are kept, 0 elsewhere.
 
     keys: int64 [samples], whose number divides the first dimension of x
-    first: index in its sample of the first element that x has of each
+    first: index in its sample of the first element of each sample in x
     """
     x = x.contiguous()
     kept = keyed_dropout_mask(keys, x.numel() // max(1, keys.numel()), p, first)
@@ -103,7 +110,7 @@ def _(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
 
 
 class DropByKey(torch.autograd.Function):
-    """Linear in x, so backward and forward mode apply the same mask."""
+    """Keyed dropout as an autograd function. It is linear in x, so backward and forward mode apply the same mask."""
 
     @staticmethod
     def forward(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Context parallel: the tokens of each row cut among the ranks along cp, which come together in attention alone."""
+"""Context parallelism: the tokens of each row are cut among the ranks along cp, and attention alone connects them."""
 
 from shoal.parallel.context.context import Context
 from shoal.parallel.context.parts import Parts

@@ -1,11 +1,12 @@
-"""What the ranks along cp do with one microbatch: each has its tokens of every row, and attention sees all of them.
+"""Cuts the tokens of each row of a microbatch among the ranks along cp; attention sees all of them.
 
-`plan.context = "ulysses"` (DeepSpeed-Ulysses, arXiv 2309.14509): the heads are dealt out while attention runs, which is the usual kernel over whole rows. A rank sends
-(1 - 1/cp) of its queries, keys, values and results; cp divides the heads.
+`plan.context = "ulysses"` (DeepSpeed-Ulysses, arXiv 2309.14509): the heads are dealt out while attention runs, by the
+usual kernel over whole rows. A rank sends (1 - 1/cp) of its queries, keys, values and results; cp divides the heads.
 
     tokens of rank r [B, H, T / cp, K]  --all-to-all-->  heads of rank r [B, H / cp, T, K]  --attention-->  back again
 
-`plan.context = "ring"`: keys and values go round (see ring), for any number of heads; a rank sends its keys and values cp - 1 times.
+`plan.context = "ring"`: keys and values are sent round the ranks (see ring), for any number of heads; a rank sends its
+keys and values cp - 1 times.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ PURPOSE = "attention"
 
 
 class Context:
-    """The ranks of `group` share the tokens of a microbatch. `attention` computes it on one device (torch's signature); `lane`: keys and values go round on it,
-    None: heads are dealt out."""
+    """The tokens of a microbatch that this rank has, and attention over those of all ranks of `group`.
+
+    group: the ranks along cp
+    attention: of one device, with the signature of `F.scaled_dot_product_attention`
+    lane: on it keys and values are sent round the ring; None: heads are dealt out
+    """
 
     def __init__(self, group: Group, attention: Callable[..., Tensor], lane: Lane | None = None) -> None:
         self.group, self._attention, self._lane = group, attention, lane
         self.size, self.rank = group.size, group.rank
         self.attending = False
-        self._whole = 0  # tokens of a row
+        self._whole = 0  # tokens of a whole row; 0: no microbatch is open
         self._documents: Tensor | None = None  # [B, T], of whole rows
         self._masks: dict[bool, Tensor] = {}
         self._begins = self._places = self._nothing_padded = torch.empty(0)
@@ -46,12 +51,14 @@ class Context:
         self._place = self._calls = 0
 
     def watch(self, module: nn.Module) -> None:
-        """Sees to it that `module` is told where its tokens stand. UserError for one that cannot be told."""
+        """Registers hooks that give `module` the positions of this rank's tokens. Raises UserError for a model that
+        takes none."""
         module = unadapted(module)
         parameters = list(inspect.signature(module.forward).parameters)
         if "position_ids" not in parameters:
             raise UserError(
-                f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot know which tokens of a row it has"
+                f"plan.cp = {self.size}: the forward of {type(module).__name__} takes no position_ids, so it cannot "
+                "know which tokens of a row it has"
             )
         self._takes_padding, self._takes_documents = "attention_mask" in parameters, "document_ids" in parameters
         self._place = parameters.index("position_ids")
@@ -62,53 +69,66 @@ class Context:
         for name, part in module.named_modules():
             if isinstance(part, nn.RNNBase | nn.modules.conv._ConvNd):
                 raise UserError(
-                    f"plan.cp = {self.size}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a rank has a part: only attention brings them together"
+                    f"plan.cp = {self.size}: {name} ({type(part).__name__}) looks at neighbouring tokens, of which a "
+                    "rank has a part: only attention brings them together"
                 )
         config = getattr(module, "config", None)
         kind = getattr(config, "_attn_implementation", "sdpa")
         if kind != "sdpa":
             raise UserError(
-                f'plan.cp = {self.size}: attention of {type(module).__name__} is computed as "{kind}", which sees this rank\'s tokens alone; "sdpa" is needed'
+                f'plan.cp = {self.size}: attention of {type(module).__name__} is computed as "{kind}", which sees this '
+                'rank\'s tokens alone; "sdpa" is needed'
             )
         self._window = _window(config)
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Tells the model where its tokens stand, if the loss does not: at the places of whole rows."""
+        """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
         if not self._whole:
             return None
         told = dict(kwargs)
         if len(args) <= self._place and kwargs.get("position_ids") is None:
             told["position_ids"] = self._places
             if not self._takes_documents:
-                self._documents = None  # which were those of positions that the loss has left out
+                self._documents = None  # they came from positions that the loss did not pass on
         if self._takes_padding:
-            told.pop("attention_mask", None)  # of this rank's tokens, all there: not for what the model makes of all tokens
+            # it covers this rank's tokens, none of them padding; the model would use it for all tokens
+            told.pop("attention_mask", None)
         return args, told
 
-    def _say_nothing_is_padded(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Else transformers would look for documents in a rank's positions, and some ranks would find some."""
+    def _say_nothing_is_padded(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Gives the model a mask of ones.
+
+        Without one, transformers would look for documents in a rank's positions, and only some ranks would find some.
+        """
         if not self._whole or len(args) > 1 or kwargs.get("attention_mask") is not None:
             return None
         return args, {**kwargs, "attention_mask": self._nothing_padded}
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward now is of this rank's tokens, and not of whole rows."""
+        """True while forwards are of this rank's tokens, and not of whole rows."""
         return self._whole > 0
 
     def runs(self, rank: int | None = None) -> list[tuple[int, int]]:
-        """Which tokens of a row a rank has, this one by default: (start, number) of stretches, in order. Two where keys go round, so that a causal mask is as much
-        work for each rank."""
+        """Returns the tokens of a row that a rank has, this one by default, as stretches (first, number), in order.
+
+        With a ring there are two, so that a causal mask is equally much work for each rank.
+        """
         rank, pieces = self.rank if rank is None else rank, self.size if self._lane is None else 2 * self.size
         each = self._whole // pieces
         return [(place * each, each) for place in ((rank,) if self._lane is None else (rank, pieces - 1 - rank))]
 
     def own(self, x: Tensor, dim: int = 1, rank: int | None = None) -> Tensor:
-        """The tokens of this rank, or of another one, of whole rows."""
+        """Returns the tokens of this rank, or of `rank`, of a tensor `x` of whole rows with the tokens along `dim`."""
         return torch.cat([x.narrow(dim, start, number) for start, number in self.runs(rank)], dim)
 
     def cut(self, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's tokens of each tensor [B, T, ..] in `microbatch`, with `position_ids`. UserError where rows do not come out even."""
+        """Opens a microbatch: returns this rank's tokens of each tensor [B, T, ..] in it, with `position_ids`.
+
+        Raises UserError if the rows cannot be cut evenly, or hold something that does not go with plan.cp.
+        """
         ids = microbatch.get("input_ids")
         if ids is None or ids.dim() != 2:
             raise UserError(
@@ -117,20 +137,25 @@ class Context:
         T, pieces = ids.shape[1], self.size if self._lane is None else 2 * self.size
         if T % pieces:
             raise UserError(
-                f"plan.cp = {self.size}: rows of {T} tokens do not come out even in {pieces} pieces; take rows of {-(-T // pieces) * pieces}"
+                f"plan.cp = {self.size}: rows of {T} tokens do not come out even in {pieces} pieces; take rows of "
+                f"{-(-T // pieces) * pieces}"
             )
         if self._window is not None and self._window < T:
-            raise UserError(f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many")
+            raise UserError(
+                f"plan.cp > 1 has no sliding window of {self._window} tokens yet: take rows of at most so many"
+            )
         padding = microbatch.get("attention_mask")
         if padding is not None and not isinstance(padding, FakeTensor) and not bool(padding.all()):
             raise UserError(
-                "plan.cp > 1 takes no attention_mask: give padding a document of its own (document_ids), and labels of -100"
+                "plan.cp > 1 takes no attention_mask: give padding a document of its own (document_ids), and labels of "
+                "-100"
             )
         for key in ("labels", "targets"):
             given = microbatch.get(key)
             if given is not None and given.shape[:2] != ids.shape:
                 raise UserError(
-                    f"plan.cp = {self.size}: {key} {tuple(given.shape)} are not of tokens {tuple(ids.shape)}; each rank, which has a part of a row, would count them"
+                    f"plan.cp = {self.size}: {key} {tuple(given.shape)} are not of tokens {tuple(ids.shape)}; each "
+                    "rank, which has a part of a row, would count them"
                 )
         self.close()
         self._whole, self._calls = T, 0
@@ -145,29 +170,33 @@ class Context:
         return found
 
     def state(self) -> Any:
-        """Of the microbatch that runs: how long its rows are, and their documents."""
+        """Returns the state of the running microbatch: the length of its rows, their documents and masks."""
         return self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks
 
     def recall(self, state: Any) -> None:
-        """Goes on with another one."""
+        """Continues with the microbatch whose `state` is given."""
         self._whole, self._documents, self._begins, self._places, self._nothing_padded, self._masks = state
         self._known = None
 
     def close(self) -> None:
-        """The microbatch is over: a forward outside of it is of whole rows."""
+        """Ends the microbatch: a forward outside of one is of whole rows."""
         self._whole, self._documents, self._masks, self._known = 0, None, {}, None
 
     def attended(self) -> None:
-        """After a forward: UserError if no attention came by here, so that each token saw its own rank's alone."""
+        """Raises UserError if no attention was called in the forward: each token would have seen only its own
+        rank's."""
         if not self._calls:
             raise UserError(
-                f"plan.cp = {self.size}: the model called no torch.nn.functional.scaled_dot_product_attention (by that name, so that it can be stood in for), and other "
-                "ways from token to token see one rank's tokens alone"
+                f"plan.cp = {self.size}: the model called no torch.nn.functional.scaled_dot_product_attention (by that "
+                "name, so that it can be stood in for), and other ways from token to token see one rank's tokens alone"
             )
 
     def _documents_of(self, microbatch: Mapping[str, Tensor]) -> Tensor | None:
-        """Which document each token of whole rows is of, where the model masks by them: as it is told, or as models of transformers see it by positions that
-        start anew; None where a row is one document."""
+        """Returns the document [B, T] of each token of whole rows, if the model masks by documents; None: a row is one
+        document.
+
+        They are those in the microbatch, or, as models of transformers do it, stretches of positions that start anew.
+        """
         if self._takes_documents:
             return microbatch.get("document_ids")
         positions = microbatch.get("position_ids")
@@ -187,18 +216,25 @@ class Context:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """F.scaled_dot_product_attention of this rank's tokens [B, H, T / cp, K] over whole rows; the mask of the model is known again by what it is of this
-        rank's tokens: causal, by documents, or both. UserError for any other."""
+        """Computes F.scaled_dot_product_attention of this rank's queries [B, H, T / cp, K] over whole rows.
+
+        The model's mask covers this rank's tokens; it is recognized as causal, by documents, or both. Raises UserError
+        for any other mask.
+        """
         self._calls += 1
         if not self._whole:
-            return self._attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return self._attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if attn_mask is not None:
             is_causal = self._is_causal(attn_mask)
         if self._lane is None:
             return self._by_heads(query, key, value, dropout_p, is_causal, scale)
         if dropout_p:
-            raise UserError('plan.context = "ring" has no dropout inside attention: take "ulysses", or a model without it')
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # forward mode, gradients of gradients
+            raise UserError(
+                'plan.context = "ring" has no dropout inside attention: take "ulysses", or a model without it'
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # forward mode or higher derivatives
             return self._gathered(query, key, value, is_causal, scale)
         scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
         documents = None
@@ -212,7 +248,8 @@ class Context:
         heads, keys = query.shape[1], key.shape[1]
         if heads % self.size or (keys % self.size and self.size % keys):
             raise UserError(
-                f'plan.cp = {self.size} deals out {heads} heads, and {keys} of keys and values, which does not come out even: take plan.context = "ring", or a '
+                f"plan.cp = {self.size} deals out {heads} heads, and {keys} of keys and values, which does not come "
+                'out even: take plan.context = "ring", or a '
                 "cp that divides the heads"
             )
         if keys < self.size:
@@ -231,33 +268,36 @@ class Context:
         return swap(out, self.group, 2, 1, PURPOSE)
 
     def _gathered(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-        """The same from all keys and values at once, by operations that can be differentiated again."""
+        """Computes attention over the gathered keys and values, by operations that can be differentiated repeatedly."""
         keys, values = (gather_from(each, self.group, 2, purpose=PURPOSE) for each in (key, value))
         every = torch.arange(self._whole, device=query.device)
         mine, theirs = self.own(every, 0), torch.cat([self.own(every, 0, rank) for rank in range(self.size)])
         mask = theirs <= mine[:, None] if is_causal else torch.ones_like(theirs <= mine[:, None])
         if self._documents is not None:
             mask = mask & (self._documents[:, None, mine, None] == self._documents[:, None, None, theirs])
-        return self._attention(query, keys, values, mask, 0.0, False, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        return self._attention(
+            query, keys, values, mask, 0.0, False, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
     def _mask(self, causal: bool) -> Tensor:
-        """[B, 1, T, T]: which tokens of whole rows a token may see."""
+        """Returns the mask [B, 1, T, T] of whole rows: which tokens a token may see."""
         if causal not in self._masks:
             assert self._documents is not None
             self._masks[causal] = _seen(self._documents, causal)
         return self._masks[causal]
 
     def _is_causal(self, mask: Tensor) -> bool:
-        """Whether the model's mask of this rank's tokens is the causal one, or all tokens of a document see each other."""
+        """True if the model's mask of this rank's tokens is causal; false if all tokens of a document see each
+        other."""
         if self._known is not None and self._known[0] is mask:
             return self._known[1]
         if isinstance(mask, FakeTensor):
-            return True  # of a dry run, in which nothing has values
+            return True  # in a dry run nothing has values
         documents = self._documents
         if documents is None:
             documents = torch.zeros(1, self._whole, dtype=torch.int64, device=mask.device)
         seen = mask if mask.dtype == torch.bool else mask == 0
-        # transformers takes a place that does not follow the one before it for the beginning of a document
+        # transformers begins a document at every position that does not follow the one before it
         candidates = [(self.own(documents), True), (self.own(documents), False), (self._begins, True)]
         for own, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
             mine = _seen(own, causal)
@@ -265,17 +305,20 @@ class Context:
                 self._known = mask, causal
                 return causal
         raise UserError(
-            f"plan.cp = {self.size}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of documents (document_ids) cannot be cut by tokens"
+            f"plan.cp = {self.size}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of "
+            "documents (document_ids) cannot be cut by tokens"
         )
 
 
 def _seen(documents: Tensor, causal: bool) -> Tensor:
+    """Returns the mask [B, 1, T, T]: a token sees those of its document in `documents` [B, T], with `causal` no later
+    ones."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril() if causal else same
 
 
 def _window(config: Any) -> int | None:
-    """How many tokens back attention sees, by the configuration of a model of transformers; None: all."""
+    """Returns how many tokens back attention sees, by the configuration of a model of transformers; None: all."""
     found = []
     for each in (config, getattr(config, "text_config", None)):
         if getattr(each, "use_sliding_window", True):
@@ -285,7 +328,7 @@ def _window(config: Any) -> int | None:
 
 
 def _begun(positions: Tensor) -> Tensor:
-    """A number for each stretch of tokens [B, T] whose positions follow each other."""
+    """Returns a number for each stretch of tokens [B, T] whose positions follow each other."""
     begins = torch.ones_like(positions)
     begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1).long()
     return begins.cumsum(1)

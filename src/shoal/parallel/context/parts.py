@@ -1,4 +1,4 @@
-"""Which elements of a sample a rank has, of a tensor that a forward makes: what keyed randomness asks."""
+"""Finds the elements of a sample that a rank has, for a tensor made in a forward; keyed randomness needs them."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from shoal.parallel.tensor import Region
 
 
 class Parts:
-    """By the tokens that `context` leaves to this rank, and `region` of those, and by the heads that both do."""
+    """The part of a sample on this rank: the tokens left by `context` and `region`, and the heads dealt out by both."""
 
     def __init__(self, region: Region | None, context: Context | None) -> None:
         self._region, self._context = region, context
 
     def __call__(self, x: Tensor, elements: int) -> list[tuple[int, int]]:
-        """The stretches of a whole sample that make up the `elements` which `x` has of each: (first element, number)."""
-        if x.dim() == 4 and x.shape[2] == x.shape[3]:  # weights of attention [B, H, T, T]
+        """Returns the stretches (first element, number) of a whole sample that make up the `elements` per sample of
+        `x`."""
+        if x.dim() == 4 and x.shape[2] == x.shape[3]:  # attention weights [B, H, T, T]
             return [(self._heads_before(x.shape[1]) * elements, elements)]
         runs = self.tokens()
         tokens = sum(number for _, number in runs)
-        here = x.shape[1] if x.dim() > 2 else elements // max(1, x.shape[-1])  # of [B, T, ..], or of [B T, D]
+        here = x.shape[1] if x.dim() > 2 else elements // max(1, x.shape[-1])  # x is [B, T, ..] or [B T, D]
         if not tokens or here != tokens:
             return [(0, elements)]
         each = elements // tokens
         return [(start * each, number * each) for start, number in runs]
 
     def _heads_before(self, heads: int) -> int:
-        """How many ranks have the heads before these, of as many each."""
+        """Returns how many ranks, with `heads` heads each, have the heads before these."""
         context = self._context if self._context is not None and self._context.attending else None
         dealt = 1 if context is None else context.size
         before = self._region.rank if self._region is not None and self._region.has_heads(heads, dealt) else 0
         return before if context is None else before * dealt + context.rank
 
     def tokens(self, along_cp: int | None = None, along_tp: int | None = None) -> list[tuple[int, int]]:
-        """The tokens of a row that a rank has, this one by default, as stretches (first, number)."""
+        """Returns the tokens of a row that a rank has, this one by default, as stretches (first, number)."""
         runs = self._context.runs(along_cp) if self._context is not None and self._context.is_open else []
         if self._region is None or not self._region.sequence:
             return runs
@@ -43,7 +44,7 @@ class Parts:
 
 
 def _between(runs: list[tuple[int, int]], before: int, number: int) -> list[tuple[int, int]]:
-    """Of stretches one after the other those `number` elements that have `before` before them."""
+    """Returns the `number` elements that come after the first `before` ones of the stretches `runs`, as stretches."""
     found = []
     for start, length in runs:
         skipped = min(before, length)

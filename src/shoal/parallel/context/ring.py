@@ -1,13 +1,16 @@
-"""Attention over whole rows of which each rank has some tokens: keys and values go round the ranks, and results are merged by their log-sum-exp.
+"""Attention over whole rows of which each rank has some tokens: keys and values are sent round the ranks, and results
+are merged by their log-sum-exp.
 
-    rank r has the pieces r and 2 cp - 1 - r of a row of 2 cp pieces (zig-zag): under a causal mask every step of the ring is as much work for each rank
+Rank r has the pieces r and 2 cp - 1 - r of a row of 2 cp pieces (zig-zag), so that under a causal mask every step of
+the ring is equally much work for each rank:
 
     step 0        its own keys         causal                      (both pieces)
     from j < r    piece j              all queries see it          (its other piece is later than all of them)
     from j > r    both pieces          the later queries see them  (the earlier ones see neither)
 
-Ring Attention (arXiv 2310.01889) with the balance of Striped and zig-zag variants (arXiv 2311.09431). A rank holds two pieces of keys and values at a time, and the next
-ones come while it computes. Backward goes round once more with the gradients of keys and values, so nothing is saved but what a rank has itself.
+This is Ring Attention (arXiv 2310.01889) with the balance of the Striped and zig-zag variants (arXiv 2311.09431). A
+rank holds two sets of keys and values at a time: the next ones arrive while it computes. Backward goes round once more
+with the gradients of keys and values, so a rank saves only its own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Block:
-    """Which of a rank's queries see which of the keys that are there: halves of both as slices. `causal`: by their order. `mask` [B, 1, q, k]: and by this."""
+    """The part of this rank's queries that sees a part of the present keys.
+
+    queries, keys: slices of the tokens
+    causal: a query sees no later keys
+    mask: [B, 1, q, k], true where a query sees a key; None: no further mask
+    """
 
     queries: slice
     keys: slice
@@ -39,7 +47,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Ring:
-    """`group`: the ranks, in order of their first piece. `documents` [B, T / cp] by rank: a token sees those of its own; None: all."""
+    """The ring of a call of attention.
+
+    group: the ranks, in order of their first piece
+    lane: on it keys and values are sent
+    causal, scale: of the scores
+    documents: [B, T / cp] by rank, a token sees those of its own document; None: all are one
+    """
 
     group: Group
     lane: Lane
@@ -48,7 +62,8 @@ class Ring:
     documents: tuple[Tensor, ...] | None = None
 
     def block(self, source: int, tokens: int) -> Block:
-        """What this rank's queries see of the keys of `source`."""
+        """Returns which queries of this rank see which keys of the rank `source`; a rank has `tokens` tokens of a
+        row."""
         rank, half, whole = self.group.rank, tokens // 2, slice(None)
         if not self.causal:
             found = Block(whole, whole)
@@ -65,14 +80,17 @@ class Ring:
         return Block(found.queries, found.keys, False, mask.tril() if found.causal else mask)
 
     def visits(self, *mine: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Each rank's tensors in turn, with its number, this rank's first; the next ones come meanwhile."""
+        """Yields (rank, its tensors) for each rank, this one first; the next rank's tensors arrive meanwhile."""
         size, rank = self.group.size, self.group.rank
         here = torch.stack(mine)
         for step in range(size):
             coming = None
             if step < size - 1:
                 coming = torch.empty_like(here)
-                self.lane.submit(lambda out=coming, sent=here: self._pass_on(out, sent), "keys and values")  # type: ignore[misc]
+                self.lane.submit(
+                    lambda out=coming, sent=here: self._pass_on(out, sent),  # type: ignore[misc]
+                    "keys and values",
+                )
             yield (rank - step) % size, here.unbind(0)
             if coming is not None:
                 self.lane.wait()
@@ -83,7 +101,7 @@ class Ring:
         self.group.exchange(out, (rank - 1) % size, sent, (rank + 1) % size, PURPOSE)
 
     def pass_on(self, sent: Tensor) -> Tensor:
-        """What the rank before this one has sent."""
+        """Sends `sent` to the next rank; returns what the rank before this one has sent."""
         out = torch.empty_like(sent)
         self.lane.submit(lambda: self._pass_on(out, sent), "gradients of keys and values")
         self.lane.wait()
@@ -91,7 +109,10 @@ class Ring:
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-    """softmax(q k^T scale) v of this rank's queries [B, H, T / cp, K] over the keys and values [B, H, T / cp, K] of all ranks."""
+    """Returns softmax(q k^T scale) v of this rank's queries over the keys and values of all ranks.
+
+    `query`, `key`, `value`: [B, H, T / cp, K]; keys and values may have fewer heads, which divide those of the queries.
+    """
     return _RingAttention.apply(query, key, value, ring)[0]
 
 
@@ -102,7 +123,9 @@ class _RingAttention(torch.autograd.Function):
         logsumexp = out.new_full(query.shape[:-1], -math.inf)
         for source, (keys, values) in ring.visits(key, value):
             block = ring.block(source, query.shape[2])
-            part, total = attend(query[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys], block, ring.scale)
+            part, total = attend(
+                query[:, :, block.queries], keys[:, :, block.keys], values[:, :, block.keys], block, ring.scale
+            )
             so_far, at = out[:, :, block.queries], logsumexp[:, :, block.queries]
             both = torch.logaddexp(at, total)
             weight = _share(at, both)
@@ -129,17 +152,25 @@ class _RingAttention(torch.autograd.Function):
             block = ring.block(source, query.shape[2])
             q, k = block.queries, block.keys
             gradients = attend_backward(
-                grad[:, :, q], query[:, :, q], keys[:, :, k], values[:, :, k], out[:, :, q], logsumexp[:, :, q], block, ring.scale
+                grad[:, :, q],
+                query[:, :, q],
+                keys[:, :, k],
+                values[:, :, k],
+                out[:, :, q],
+                logsumexp[:, :, q],
+                block,
+                ring.scale,
             )
             grad_query[:, :, q] += gradients[0]
             travelling[0][:, :, k] += gradients[1]
             travelling[1][:, :, k] += gradients[2]
-        grad_key, grad_value = ring.pass_on(travelling)  # the last ones are those of the rank behind this one
+        grad_key, grad_value = ring.pass_on(travelling)  # those held last are the next rank's: one more step home
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of one block, and the log-sum-exp of its scores [B, H, q], -inf where a query sees nothing."""
+    """Returns attention over the keys of one block, and the log-sum-exp [B, H, q] of its scores, -inf if a query sees
+    none."""
     key, value = (_as_many(each, query.shape[1]) for each in (key, value))
     if block.mask is None:
         if query.is_cpu:
@@ -148,14 +179,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
             return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
     scores = _scores(query, key, block, scale)
     total = scores.logsumexp(-1)
-    weights = (scores - total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)).exp()  # 0 where a query sees nothing here
+    # 0 where a query sees no key of the block
+    weights = (scores - total.masked_fill(total == -math.inf, 0.0).unsqueeze(-1)).exp()
     return (weights @ value.to(weights.dtype)), total
 
 
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients of queries, keys and values, `out` and `logsumexp` being those over all blocks."""
+    """Returns what one block adds to the gradients of queries, keys and values.
+
+    `out` and `logsumexp` are those over all blocks, `grad` is the gradient of `out`.
+    """
     keys = key.shape[1]
     key, value = (_as_many(each, query.shape[1]) for each in (key, value))
     tensors = [each.contiguous() for each in (grad, query, key, value, out, logsumexp)]
@@ -192,15 +227,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _share(of: Tensor, all_: Tensor) -> Tensor:
-    """exp(of - all) as weights of rows; 0 where nothing was seen yet."""
+    """Returns exp(of - all_) as a weight per row; 0 where nothing has been seen yet."""
     return (of - all_).masked_fill(of == -math.inf, -math.inf).exp().unsqueeze(-1)
 
 
 def _as_many(x: Tensor, heads: int) -> Tensor:
-    """Heads of keys and values repeated for each query's."""
+    """Repeats the heads of keys or values [B, H, T, K] for each head of the queries."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _together(gradient: Tensor, heads: int) -> Tensor:
-    """The sum over the queries' heads that share one."""
+    """Sums a gradient over the heads of queries that share one of the `heads` of keys."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(2)

@@ -1,4 +1,4 @@
-"""Expert parallel: the experts of a mixture on different ranks, to which tokens travel and come back."""
+"""Expert parallelism: the experts of a mixture are on different ranks, and tokens travel to them and back."""
 
 from shoal.parallel.expert.dispatch import Dispatch, Dispatched
 from shoal.parallel.expert.mixtures import Mixture, mixtures

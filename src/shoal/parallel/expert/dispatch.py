@@ -1,10 +1,12 @@
-"""Tokens travel to the ranks that have their experts, and what the experts make of them comes back: two all-to-alls, forward and backward.
+"""Sends tokens to the ranks that have their experts and the results back: two all-to-alls, forward and backward.
 
-    rank 0, experts 0 1     a->0 b->2 c->1         rank 0 computes  a->0 c->1 | d->1        of ranks 0 | 1
-    rank 1, experts 2 3     d->1 e->3 f->2   -->   rank 1 computes  b->2 | e->3 f->2   -->  back in place, weighed and summed where the token is
+    rank 0, experts 0 1     a->0 b->2 c->1          rank 0 computes  a->0 c->1 | d->1    of ranks 0 | 1
+    rank 1, experts 2 3     d->1 e->3 f->2    -->   rank 1 computes  b->2 | e->3 f->2
+                                              -->   back in place, weighted and summed where the token is
 
-Only pairs that count are sent (none is padded), each rank says first how many go to which expert. Tokens leave while `meanwhile` computes, what shared experts do for
-instance; so do their gradients. What was dropped for want of capacity never leaves.
+Only chosen pairs are sent, without padding; each rank first announces how many go to each expert. Tokens are sent while
+`meanwhile` computes (shared experts, for instance), and so are their gradients. Pairs dropped for want of capacity are
+not sent.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ PURPOSE = "experts"
 
 
 class Dispatch:
-    """The ranks of `group` have `experts` between them, in order, as many each. `lane`: on which tokens travel while something else is computed."""
+    """Dispatches tokens among the ranks of `group`, which have `experts` between them, in order, equally many each.
+
+    `lane`: on it tokens are sent while something else is computed.
+    """
 
     def __init__(self, group: Group, experts: int, lane: Lane) -> None:
         self.group, self._lane, self._experts = group, lane, experts
@@ -41,7 +46,14 @@ class Dispatch:
         weights_NK: Tensor,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """[N, D], where `compute(rows [M, D], experts [M, 1], ones [M, 1])` is what this rank's experts do, whose numbers begin at 0."""
+        """Returns the output [N, D] of the experts for the tokens of this rank, weighted and summed.
+
+        compute: (rows [M, D], experts [M, 1], ones [M, 1]) -> [M, D], this rank's experts, numbered from 0
+        x_ND: tokens
+        index_NK: the experts of each token
+        weights_NK: their weights
+        meanwhile: is called while the tokens are sent
+        """
         pairs = Pairs(index_NK, self._experts)
         arriving = self._announced(pairs.counts, x_ND)
         give = [sum(pairs.counts[rank * self.each :][: self.each]) for rank in range(self.group.size)]
@@ -52,20 +64,22 @@ class Dispatch:
         return pairs.combine(deal_out(done, self.group, take, give, PURPOSE), weights_NK)
 
     def _announced(self, counts: Sequence[int], like: Tensor) -> list[int]:
-        """How many rows come from each rank for each expert here, one rank's after the other's."""
-        if isinstance(like, FakeTensor):  # of a dry run: from all as many as go to all
+        """Returns how many rows come from each rank for each expert of this one, rank by rank."""
+        if isinstance(like, FakeTensor):  # in a dry run as many arrive as are sent
             return list(counts)
         even = [self.each] * self.group.size
         return deal_out(torch.tensor(counts, device=like.device), self.group, even, even, PURPOSE).tolist()
 
     def _numbers(self, arriving: Sequence[int], rows: Tensor) -> Tensor:
-        """[M]: of each row that has arrived the number of its expert here."""
+        """Returns the number [M] of the local expert for each row that has arrived."""
         if isinstance(rows, FakeTensor):
             return rows.new_zeros(len(rows), dtype=torch.int64)
         number = torch.arange(self.each, device=rows.device).repeat(self.group.size)
         return number.repeat_interleave(torch.tensor(arriving, device=rows.device), output_size=len(rows))
 
-    def _travel(self, rows: Tensor, give: Sequence[int], take: Sequence[int], meanwhile: Callable[[], None] | None) -> Tensor:
+    def _travel(
+        self, rows: Tensor, give: Sequence[int], take: Sequence[int], meanwhile: Callable[[], None] | None
+    ) -> Tensor:
         if meanwhile is None:
             return deal_out(rows, self.group, give, take, PURPOSE)
         if isinstance(rows, FakeTensor) or torch._C._functorch.peek_interpreter_stack() is not None:
@@ -78,7 +92,7 @@ class Dispatch:
 
 
 class _Journey:
-    """Rows on their way, `give[r]` of them to rank r and `take[r]` from it, or their gradients on the way back."""
+    """Rows in transit, `give[r]` of them to rank r and `take[r]` from it, or their gradients on the way back."""
 
     def __init__(self, group: Group, lane: Lane, give: Sequence[int], take: Sequence[int]) -> None:
         self._group, self._lane, self._give, self._take = group, lane, list(give), list(take)
@@ -86,7 +100,7 @@ class _Journey:
         self.arriving: Tensor | None = None
 
     def start(self, rows: Tensor, back: bool = False) -> Tensor:
-        """Returns what they will fill."""
+        """Starts sending `rows`; returns the tensor that the arriving ones will fill."""
         give, take = (self._take, self._give) if back else (self._give, self._take)
         rows = rows.contiguous()
         out = rows.new_empty(sum(take), *rows.shape[1:])
@@ -99,7 +113,7 @@ class _Journey:
         return out
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Waits for the transfer; returns what has arrived."""
         assert self._ticket is not None and self.arriving is not None
         self._ticket.wait("experts")
         arrived, self.arriving = self.arriving, None
@@ -107,6 +121,8 @@ class _Journey:
 
 
 class _Leave(torch.autograd.Function):
+    """Starts the transfer of tokens; its backward waits for their gradients."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
@@ -115,10 +131,12 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.journey.wait(), None  # they left when the gradient of what had arrived came
+        return ctx.journey.wait(), None  # _Arrive.backward has sent them
 
 
 class _Arrive(torch.autograd.Function):
+    """Waits for the tokens; its backward starts the transfer of their gradients."""
+
     @staticmethod
     def forward(ctx: Any, leaving: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
@@ -133,7 +151,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class Dispatched(nn.Module):
-    """Experts of which this rank has some: what a module with stacked matrices becomes by its class."""
+    """Experts of which this rank has some: a module with stacked matrices becomes one by its class."""
 
     _dispatch: Dispatch
 
@@ -144,6 +162,7 @@ class Dispatched(nn.Module):
     def _compute(self, rows: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
         if len(rows):
             return super().forward(rows, experts, ones)
-        # no token came: one of zeros, which counts nothing, so that weights are used and gradients pass by in the same order as elsewhere
+        # No token came: a row of zeros, dropped again, so that the weights are used and gradients arrive in the same
+        # order as on other ranks.
         filled = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
         return super().forward(filled, experts.new_zeros(1, 1), ones.new_ones(1, 1))[:0]

@@ -1,7 +1,8 @@
-"""Where a model has experts: our own, and those of `transformers`, whose modules are alike.
+"""Finds the experts of a model: our own, and those of `transformers`, whose modules have the same form.
 
 router   gives each token the numbers and weights of its experts
-experts  stacked matrices [E, ..]; forward(tokens [N, D], experts [N, K], weights [N, K]) -> [N, D]; the number E stands for none
+experts  stacked matrices [E, ..]; forward(tokens [N, D], experts [N, K], weights [N, K]) -> [N, D];
+         the number E stands for no expert
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from shoal.errors import UserError
 from shoal.module.stand_in import whole_model
 
 ROUTERS = ("router", "gate")
-"""What a router is called beside its experts."""
+"""The usual names of a router beside its experts."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """`name`: of the module with the stacked matrices, `number` of them. `router`: the module beside it, if it has one by a usual name; without one tokens are counted by what the experts are asked
-    for, and balance losses under plan.cp are refused."""
+    """A mixture of experts in a model.
+
+    name: of the module with the stacked matrices
+    router: the module beside it, if it has one of the usual names. Without one tokens are counted at the experts'
+        input, and balance losses under plan.cp are refused.
+    number: of experts
+    """
 
     name: str
     experts: nn.Module
@@ -31,8 +37,11 @@ class Mixture:
 
 
 def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
-    """All of `module`, in order, those of other stages among them: modules that are as is said above, as many matrices as their attribute `num_experts` says; and those `named`, UserError for what
-    is not so."""
+    """Returns all mixtures of `module`, in order, also those of other pipeline stages.
+
+    They are the modules of the form above, with as many matrices as their attribute `num_experts` says. Raises
+    UserError for one of `named` that has another form.
+    """
     modules = dict(whole_model(module))
     found = []
     for name, each in modules.items():
@@ -47,12 +56,14 @@ def mixtures(module: nn.Module, named: Sequence[str] = ()) -> list[Mixture]:
 
 
 def _unlike(module: nn.Module) -> str | None:
-    """Why it is no module of stacked experts; None if it is one."""
+    """Returns why `module` is no module of stacked experts; None if it is one."""
     own = dict(module.named_parameters())
     number = getattr(module, "num_experts", None)
     if not isinstance(number, int):
         return "it does not say by `num_experts` how many there are"
-    if not any(parameter.dim() == 3 for parameter in own.values()) or len(own) != len(list(module.parameters(recurse=False))):
+    if not any(parameter.dim() == 3 for parameter in own.values()) or len(own) != len(
+        list(module.parameters(recurse=False))
+    ):
         return "its matrices are not stacked in parameters [experts, out, in] of its own"
     if odd := [name for name, parameter in own.items() if parameter.dim() < 2 or parameter.shape[0] != number]:
         return f"{odd[0]} {tuple(own[odd[0]].shape)} is not stacked for num_experts = {number}"

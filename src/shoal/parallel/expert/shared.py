@@ -1,7 +1,8 @@
-"""Routing of a microbatch whose tokens ranks share: capacity and balance losses are of all of them, as on one device.
+"""Routing of a microbatch whose tokens several ranks share: capacity and balance losses are those of all tokens.
 
-Along cp each rank has its tokens and its own part of the loss; along tp, where layers are sequence parallel, its tokens between the layers, and the same loss. So what a balance loss
-sums is summed over both, and its gradient over cp alone.
+Along cp each rank has its tokens and its own part of the loss. Along tp with sequence parallelism it has its tokens
+between the layers, and all ranks have the same loss. So the sums of a balance loss are taken over both axes, and its
+gradients are summed over cp only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ PURPOSE = "routing"
 
 
 class SharedMicrobatch(Microbatch):
-    """Of rows whose tokens `context` cuts among ranks, `region` between layers, or both; `group`: all those ranks, tp innermost."""
+    """A microbatch of rows whose tokens are cut by `context` among the ranks along cp, by `region` along tp, or both.
+
+    `group`: all these ranks, tp innermost.
+    """
 
     def __init__(self, group: Group, context: Context | None, region: Region | None) -> None:
         self._all, self._context = group, context
@@ -32,13 +36,13 @@ class SharedMicrobatch(Microbatch):
 
     @property
     def _group(self) -> Group:
-        """The ranks that share the microbatch of the forward that runs: outside of a step rows are whole along cp."""
+        """The ranks that share the microbatch of the running forward; outside of a step rows are whole along cp."""
         if self._region is not None and not (self._context is not None and self._context.is_open):
             return self._region.group
         return self._all
 
     def _share(self) -> list[list[tuple[int, int]]]:
-        """The tokens of a row that each rank has, as stretches; all of them where a forward is of whole rows."""
+        """Returns the tokens of a row that each rank has, as stretches (first, number)."""
         inner = 1 if self._region is None else self._region.size
         return [self._parts.tokens(*divmod(rank, inner)) for rank in range(self._group.size)]
 
@@ -51,7 +55,7 @@ class SharedMicrobatch(Microbatch):
         return bool(self._region is not None or (self._context is not None and self._context.is_open))
 
     def _rows(self, here: int) -> int:
-        """Rows of the microbatch, of which this rank has so many tokens."""
+        """Returns the number of rows of the microbatch, given that this rank has `here` of its tokens."""
         if self._region is not None:
             return self._region.rows
         return here // max(1, self._number(self._share()[self._group.rank]))
@@ -67,7 +71,9 @@ class SharedMicrobatch(Microbatch):
         everywhere = gather_from(x.detach(), self._group, 0, lengths, PURPOSE).split(lengths)
         out = x.new_empty(rows, sum(map(self._number, runs)), *x.shape[1:])
         for part, stretches in zip(everywhere, runs, strict=True):
-            pieces = part.view(rows, self._number(stretches), *x.shape[1:]).split([number for _, number in stretches], 1)
+            pieces = part.view(rows, self._number(stretches), *x.shape[1:]).split(
+                [number for _, number in stretches], 1
+            )
             for piece, (start, number) in zip(pieces, stretches, strict=True):
                 out[:, start : start + number] = piece
         return out.flatten(0, 1)
@@ -78,7 +84,9 @@ class SharedMicrobatch(Microbatch):
         runs = self._share()
         tokens = sum(map(self._number, runs))
         by_row = x.view(len(x) // tokens, tokens, *x.shape[1:])
-        return torch.cat([by_row[:, start : start + number] for start, number in runs[self._group.rank]], 1).flatten(0, 1)
+        return torch.cat([by_row[:, start : start + number] for start, number in runs[self._group.rank]], 1).flatten(
+            0, 1
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         if self._region is not None:
@@ -89,7 +97,10 @@ class SharedMicrobatch(Microbatch):
 
 
 class Recorded(nn.Module):
-    """A router of `transformers`, which gives (logits [n, E], ..): the model makes its balance loss of the logits, so those are of all tokens."""
+    """A router of `transformers`, which gives (logits [n, E], ..), with the logits of all tokens.
+
+    The model computes its balance loss from these logits.
+    """
 
     _context: Context
 
@@ -103,7 +114,10 @@ class Recorded(nn.Module):
 def share_routing(
     routers: Sequence[Router], others: Sequence[Mixture], group: Group, context: Context | None, region: Region | None
 ) -> bool:
-    """Lets `routers` see the whole microbatch, and the balance losses of `others`, whose routers are of `transformers`. Returns whether that is all of them."""
+    """Lets `routers` see the whole microbatch, and the balance losses of `others` the logits of all tokens.
+
+    Returns whether this covers all of them: the routers of `others` must be those of `transformers`.
+    """
     for router in routers:
         router.microbatch = SharedMicrobatch(group, context, region)
     known = [mixture.router for mixture in others if type(mixture.router).__module__.startswith("transformers.")]

@@ -1,4 +1,4 @@
-"""How many tokens each expert was given, and how many were dropped: counted by hooks, added up over a step by its ballot."""
+"""Counts the tokens given to each expert and those dropped: counted by hooks, added up over the ranks once a step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from shoal.parallel.expert.mixtures import Mixture
 
 
 class Tally:
-    """Of `routers`, and of `others`, whose routers are not ours, by what their experts are asked for: those of the whole model, of which this rank has the modules `here`, and counts nothing of the
-    rest. `row` [layers x (experts + 1)] counts this step's pairs on this rank by expert, before anything was dropped, and behind them those that
-    were; `among` have other tokens of the same layers (sequence parallel). Forwards in evaluation, inside transforms of torch.func, and those that backward runs again are not counted."""
+    """Counts the pairs of token and expert of each layer in a step.
+
+    routers: our own routers of the whole model
+    others: mixtures with other routers; their pairs are counted at the experts' input
+    here: the modules that this rank has; the rest is not counted on it
+    device: of the counts
+    among: ranks that have other tokens of the same layers (sequence parallel); None: no others
+
+    `row` [sum over layers of experts + 1] counts this rank's pairs by expert, before any are dropped, and behind those
+    of a layer the dropped ones. Forwards in evaluation, inside transforms of torch.func, and those that backward runs
+    again are not counted.
+    """
 
     def __init__(
         self,
@@ -43,27 +52,31 @@ class Tally:
                 mixture.experts.register_forward_pre_hook(partial(self._asked, place), with_kwargs=True)
 
     def begin(self) -> None:
-        """A new step."""
+        """Sets the counts to zero for a new step."""
         self._counts = [torch.zeros(number + 1, dtype=torch.int64, device=self._device) for _, number in self._layers]
 
     def row(self) -> Tensor:
+        """Returns this rank's counts of the step, all layers in one float64 tensor."""
         row = torch.cat(self._counts).double()
         return row if self._among is None else self._among.all_reduce(row, purpose="routing")
 
     def read(self, row: Tensor) -> list[Tensor]:
-        """`row`, added up over the ranks, stages among them, by layer: what `balance` goes by."""
+        """Splits `row`, added up over all ranks and stages, by layer; keeps it for `balance` and returns it."""
         self._sums = list(row.split([number + 1 for _, number in self._layers]))
         return self._sums
 
     def balance(self, skip: Tensor | None = None) -> None:
-        """After an update: lets the routers that balance by a bias know what all ranks counted; on a device not where `skip` (0-dim) is true."""
+        """Moves the biases of the routers that balance by one, by the counts of all ranks; called after an update.
+
+        `skip` (0-dim bool on the device): no bias moves if it is true.
+        """
         for (router, _), counts in zip(self._layers, self._sums, strict=True):
             if router is not None and router.cfg.balance_rate:
                 router.balance(counts[:-1] if skip is None else counts[:-1] * ~skip)
 
     @contextmanager
     def mute(self) -> Iterator[None]:
-        """Forwards inside are not counted."""
+        """Switches counting off inside the context."""
         before, self._muted = self._muted, True
         try:
             yield
@@ -82,7 +95,7 @@ class Tally:
     @torch.compiler.disable
     @torch.no_grad()
     def _count(self, place: int, module: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
-        again = torch._C._current_graph_task_id() != -1  # backward runs a forward once more
+        again = torch._C._current_graph_task_id() != -1  # a forward that backward runs again
         if self._muted or again or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         number = self._layers[place][1]

@@ -1,4 +1,5 @@
-"""Tensor parallel: the layers of a built module cut among the ranks along tp, by rules; the model file knows nothing of it."""
+"""Tensor parallelism: cuts the layers of a built module among the ranks along tp, by rules; the model file stays
+single-device."""
 
 from shoal.parallel.tensor.cut import CutLayer, CutLayers
 from shoal.parallel.tensor.logits import ShardedLogits

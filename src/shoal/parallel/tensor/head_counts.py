@@ -15,12 +15,15 @@ from shoal.parallel.tensor.region import Region
 
 _COUNTS = {"heads": "queries", "num_heads": "queries", "num_attention_heads": "queries"}
 _COUNTS |= {"kv_heads": "keys", "num_kv_heads": "keys", "num_key_value_heads": "keys"}
-"""Under which names modules keep numbers of heads."""
+"""The attributes under which modules keep numbers of heads, and of which heads."""
 
 
 class HeadCounts:
-    """The numbers of heads that the module `name` keeps: `queries`, `keys` (of values too; 0: as many) and the rows of
-    one, `size` (0: not said)."""
+    """Finds the numbers of heads that the attention module `name` keeps.
+
+    Attributes: `queries`, the heads; `keys`, the heads of keys and values (0: as many as queries); `size`, the rows of
+    a head (0: not known). Raises UserError for a module that keeps no such number, or one that `ranks` does not divide.
+    """
 
     def __init__(self, name: str, module: nn.Module, ranks: int) -> None:
         self._module, self._ranks = module, ranks
@@ -58,16 +61,16 @@ class HeadCounts:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of the whole: queries, and keys where they are other than those."""
+        """Heads of the whole module: queries, then keys if their number differs."""
         return (self.queries, self.keys) if self.keys not in (0, self.queries) else (self.queries,)
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Of a rank."""
+        """Heads of one rank, in the order of `numbers`."""
         return (self.queries // self._ranks, *(max(1, keys // self._ranks) for keys in self.numbers[1:]))
 
     def set_to(self, region: Region) -> None:
-        """Sets the numbers to those of a rank; where keys are fewer than ranks a rank has one."""
+        """Sets the numbers to those of a rank; a rank has one head of keys where these are fewer than the ranks."""
         ranks = region.size
         become(self._module, Attention, _region=region, _heads=self.queries // ranks)
         for attribute in self._names["queries"]:
@@ -76,7 +79,7 @@ class HeadCounts:
         for attribute in self._names["keys"]:
             setattr(self._module, attribute, keys)
         config = getattr(self._module, "config", None)
-        if not self._names["queries"] and hasattr(config, "num_attention_heads"):  # its forward may look there
+        if not self._names["queries"] and hasattr(config, "num_attention_heads"):  # its forward may read the config
             own: Any = copy(config)
             self._module.config = own
             own.num_attention_heads = self.queries // ranks

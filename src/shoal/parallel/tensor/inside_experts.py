@@ -1,4 +1,4 @@
-"""Experts cut inside: every rank has a part of each expert's matrices."""
+"""Cuts experts inside: every rank has a part of each expert's matrices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.parallel.tensor.spans import even
 def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]], region: Region) -> dict[str, Layout]:
     """Cuts each expert's matrices among the ranks of `region`; returns their layouts by name.
 
-    The first matrix is cut by rows (gate and up together by the rows of each), the second by columns. `shapes`: of the module's
-    parameters, by name. UserError for experts that are not such matrices.
+    The first matrix is cut by rows (gate and up together by the rows of each), the second by columns. `shapes`: of the
+    module's parameters, by name. Raises UserError for experts whose matrices are others.
     """
     first = "gate_up_proj" if "gate_up_proj" in shapes else "up_proj"
     packed = 2 if first == "gate_up_proj" else 1
@@ -23,16 +23,14 @@ def cut_inside(name: str, module: nn.Module, shapes: dict[str, tuple[int, ...]],
     if shapes.keys() != {first, "down_proj"} or len(wide) != 3 or wide[1] % packed:
         raise UserError(
             f"{name}: experts are cut where they are gate_up_proj [experts, 2 width, in] or up_proj [experts, width, "
-            "in], and down_proj [experts, out, "
-            f"width], not {list(shapes)}"
+            f"in], and down_proj [experts, out, width], not {list(shapes)}"
         )
     width = wide[1] // packed
     part = even(width, region.size, region.rank, f"the width of {name}")
     set_sizes(module, part.length, "intermediate_dim", "intermediate_size", "expert_dim")
     config = getattr(module, "config", None)
-    if (
-        part.length % 8 and config is not None and hasattr(config, "_experts_implementation")
-    ):  # grouped products take rows of whole 16 bytes
+    # grouped products need rows of whole 16 bytes
+    if part.length % 8 and config is not None and hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"
     stretches = [(part.start + at * width, part.stop + at * width) for at in range(packed)]
     return {

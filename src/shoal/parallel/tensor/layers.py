@@ -1,17 +1,18 @@
-"""Layers that keep a part of their weight. A layer becomes one by its class (`become`), so it stays what it was for everybody else.
+"""Layers that keep a part of their weight. A layer becomes one by its class (`become`), so it remains an instance of
+its original class.
 
     Column      y_r = x W_r^T                   the rows of W are cut: of heads, of a wide layer
     Row         y = sum over r of x_r W_r^T     the columns of W are cut; the bias is added once
-    Gathered    as Column, and all ranks get y whole
-    Split       as Row, of an x that all ranks have whole
+    Gathered    as Column, and all ranks get the whole y
+    Split       as Row, for an x that all ranks have whole
     Vocabulary  the rows of an embedding are cut: each rank looks up its own, zeros for the others
-    Tokens      what it gives of a sequence is cut to this rank's tokens (sequence parallel)
+    Tokens      the output for a sequence is cut to this rank's tokens (sequence parallel)
     Head        as Column, and the logits stay cut
-    Attention   knows how many heads are here
-    Inside      a layer whose weights all ranks have, between Column and Row: their gradients are summed
-    Experts     a mixture's matrices, all cut inside; what goes in enters, what comes out leaves
+    Attention   sets the number of heads of this rank while it runs
+    Inside      a layer between Column and Row whose weights all ranks have: their gradients are summed
+    Experts     a mixture's matrices, each cut; its input enters the region, its output leaves it
 
-A rank's W_r has its own shape; nobody else has to know.
+The parameter of a cut layer has the shape of W_r; no other code needs to know that.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from shoal.parallel.tensor.spans import Span
 
 
 class Cut(nn.Module):
-    """What all of them have: `_region`, set by `become`."""
+    """Base of all cut layers: `_region` is set by `become`."""
 
     _region: Region
 
     def _product(self, x: Tensor) -> Tensor:
-        """The layer's own, of what enters."""
+        """Returns the product of the original layer with `x`, after `x` has entered the region."""
         if self._region.overlaps and isinstance(self, nn.Linear):
             return self._region.multiply(x, self.weight, self.bias)
         return super().forward(self._region.enter(x))
 
 
 class Column(Cut):
-    """`_spans`: the rows of the whole that this rank has, one after the other. Those that it shares with neighbours are put together behind the product."""
+    """A linear layer with some rows of the weight.
+
+    `_spans`: the rows of the whole weight that this rank has, adjacent in its own. The output of rows of a head that
+    neighbouring ranks share is gathered from them.
+    """
 
     _spans: Sequence[Span]
 
@@ -62,7 +67,10 @@ class Column(Cut):
 
 
 class Row(Cut):
-    """`_inputs_first`: the weight is [in, out], as Conv1D of transformers has it."""
+    """A linear layer with some columns of the weight; outputs are summed over the ranks, then the bias is added.
+
+    `_inputs_first`: the weight is [in, out], as in Conv1D of transformers.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -71,13 +79,14 @@ class Row(Cut):
     def forward(self, x: Tensor) -> Tensor:
         if self._region.overlaps and not self._inputs_first:
             y = self._region.multiply_and_leave(x, self.weight)
-        else:  # the product is not the region's: compiled blocks compile it
+        else:  # a plain product here, so that compiled blocks can compile it
             y = self._region.leave(x @ self.weight if self._inputs_first else F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
 class Gathered(Cut):
-    """`_lengths`: how many of its rows each rank has."""
+    """A linear layer with some rows of the weight, whose output is gathered; `_lengths`: the number of rows of each
+    rank."""
 
     _lengths: Sequence[int]
 
@@ -86,16 +95,18 @@ class Gathered(Cut):
 
 
 class Split(Row):
-    """`_start`: its first column."""
+    """A `Row` whose input is whole on all ranks; `_start`: the first column of the weight that this rank has."""
 
     _start: int
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self._region.enter(x).narrow(-1, self._start, self.weight.shape[0 if self._inputs_first else 1]))
+        return super().forward(
+            self._region.enter(x).narrow(-1, self._start, self.weight.shape[0 if self._inputs_first else 1])
+        )
 
 
 class Vocabulary(Cut):
-    """`_start`: the id of its first row, `_whole`: how many rows all ranks have."""
+    """An embedding with some rows; `_start`: the id of its first row, `_whole`: the number of rows over all ranks."""
 
     num_embeddings: int
     _start: int
@@ -108,14 +119,15 @@ class Vocabulary(Cut):
 
 
 class Tokens(Cut):
-    """What it gives of a sequence is cut to this rank's tokens."""
+    """A layer whose output [.., T, D] is cut to this rank's tokens."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._region.own_tokens(super().forward(*args, **kwargs))
 
 
 class Head(Cut):
-    """`_lengths`: how many rows of the vocabulary each rank has."""
+    """A linear layer with some rows of the vocabulary, which gives `ShardedLogits`; `_lengths`: the rows of each
+    rank."""
 
     _lengths: Sequence[int]
 
@@ -124,7 +136,7 @@ class Head(Cut):
 
 
 class Inside(Cut):
-    """Its weights enter, each time that they are used."""
+    """A layer whose weights all ranks have but use on different activations: each use sums the weights' gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = self._parameters
@@ -137,7 +149,7 @@ class Inside(Cut):
 
 
 class Attention(Cut):
-    """`_heads`: of queries, on this rank."""
+    """An attention module that has `_heads` heads of queries on this rank."""
 
     _heads: int
 
@@ -147,6 +159,9 @@ class Attention(Cut):
 
 
 class Experts(Cut):
+    """Experts whose matrices are cut inside: rows [N, D] and their routing enter the region, the summed output leaves
+    it."""
+
     def forward(self, x_ND: Tensor, index_NK: Tensor, weights_NK: Tensor, *meanwhile: Any) -> Tensor:
         entered = [self._region.enter_rows(each) for each in (x_ND, index_NK, weights_NK)]
         return self._region.leave_rows(super().forward(*entered, *meanwhile))
@@ -158,7 +173,10 @@ def _class_of(kind: Any, of: Any) -> Any:
 
 
 def become(module: nn.Module, kind: Any, **attributes: Any) -> None:
-    """Makes `module` one of `kind`, a class above, which calls the forward that it had."""
+    """Changes the class of `module` to one that derives from `kind`, a class above, and from the class that it had.
+
+    `attributes` are set on the module.
+    """
     of: Any = type(module)
     module.__class__ = _class_of(kind, of)
     for name, value in attributes.items():

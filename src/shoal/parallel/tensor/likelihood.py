@@ -1,4 +1,4 @@
-"""-log softmax at a target over columns that are cut among ranks, and ids of which a rank has some."""
+"""The negative log likelihood over columns that are cut among ranks, and the lookup of ids among those of a rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shoal.device import is_accelerator
 
 PURPOSE = "logits"
 CACHED = 1 << 18
-"""Elements whose exponentials are there at a time on a CPU: what a core's cache holds."""
+"""Elements whose exponentials exist at one time on a CPU: as many as a core's cache holds."""
 
 
 def check_range(ids: Tensor, stop: int, what: str) -> None:
-    """Raises IndexError for an id outside of [0, stop), as one device does: no rank would have it.
+    """Raises IndexError for an id outside of [0, stop), as one device does; otherwise no rank would have it.
 
-    On a GPU it is an assertion of the device, which nobody waits for.
+    On a GPU it is an assertion on the device, for which the host does not wait.
     """
     if isinstance(ids, FakeTensor) or not ids.numel() or torch._C._functorch.peek_interpreter_stack() is not None:
         return
@@ -34,8 +34,13 @@ def check_range(ids: Tensor, stop: int, what: str) -> None:
 
 
 def here_or_elsewhere(ids: Tensor, start: int, number: int, whole: int, what: str) -> tuple[Tensor, Tensor]:
-    """Returns ids in [0, whole) as numbers from 0 where they are among the `number` from `start` on, 0 elsewhere; and
-    where that is."""
+    """Returns the local index of each id (0 where another rank has it), and a mask of those others.
+
+    ids: any shape, in [0, whole)
+    start, number: this rank has the ids [start, start + number)
+    whole: number of ids over all ranks
+    what: what an id stands for, in the error of `check_range`
+    """
     check_range(ids, whole, what)
     here = ids - start
     elsewhere = (here < 0) | (here >= number)
@@ -43,7 +48,7 @@ def here_or_elsewhere(ids: Tensor, start: int, number: int, whole: int, what: st
 
 
 def at_columns(x: Tensor, here: Tensor, elsewhere: Tensor) -> Tensor:
-    """Returns the column `here` [N] of each row of `x` [N, v], 0 where it is another rank's."""
+    """Returns the column `here` [N] of each row of `x` [N, v]; 0 where the mask `elsewhere` is set."""
     return x.gather(1, here.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0)
 
 
@@ -74,9 +79,9 @@ class Likelihood(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         local, here, elsewhere, logsumexp = ctx.saved_tensors
         of_target, of_sum = grads[0].to(logsumexp.dtype), grads[1]
-        again = torch.is_grad_enabled()  # a gradient of this one may be asked for
+        again = torch.is_grad_enabled()  # the gradient itself may be differentiated
         if again:
-            # used for this rank's columns
+            # each rank uses them for its own columns, so their gradients are summed
             alike = copy_to(torch.stack([logsumexp, of_target, of_sum]), ctx.group, PURPOSE)
             logsumexp, of_target, of_sum = alike.unbind()
         minus = -of_target.masked_fill(elsewhere, 0).unsqueeze(1)

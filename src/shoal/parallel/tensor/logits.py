@@ -1,9 +1,9 @@
-"""Logits whose vocabulary is cut among ranks: a loss is taken of them without ever putting them together.
+"""Logits whose vocabulary is cut among ranks: losses are computed on them without gathering.
 
-A thin stand-in for a tensor [.., V], of which a rank has [.., v]: it knows the operations between a model's head and
-its loss (`flatten`, `view`, `float`, `cross_entropy`, `log_softmax` with `nll_loss`, products with numbers); for any
-other it gathers first, so every program is right and the usual ones are fast. A plain tensor of this rank's columns
-would give a wrong loss without a word.
+`ShardedLogits` stands in for a tensor [.., V], of which a rank has [.., v]. It implements the operations between a
+model's head and its loss (`flatten`, `view`, `float`, `cross_entropy`, `log_softmax` with `nll_loss`, products with
+numbers); any other operation gathers first, so every program is right and the usual ones are fast. A plain tensor of
+this rank's columns would silently give a wrong loss.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 class ShardedLogits:
-    """`local` [.., lengths[rank]] of logits [.., V]; rank r of `region` has the `lengths[r]` columns behind those of
-    the ranks before it."""
+    """This rank's columns `local` [.., lengths[rank]] of logits [.., V].
+
+    Rank r of `region` has the `lengths[r]` columns behind those of the ranks before it.
+    """
 
     def __init__(self, local: Tensor, lengths: Sequence[int], region: Region) -> None:
         self.local, self._lengths, self._region = local, tuple(lengths), region
@@ -40,7 +42,7 @@ class ShardedLogits:
         return result
 
     def __getattr__(self, name: str) -> Any:
-        # nothing is gathered to find that a tensor has no such thing
+        # no gathering just to find that tensors lack the attribute
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"logits that are cut among ranks have no {name}, as tensors have none")
         return getattr(self.whole(), name)
@@ -55,13 +57,13 @@ class ShardedLogits:
         return self._with(self.local[index])
 
     def whole(self) -> Tensor:
-        """[.., V], gathered; all ranks do the same with it."""
+        """Returns the logits [.., V], gathered. Collective; all ranks must do the same with the result."""
         return self._region.whole(self.local, self._lengths)
 
     def _with(self, local: Tensor) -> ShardedLogits:
         return ShardedLogits(local, self._lengths, self._region)
 
-    # what it looks like
+    # the attributes of a tensor
 
     @property
     def shape(self) -> torch.Size:
@@ -92,7 +94,7 @@ class ShardedLogits:
     def is_floating_point(self) -> bool:
         return self.local.is_floating_point()
 
-    # what is done with it on the way to a loss
+    # operations on the way to a loss
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedLogits:
         return self._with(self.local.to(*args, **kwargs))
@@ -136,32 +138,33 @@ class ShardedLogits:
     # losses
 
     def log_softmax(self, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
-        """Cut as the logits are; over any other dim that of the whole."""
+        """Returns the log-softmax, cut as the logits are; over any other dim than the last one, of the gathered
+        logits."""
         if dim is None or dim % self.dim() != self.dim() - 1:
             return F.log_softmax(self.whole(), dim, dtype=dtype)
         local = self.local if dtype is None else self.local.to(dtype)
         largest = self._region.group.all_reduce(local.detach().amax(-1, keepdim=True), "max", PURPOSE)
         shifted = local - largest
         total = reduce_from(shifted.exp().sum(-1, keepdim=True), self._region.group, PURPOSE)
-        # each rank takes it from its own columns
+        # each rank subtracts it from its own columns, so its gradients are summed
         return self._with(shifted - copy_to(total.log(), self._region.group, PURPOSE))
 
     def picked(self, target: Tensor) -> Tensor:
-        """The value at `target` [N] of each row of [N, V]: [N], the same on all ranks."""
+        """Returns the value at `target` [N] of each row of these logits [N, V]: [N], the same on all ranks."""
         return reduce_from(at_columns(self.local, *self._here(target)), self._region.group, PURPOSE)
 
     def likelihood(self, target: Tensor) -> Tensor:
-        """-log softmax at `target` [N], for logits [N, V]: [N], the same on all ranks."""
+        """Returns -log softmax at `target` [N] of these logits [N, V]: [N], the same on all ranks."""
         return Likelihood.apply(self.local, *self._here(target), self._region.group)[0]
 
     def _here(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of `target` in `local`, 0 where it is another rank's, and where that is so."""
+        """Returns the column in `local` of each target (0 where another rank has it), and a mask of those others."""
         start = sum(self._lengths[: self._region.rank])
         return here_or_elsewhere(target, start, self.local.shape[-1], sum(self._lengths), "a target")
 
 
 def _of_the_whole(operator: str) -> Callable[..., Any]:
-    """The operator `operator` of the gathered tensor."""
+    """Returns a method that gathers the logits and applies `operator` to them."""
 
     def apply(logits: ShardedLogits, *others: Any) -> Any:
         others = tuple(other.whole() if isinstance(other, ShardedLogits) else other for other in others)
@@ -224,13 +227,14 @@ def _nll_loss(
 
 
 def _is_rows(logits: Any, target: Any) -> bool:
-    """Whether these are logits [N, V] and class numbers [N]."""
+    """True for logits [N, V] and class numbers [N]."""
     plain = isinstance(target, Tensor) and not target.is_floating_point()
     return isinstance(logits, ShardedLogits) and plain and logits.dim() == 2 and target.dim() == 1
 
 
 def _loss(of: Callable[[Tensor], Tensor], target: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The losses `of` targets, 0 where they are ignored, as torch's losses reduce them."""
+    """Reduces the losses of all targets as torch's losses do, with 0 for ignored ones; `of` gives the losses of targets
+    [N]."""
     ignored = target == ignore_index
     losses = of(target.masked_fill(ignored, 0)).masked_fill(ignored, 0)
     if reduction == "mean":
@@ -246,4 +250,4 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     torch.flatten: ShardedLogits.flatten,
     torch.tanh: ShardedLogits.tanh,
 }
-"""What it knows of torch's functions; NotImplemented from them: gather first, as for all others."""
+"""Implementations of torch's functions for cut logits; one that returns NotImplemented gathers first."""

@@ -1,10 +1,12 @@
-"""Products of tokens that travel round a ring meanwhile: all-gather with a column layer, reduce-scatter with a row layer, each split by rank.
+"""Overlaps products with the communication of tokens: an all-gather with a column layer, a reduce-scatter with a row
+layer, each split by rank and sent round a ring.
 
-    gathered    y = [x_0 .. x_n] W^T      the tokens of the next rank come while those that are here are multiplied
-    scattered   y_r = sum over ranks of the tokens of r, x W^T      a sum travels on while the next product is computed
+    gathered    y = [x_0 .. x_n] W^T      the tokens of the next rank arrive while the present ones are multiplied
+    scattered   y_r = sum over ranks of the tokens of r, x W^T      a sum travels while the next product is computed
 
-Each is the other's backward (Wang et al., ASPLOS'23, "Overlap communication with dependent computation via decomposition"). As many bytes are sent as by the collectives. Nobody
-waits but for what has not come when a product ends, so it pays where a link takes about as long as the product; ranks of one host hold each other's cores and gain nothing.
+Each is the other's backward (Wang et al., ASPLOS'23, "Overlap communication with dependent computation via
+decomposition"). They send as many bytes as the collectives. A rank waits only for what has not arrived when a product
+ends, so this pays where a transfer takes about as long as the product; ranks of one host share cores and gain nothing.
 """
 
 from __future__ import annotations
@@ -24,21 +26,32 @@ PURPOSE = "activations"
 
 
 class TokenRing:
-    """The ranks of `group`, whose tokens go round on `lane`."""
+    """The ring of the ranks of `group`; tokens are sent on `lane`."""
 
     def __init__(self, group: Group, lane: Lane) -> None:
         self._group, self._lane = group, lane
 
     def gathered(self, x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """For this rank's tokens [B, t, X], of `lengths` by rank, and [Y, X]: the product [B, T, Y] of all tokens, and these, [B, T, X]."""
+        """Returns the product [B, T, Y] of all ranks' tokens with the weight, and these tokens [B, T, X];
+        differentiable.
+
+        x: this rank's tokens [B, t, X]
+        weight, bias: [Y, X] and [Y]
+        lengths: the number of tokens t of each rank
+        """
         return _Gathered.apply(x, weight, bias, tuple(lengths), self)
 
     def scattered(self, x: Tensor, weight: Tensor, lengths: Sequence[int]) -> Tensor:
-        """For all tokens [B, T, X] and [Y, X], of which each rank has summands: this rank's tokens [B, t, Y] of the sum."""
+        """Returns this rank's tokens [B, t, Y] of the sum over all ranks of their products; differentiable.
+
+        x: all tokens [B, T, X], this rank's columns
+        weight: [Y, X]
+        lengths: the number of tokens t of each rank
+        """
         return _Scattered.apply(x, weight, tuple(lengths), self)
 
     def gather(self, x: Tensor, lengths: Sequence[int], weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`gathered`, without a derivative."""
+        """Computes `gathered` without a derivative."""
         size, rank = self._group.size, self._group.rank
         here, parts, products = x.contiguous(), [x] * size, [x] * size
         for step in range(size):
@@ -53,7 +66,7 @@ class TokenRing:
         return torch.cat(products, 1), torch.cat(parts, 1)
 
     def scatter(self, x: Tensor, lengths: Sequence[int], weight: Tensor, more: Tensor | None = None) -> Tensor:
-        """`scattered`, without a derivative; `more` [B, T, Y] is added to the products."""
+        """Computes `scattered` without a derivative; `more` [B, T, Y] is added to the products."""
         size, rank = self._group.size, self._group.rank
         xs, extra = x.split(lengths, 1), None if more is None else more.split(lengths, 1)
         arriving: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The parts of parameters that a rank keeps: noted while layers are cut, then put where the whole parameters are."""
+"""The parts of parameters that a rank keeps: noted while layers are cut, then substituted for the whole parameters."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from shoal.parallel.tensor.spans import Span
 
 
 class OwnParts:
-    """Notes which part of each parameter of a built module this rank has; `replace` then puts the parts in.
+    """Notes which part of each parameter of a built module this rank has; `replace` then substitutes the parts.
 
     built: the module as it was built, whole
     """
 
     def __init__(self, built: Built) -> None:
         self._built, self._module = built, built.module
-        self._layouts: dict[int, Layout] = {}  # by the parameter as it was built
+        self._layouts: dict[int, Layout] = {}  # by id of the built parameter
         self._new: dict[int, nn.Parameter] = {}
 
     def note(self, parameter: nn.Parameter, layout: Layout) -> None:
-        """Notes the `layout` of a parameter that is this module's alone."""
+        """Notes the `layout` of a parameter that only one module uses."""
         self._layouts[id(parameter)] = layout
 
     def cut(self, name: str, module: nn.Module, attribute: str, dim: int, spans: Sequence[Span]) -> None:
-        """Notes that this rank has `spans` of `dim` of a parameter, one after the other. A tied one is cut alike
-        everywhere."""
+        """Notes that this rank has the `spans` of `dim` of a parameter, adjacent in its own tensor.
+
+        Raises UserError for a tied parameter that is cut in another way elsewhere.
+        """
         parameter = getattr(module, attribute)
         layout = Layout.cut(tuple(parameter.shape), dim, [(span.start, span.stop) for span in spans])
         if self._layouts.setdefault(id(parameter), layout) != layout:
             raise UserError(f"{name}.{attribute} is tied to a parameter that the rules cut otherwise: cut both alike")
 
     def replace(self, axes: tuple[str, ...]) -> dict[str, Layout]:
-        """Puts parameters of this rank's shapes where those that were built are; returns all layouts, by first name.
+        """Replaces the built parameters by ones of this rank's shapes; returns all layouts, by first name.
 
         axes: over which the gradients of parameters that are not cut are summed
         """

@@ -1,11 +1,14 @@
-"""Where the ranks along tp compute parts of the same: the way in and the way out (Megatron-LM's f and g, arXiv 1909.08053).
+"""The region in which the ranks along tp each compute a part of the same result: the way in and the way out
+(Megatron-LM's f and g, arXiv 1909.08053).
 
     same on all ranks  --enter-->  each rank its heads, its columns  --leave-->  same on all ranks
 
-What enters has its gradients summed; what leaves is summed. Inside, the ranks that share a head hand each other its rows (`share`).
+The gradients of what enters are summed over the ranks; what leaves is summed. Inside, the ranks that share a head
+gather its rows (`share`).
 
-With `sequence` (sequence parallel, arXiv 2205.05198) each rank has its tokens between the regions: what all compute alike otherwise (norms, dropout,
-residual sums) is computed once. The sum and the distribution together send as much: all-gather and reduce-scatter in place of all-reduce.
+With `sequence` (sequence parallel, arXiv 2205.05198) each rank has its own tokens between the regions, so that norms,
+dropout and residual sums are computed once, not by every rank. All-gather and reduce-scatter replace the all-reduce and
+send as many bytes.
 
     its tokens  --enter-->  all tokens, its heads, its columns  --leave-->  its tokens
 """
@@ -32,30 +35,37 @@ HOW = 'tensor_rules={"": "whole"} gives each rank all tokens between its layers'
 
 
 class Region:
-    """The ranks of `group`; `among(ranks)` makes a group of some of them, by their numbers in the world. `ring`: where tokens go round while they are multiplied, if
-    `overlaps` says so."""
+    """The collectives at the borders of the tensor-parallel region.
+
+    group: the ranks along tp
+    among: makes a group of some of them, given their ranks in the world
+    ring: sends tokens round while they are multiplied, used if `overlaps` is set
+    """
 
     def __init__(self, group: Group, among: Callable[[list[int]], Group], ring: TokenRing | None = None) -> None:
         self.group, self._among, self._ring = group, among, ring
         self.size, self.rank = group.size, group.rank
         self.sequence = self.overlaps = False
-        self._tokens: tuple[int, ...] = ()  # of each rank, in the forward that runs
+        self._tokens: tuple[int, ...] = ()  # of each rank, in the running forward
         self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
-        self.rows = 0  # of the batch in the forward that runs
+        self.rows = 0  # of the batch in the running forward
 
     def state(self) -> Any:
-        """What the forward that runs has said of itself so far: how many rows and tokens there are."""
+        """Returns what the running forward has noted so far: the tokens of each rank and the number of rows."""
         return self._tokens, self.rows
 
     def recall(self, state: Any) -> None:
-        """Goes on with a forward that has said so."""
+        """Continues with a forward whose `state` is given."""
         self._tokens, self.rows = state
 
     @torch.compiler.disable
     def enter(self, x: Tensor) -> Tensor:
-        """`x` [B, T, ..], which all ranks have alike, or each its tokens of, for a use that differs. What enters several times in a row (queries, keys and values
-        of the same) enters once, so that its gradients are summed once."""
+        """Returns the region's input for `x` [B, T, ..]: `x` itself, or the tokens of all ranks gathered (`sequence`).
+
+        The gradients are summed over the ranks. A tensor that enters several times in a row (for queries, keys and
+        values) is entered once, so that its gradients are summed once.
+        """
         if (known := self._entered(x)) is not None:
             return known
         if self.sequence:
@@ -68,7 +78,10 @@ class Region:
 
     @torch.compiler.disable
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """What enters, times the transpose of [Y, X], as it comes (`overlaps`); at once where it has come."""
+        """Returns the product of the entered `x` with the transpose of `weight` [Y, X], plus `bias`.
+
+        With `overlaps` the tokens are multiplied as they arrive, unless `x` has entered already.
+        """
         if not self._goes_round or self._entered(x) is not None:
             return F.linear(self.enter(x), weight, bias)
         assert self._ring is not None
@@ -79,7 +92,10 @@ class Region:
 
     @torch.compiler.disable
     def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
-        """This rank's tokens of the sum over all ranks of `x` times the transpose of [Y, X], as they are ready (`overlaps`)."""
+        """Returns this rank's tokens of the sum over all ranks of `x` times the transpose of `weight` [Y, X].
+
+        With `overlaps` the sums travel while the next product is computed.
+        """
         if not self._goes_round:
             return self.leave(F.linear(x, weight))
         assert self._ring is not None
@@ -87,11 +103,12 @@ class Region:
 
     @property
     def _goes_round(self) -> bool:
-        """Transforms of torch.func take the collectives, which they pass through again and again."""
+        """True if products overlap with communication. Transforms of torch.func use the collectives, which they can
+        differentiate repeatedly."""
         return self.overlaps and torch._C._functorch.peek_interpreter_stack() is None
 
     def _entered(self, x: Tensor) -> Tensor | None:
-        """What came of `x` when it entered, if it was the last one to do so."""
+        """Returns the input that `x` became when it entered, if it was the last tensor to do so."""
         if self._last is None:
             return None
         outside, inside, before = self._last
@@ -103,12 +120,15 @@ class Region:
 
     @torch.compiler.disable
     def enter_alone(self, weight: Tensor) -> Tensor:
-        """A weight that all ranks have, for a use that differs: its gradients are summed, here or with those of all such weights (`sequence`)."""
+        """Returns a weight that all ranks have and use differently, so that its gradients are summed.
+
+        They are summed here, or later with those of all such weights (`sequence`).
+        """
         return weight if self.sequence else copy_to(weight, self.group, PURPOSE)
 
     @torch.compiler.disable
     def leave(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, or this rank's tokens of it."""
+        """Returns the sum of all ranks' parts, or this rank's tokens of it (`sequence`)."""
         if not self.sequence:
             return reduce_from(part, self.group, PURPOSE)
         if part.shape[1] != sum(self._tokens):
@@ -117,7 +137,8 @@ class Region:
 
     @torch.compiler.disable
     def leave_first(self, part: Tensor) -> Tensor:
-        """The same of an embedding [B, T, D], with which a forward begins: its T tokens are dealt to the ranks."""
+        """Leaves with the output [B, T, D] of an embedding, which begins a forward; notes B and deals the T tokens
+        out."""
         self.rows = part.shape[0]
         if self.sequence:
             self._tokens = tuple(length(part.shape[1], self.size, rank) for rank in range(self.size))
@@ -125,7 +146,8 @@ class Region:
 
     @torch.compiler.disable
     def own_tokens(self, x: Tensor) -> Tensor:
-        """Of `x` [.., T, D], which all ranks have alike, this rank's tokens, where ranks have their own."""
+        """Returns this rank's tokens of `x` [.., T, D], which is the same on all ranks; `x` itself without
+        `sequence`."""
         if not self.sequence:
             return x
         if x.shape[-2] != sum(self._tokens):
@@ -134,21 +156,23 @@ class Region:
 
     def _check(self, x: Tensor) -> None:
         if x.dim() < 3 or x.shape[1] != self._tokens[self.rank]:
-            raise UserError(f"{tuple(x.shape)} comes where this rank has {self._tokens[self.rank]} of the tokens: {HOW}")
+            raise UserError(
+                f"{tuple(x.shape)} comes where this rank has {self._tokens[self.rank]} of the tokens: {HOW}"
+            )
 
     @torch.compiler.disable
     def share(self, part: Tensor, sharers: int) -> Tensor:
-        """The last dims of `part` of the neighbouring ranks that share a head, one after the other; their gradients are summed."""
+        """Gathers the last dim of `part` from the neighbouring ranks that share a head; gradients are summed."""
         return gather_from(part, self._neighbours(sharers), -1)
 
     @torch.compiler.disable
     def whole(self, part: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The last dims of all ranks' parts, of `lengths`, one after the other, where all ranks then do the same with it."""
+        """Gathers the last dim, of `lengths` by rank, from all ranks, which all do the same with the result."""
         return gather_alike(part, self.group, -1, lengths)
 
     @contextmanager
     def attention(self, heads: int) -> Iterator[None]:
-        """Inside, tensors [B, heads, ..] are of this rank's heads: `heads` of them, as many on every rank."""
+        """Notes that tensors [B, heads, ..] inside the context are of this rank's `heads`, as many on every rank."""
         before, self._heads = self._heads, heads
         try:
             yield
@@ -156,23 +180,24 @@ class Region:
             self._heads = before
 
     def has_heads(self, heads: int, among: int = 1) -> bool:
-        """Whether weights of attention of so many heads are of this rank's, which it shares with `among` ranks along another axis."""
+        """True if attention weights of `heads` heads are of this rank's heads, dealt out to `among` ranks along another
+        axis."""
         return self._heads > 0 and heads * among == self._heads
 
     def tokens_of(self, rank: int) -> tuple[int, int]:
-        """How many tokens of the forward that runs stand before those of `rank`, and how many it has (`sequence`)."""
+        """Returns (tokens before those of `rank`, tokens of `rank`) in a row of the running forward (`sequence`)."""
         return (sum(self._tokens[:rank]), self._tokens[rank]) if self._tokens else (0, 0)
 
     @torch.compiler.disable
     def enter_rows(self, x: Tensor) -> Tensor:
-        """As `enter`, of `x` [N, ..], whose N are all tokens here, one row after the other."""
+        """Enters with `x` [N, ..], whose N rows are all tokens of this rank, one row of the batch after the other."""
         if self.sequence:
             return gather_from(x, self.group, 0, self._lengths, PURPOSE)
         return self.enter(x) if x.is_floating_point() else x
 
     @torch.compiler.disable
     def leave_rows(self, part: Tensor) -> Tensor:
-        """As `leave`, of [N, ..]."""
+        """Leaves with `part` [N, ..], the counterpart of `enter_rows`."""
         return scatter_sum(part, self.group, 0, self._lengths, PURPOSE) if self.sequence else self.leave(part)
 
     @property

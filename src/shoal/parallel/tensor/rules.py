@@ -1,22 +1,30 @@
-"""Which layer of a model is cut how: tables from patterns of module names to what a layer becomes.
+"""Tables that say how each layer is cut: from patterns of module names to the kind that a layer becomes.
 
-    "vocabulary"  an embedding, its rows cut            "head"    the last linear layer, its rows cut; its logits stay cut
-    "column"      a linear layer, its rows cut          "row"     the linear layer behind it, its columns cut
-    "gathered"    a linear layer, its rows cut; what it gives is put together, and all ranks go on with the whole
-    "split"       a linear layer that all ranks give the same whole input, its columns cut: each takes its part of it
+    "vocabulary"  an embedding, its rows cut
+    "head"        the last linear layer, its rows cut; its logits stay cut
+    "column"      a linear layer, its rows cut
+    "row"         the linear layer behind it, its columns cut
+    "gathered"    a linear layer, its rows cut; its output is gathered, and all ranks continue with the whole
+    "split"       a linear layer with the same whole input on all ranks, its columns cut: each takes its part of it
     "qkv"         queries, keys and values in one linear layer: the rows of each cut by heads
     "packed"      two linear layers in one (gate and up): the rows of each cut
-    "attention"   a module that keeps numbers of heads: they are set to what is here. Linear layers in it are cut by heads
-    "experts"     a mixture's matrices [experts, out, in] in one module: cut inside each expert for tp, experts dealt out for ep
-    "tokens"      an embedding of positions: of what it gives each rank takes its tokens ("sequence")
-    "sequence"    of the whole model (the name ""): between its layers each rank has its tokens of [B, T, D], from the vocabulary to the head
-    "overlap"     the same, and tokens are multiplied while others travel: for links that take about as long as the products
+    "attention"   a module that keeps numbers of heads: they are set to those of a rank. Linear layers in it are cut
+                  by heads
+    "experts"     a mixture's matrices [experts, out, in] in one module: cut inside each expert for tp, experts dealt
+                  out for ep
+    "tokens"      an embedding of positions: each rank takes its tokens of the output ("sequence")
+    "sequence"    for the whole model (the name ""): between its layers each rank has its tokens of [B, T, D], from
+                  the vocabulary to the head
+    "overlap"     as "sequence", and tokens are multiplied while others travel: for links on which a transfer takes
+                  about as long as a product
     "inside"      a layer between column and row whose weights all ranks have (a norm of each head)
     "whole"       left as it is
 
-The tables of our own models, of GPT-2 and of Phi-3 stand here, those of other models of `transformers` come with them (`tp_plan`), a user's own are laid over
-them. Of the patterns that match a name the last one counts. A name is parts with dots between them (`blocks.0.attention`); in a pattern `*` stands for one part, or some of its characters
-(`*_proj`), and `**` for any number of whole parts, also none: `**.attention` is every module of that name, at any depth.
+The tables of our own models, of GPT-2, Phi-3 and CLIP are in this file; those of other models of `transformers` come
+with them (`tp_plan`); a user's rules are laid over them. The last pattern that matches a name counts. A name is parts
+with dots between them (`blocks.0.attention`). In a pattern `*` stands for one part, or some of its characters
+(`*_proj`), and `**` for any number of whole parts, also none: `**.attention` is every module of that name, at any
+depth.
 """
 
 from __future__ import annotations
@@ -122,34 +130,40 @@ _STYLES = {
     "replicated_with_grad_allreduce": "inside",
     "replicate": "whole",
 }
-"""The styles of `transformers` that mean the same."""
+"""The kind for each style of `transformers`."""
 
 
 def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
-    """The rules of `module`, with those `given` behind them, which are checked by `check_rules`. UserError if there are none."""
+    """Returns the rules of `module`, with those `given` by the user behind them (see `check_rules` for their check).
+
+    Raises UserError if there are no rules for this model.
+    """
     if unadapted(module) is not module and not given:
         raise UserError(
-            "plan.tp > 1 does not cut the adapters of peft by itself: take plan.tp = 1 (zero = 3, pp or offload for a model that is too large), or "
-            "train without model.lora"
+            "plan.tp > 1 does not cut the adapters of peft by itself: take plan.tp = 1 (zero = 3, pp or offload for a "
+            "model that is too large), or train without model.lora"
         )
     own, given = TABLES.get(type(module).__name__), given or {}
     known = own if own is not None else _of_transformers(module, given)
-    found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}  # given ones come last
+    # the last matching pattern counts, so those given come last
+    found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}
     if not any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)):
         raise UserError(
-            f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give Engine(tensor_rules={{pattern of module names: "
-            f"one of {', '.join(KINDS)}}}), such as {{'**.up': 'column', '**.down': 'row'}} for a layer "
-            "and the one behind it"
+            f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give "
+            f"Engine(tensor_rules={{pattern of module names: one of {', '.join(KINDS)}}}), such as {{'**.up': "
+            f"'column', '**.down': 'row'}} for a layer and the one behind it"
         )
     return found
 
 
 def check_rules(module: nn.Module, given: Rules) -> None:
-    """UserError for a rule of a kind that is not known, or of a module that is not there."""
+    """Raises UserError for a rule with an unknown kind, or with a pattern that matches no module."""
     names = [name for name, _ in whole_model(module)]
     for pattern, kind in given.items():
         if any("**" in part and part != "**" for part in pattern.split(".")):
-            raise UserError(f"tensor_rules[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name")
+            raise UserError(
+                f"tensor_rules[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name"
+            )
         if kind not in KINDS:
             raise UserError(
                 f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
@@ -158,13 +172,13 @@ def check_rules(module: nn.Module, given: Rules) -> None:
             raise UserError(f'tensor_rules[{pattern!r}] = "{kind}": it is said of the whole model, tensor_rules[""]')
         if not any(matches(pattern, name) for name in names):
             raise UserError(
-                f"tensor_rules[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any number of them)."
-                f"{did_you_mean(pattern, names)}"
+                f"tensor_rules[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any "
+                f"number of them).{did_you_mean(pattern, names)}"
             )
 
 
 def kind_of(name: str, rules: Rules) -> str:
-    """What the rules make of the module `name`; "whole" where none matches."""
+    """Returns the kind that the rules give the module `name`; "whole" if none matches."""
     kind = "whole"
     for pattern, each in rules.items():
         if matches(pattern, name):
@@ -173,19 +187,25 @@ def kind_of(name: str, rules: Rules) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` (`*` one part or some of its characters, `**` any number of parts) is the whole of `name`."""
+    """True if `pattern` (`*`: one part or some of its characters, `**`: any number of parts) matches all of `name`."""
     return pattern == name or bool(name and _compiled(pattern).fullmatch(f"{name}."))
 
 
 @lru_cache(maxsize=1024)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Of names with a dot behind each part."""
-    parts = [r"([^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", r"[^.]+") + r"\." for part in pattern.split(".")]
+    """Returns the regular expression of a pattern, for names with a dot behind each part."""
+    parts = [
+        r"([^.]+\.)*" if part == "**" else re.escape(part).replace(r"\*", r"[^.]+") + r"\."
+        for part in pattern.split(".")
+    ]
     return re.compile("".join(parts))
 
 
 def _of_transformers(module: nn.Module, given: Rules) -> Rules:
-    """From the plan that a model of `transformers` brings, but for modules that the user's rules name. Its embeddings are cut too where the head is, which it mostly leaves whole."""
+    """Returns the rules made of the plan that a model of `transformers` brings, except for modules that `given` names.
+
+    The embedding is cut too if the head is; the plans mostly leave it whole.
+    """
     plan = getattr(module, "tp_plan", None)
     if not isinstance(plan, Mapping):
         return {}
@@ -197,11 +217,12 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
     for pattern, style in plan.items():
         named = [name for name in names if matches(pattern, name)]
         if all(any(matches(own, name) for own in given) for name in named):
-            continue  # as the user says; or parameters of experts, which are cut as one module, or what this model has not
+            # the user's rules name it, or it is a parameter of experts (cut as one module), or not in this model
+            continue
         if style not in _STYLES:
             raise UserError(
-                f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give tensor_rules={{{pattern!r}: another kind}} "
-                f"({', '.join(KINDS)}), or plan.tp = 1"
+                f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give "
+                f"tensor_rules={{{pattern!r}: another kind}} ({', '.join(KINDS)}), or plan.tp = 1"
             )
         is_head = head is not None and matches(pattern, at.get(id(head), ""))
         kind = rules[pattern] = "head" if is_head and _STYLES[style] == "gathered" else _STYLES[style]

@@ -1,4 +1,4 @@
-"""The sizes that modules keep as attributes: set to those of a rank when their parameters are cut."""
+"""Sets the sizes that modules keep as attributes to those of a rank when their parameters are cut."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def set_sizes(module: nn.Module, length: int, *names: str) -> None:
-    """Sets those of the attributes `names` that `module` has."""
+    """Sets each of the attributes `names` that `module` has to `length`."""
     for name in names:
         if hasattr(module, name):
             setattr(module, name, length)

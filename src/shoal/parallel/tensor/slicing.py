@@ -1,5 +1,5 @@
-"""Cutting a built module by its rules: which parts of which parameters this rank keeps, and the sizes that modules keep
-as attributes."""
+"""Cuts a built module by its rules: chooses the parts of parameters that this rank keeps, and sets the sizes that
+modules keep as attributes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,12 @@ from shoal.parallel.tensor.spans import Span, even, heads
 
 @dataclass(frozen=True)
 class Sliced:
-    """A module whose parameters have the shapes of this rank's parts; `built.value` gives these parts. `layouts`: of
-    all parameters, by first name; `layers`: what became of each module."""
+    """A module whose parameters have the shapes of this rank's parts.
+
+    built: the module; `built.value` gives these parts
+    layouts: of all parameters, by first name
+    layers: what became of each module
+    """
 
     built: Built
     layouts: dict[str, Layout]
@@ -53,8 +57,16 @@ def cut_among(
     experts: Sequence[str] = (),
     elsewhere: Collection[str] = (),
 ) -> Sliced:
-    """Cuts the layers of `built.module` among the ranks of `region`, and spreads the modules `experts` as `spread`
-    says; those `elsewhere` are not here. UserError, on every rank alike, for what cannot be cut so."""
+    """Cuts the layers of `built.module` among the ranks of `region`.
+
+    built: the whole module
+    region: the ranks along tp
+    rules: the kind of each layer, see rules
+    spread: how the modules named in `experts` are spread over the ranks along ep; None: they are not
+    elsewhere: names of the modules that are not on this rank, which are left alone
+
+    Raises UserError, on every rank alike, for a model that cannot be cut so.
+    """
     return _Slicing(built, region, rules, spread, experts, elsewhere).run()
 
 
@@ -106,7 +118,7 @@ class _Slicing:
         kinds = {name: kind_of(name, self._rules) for name, _ in modules}
         kinds |= {name: "experts" for name in self._mixtures if name in kinds}
         before = {name: _weight(module) for name, module in modules}
-        # where rows are of a rank's tokens alone, so are the gradients of what all ranks have
+        # in sequence parallel a replicated parameter sees only this rank's tokens: gradients are summed over tp too
         built, layouts = self._own.built(), self._own.replace(("dp", "tp") if self._region.sequence else ("dp",))
         layers = [
             CutLayer(name, kinds[name], before[name], _weight(module))
@@ -118,8 +130,8 @@ class _Slicing:
         return Sliced(built, layouts, CutLayers(tuple(sorted(layers, key=lambda each: order[each.name]))))
 
     def _check_inside(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """UserError for parameters inside attention that no rule names: ranks would have other gradients of them, and
-        nobody would sum those."""
+        """Raises UserError for parameters inside attention that no rule names: their gradients would differ by rank,
+        unsummed."""
         for name, module in modules:
             own = next(iter(module.named_parameters(recurse=False)), None)
             named = any(matches(pattern, name) for pattern in self._rules)
@@ -130,7 +142,7 @@ class _Slicing:
                     '"whole" if on what all ranks have'
                 )
 
-    # one kind of layer each
+    # one method for each kind of layer
 
     def _vocabulary(self, name: str, module: nn.Module) -> None:
         if not isinstance(module, nn.Embedding):
@@ -224,7 +236,7 @@ class _Slicing:
             )
 
     def _experts(self, name: str, module: nn.Module, inside: bool = True) -> None:
-        """Some of the experts, for ep; or a part of each, for tp, where they are cut `inside`; or both."""
+        """Gives this rank some of the experts (ep), a part of each (tp, if they are cut `inside`), or both."""
         if not inside and self._region.sequence:
             raise UserError(
                 f"{name}: experts that are whole along tp see the tokens of one rank, where layers are sequence "
@@ -253,7 +265,7 @@ class _Slicing:
             raise UserError(f'{name} is "inside" by the rules, and has modules of its own: name those')
         become(module, Inside, _region=self._region)
 
-    # what they share
+    # helpers of these methods
 
     def _columns(self, name: str, module: nn.Module, spans: Sequence[Span]) -> None:
         self._cut_rows(name, module, spans)
@@ -269,7 +281,7 @@ class _Slicing:
         return heads(number, attention.size, self._region.size, self._region.rank, name)
 
     def _attention_of(self, name: str) -> HeadCounts | None:
-        """The innermost module around `name` that has heads."""
+        """Returns the head counts of the innermost attention module around `name`, if any."""
         while name:
             name = name.rpartition(".")[0]
             if name in self._attentions:
@@ -280,7 +292,7 @@ class _Slicing:
         return _shape(module, "weight")[1 if self._inputs_first(name, module) else 0]
 
     def _inputs_first(self, name: str, module: nn.Module) -> bool:
-        """Whether the weight of a linear layer is [in, out]. UserError for any other layer."""
+        """True if the weight of a linear layer is [in, out]. Raises UserError for any other layer."""
         if type(module) is nn.Linear:
             return False
         if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
@@ -297,7 +309,7 @@ class _Slicing:
 
 
 def _weight(module: nn.Module) -> tuple[int, ...]:
-    """The shape of the first of a module's own parameters; () where it has none."""
+    """Returns the shape of the first of a module's own parameters; () if it has none."""
     return next((tuple(each.shape) for each in module.parameters(recurse=False)), ())
 
 

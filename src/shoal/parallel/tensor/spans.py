@@ -1,10 +1,12 @@
-"""Which rows of a matrix a rank of a tensor-parallel group keeps: plain numbers.
+"""Computes which rows of a matrix a rank of a tensor-parallel group keeps; plain numbers.
 
     even(61, 4)                       0..15 | 16..30 | 31..45 | 46..60
     heads(4, size=8, ranks=2)         heads 0, 1 | heads 2, 3
-    heads(2, size=8, ranks=4)         half of head 0 | its other half | half of head 1 | its other half: two ranks share a head
+    heads(2, size=8, ranks=4)         half of head 0 | its other half | half of head 1 | its other half:
+                                      two ranks share a head
 
-Of a head that ranks share each keeps some rows, so that no parameter is there twice; they hand each other what those rows give.
+Ranks that share a head keep some of its rows each, so that no parameter is stored twice; they exchange the outputs of
+these rows.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from shoal.errors import UserError
 
 @dataclass(frozen=True)
 class Span:
-    """Rows [start, stop) of the whole. `sharers`: how many neighbouring ranks need what they give together; 1: this rank alone."""
+    """The rows [start, stop) of the whole matrix.
+
+    `sharers`: the number of neighbouring ranks that exchange the outputs of their rows; 1: this rank alone.
+    """
 
     start: int
     stop: int
@@ -27,12 +32,16 @@ class Span:
         return self.stop - self.start
 
     def after(self, offset: int) -> Span:
-        """The same where the whole begins `offset` rows later."""
+        """Returns these rows of a matrix that begins `offset` rows later."""
         return Span(self.start + offset, self.stop + offset, self.sharers)
 
 
 def even(whole: int, ranks: int, rank: int, what: str = "a dim") -> Span:
-    """Of `whole` rows as many for each rank as for any other, or one more for the first ones. UserError if some would have none."""
+    """Returns the rows of `rank` where `whole` rows are cut evenly; the first ranks have one more if there is a
+    remainder.
+
+    Raises UserError, naming `what`, if some rank would have none.
+    """
     if whole < ranks:
         raise UserError(f"{what} of {whole} cannot be cut among tp = {ranks} ranks: take tp = {whole} or less")
     start = rank * (whole // ranks) + min(rank, whole % ranks)
@@ -40,19 +49,22 @@ def even(whole: int, ranks: int, rank: int, what: str = "a dim") -> Span:
 
 
 def length(whole: int, ranks: int, rank: int) -> int:
-    """How many of `whole` a rank has: as many as any other, or one more if it is one of the first."""
+    """Returns the number of rows of `rank` where `whole` rows are cut evenly."""
     return whole // ranks + (rank < whole % ranks)
 
 
 def heads(number: int, size: int, ranks: int, rank: int, what: str = "attention") -> Span:
-    """The rows of the heads of `rank`, of `number` heads with `size` rows each. UserError where that does not come out even."""
+    """Returns the rows of the heads of `rank`, of `number` heads with `size` rows each.
+
+    Raises UserError, naming `what`, if neither the ranks divide the heads nor the heads the ranks.
+    """
     if number % ranks == 0:
         return Span(rank * number // ranks * size, (rank + 1) * number // ranks * size)
     sharers = ranks // number
     if ranks % number or size % sharers:
         raise UserError(
-            f"{what} has {number} heads of {size} rows, which tp = {ranks} ranks cannot share: take a tp that divides the number of heads or "
-            "is a multiple of it"
+            f"{what} has {number} heads of {size} rows, which tp = {ranks} ranks cannot share: take a tp that divides "
+            "the number of heads or is a multiple of it"
         )
     first = rank // sharers * size
     part = even(size, sharers, rank % sharers)
