@@ -53,7 +53,7 @@ def _record(built: Built, subject: Subject) -> Recording:
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
     return Recording(
-        ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.parted.layers
+        ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.local.parted.layers
     )
 
 
@@ -62,7 +62,7 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
     forward, passing)`: forward and backward, where that is not the loss's; `forward()` gives the loss and what is added
     to it."""
     log: list[Event] = []
-    module, recompute = ready.module, ready.recompute
+    module, recompute = ready.local.module, ready.local.recompute
     named = dict(module.named_parameters())
     watched = [SimpleNamespace(slots=[Slot(name, p.shape, 0)], data=p.detach()) for name, p in named.items()]
     passing = Passing(module, watched, _Watcher(list(named), log), [], _Log(log))  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
                 through(log, partial(_loss, ready, subject), passing)
             else:
                 objective = _loss(ready, subject)
-                ready.randomness.replay()
+                ready.local.randomness.replay()
                 objective.backward()
                 del objective
             passing.backward_is_over()
@@ -92,9 +92,9 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
 def _loss(ready: Prepared, subject: Subject) -> Tensor:
     """Computes the loss of a microbatch, with what is added to it."""
     batch = {key: empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
-    ready.randomness.begin(0, range(subject.microbatch))
-    context = ready.parted.context
-    sums = call_loss(subject.loss, ready.module, batch if context is None else context.cut(batch))
+    ready.local.randomness.begin(0, range(subject.microbatch))
+    context = ready.local.parted.context
+    sums = call_loss(subject.loss, ready.local.module, batch if context is None else context.cut(batch))
     return sum(sums.aux.values(), sums.total)
 
 

@@ -158,7 +158,7 @@ class _Seen:
             objective = forward()
         self._note()
         self._open = False
-        self._ready.randomness.replay()
+        self._ready.local.randomness.replay()
         objective.backward()
 
     def _enter(self, place: int, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -200,7 +200,7 @@ def _made(values: Any, device: torch.device) -> Any:
 
 def _resting(ready: Prepared, unit: Unit, subject: Subject, optimizer: OptimizerFactory) -> int:
     ids = {id(parameter) for parameter in unit.module.parameters()}
-    names = {name for name, parameter in ready.module.named_parameters() if id(parameter) in ids}
+    names = {name for name, parameter in ready.local.module.named_parameters() if id(parameter) in ids}
     own = tuple(each for each in ready.parameters if each[0] in names)
     if not own:
         return 0

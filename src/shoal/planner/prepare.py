@@ -5,27 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from shoal.assembly.model import Local, localize, whole_model
+from shoal.assembly.ranks import ranks
 from shoal.chunks.assign import Described
 from shoal.chunks.make import described, groups_of
 from shoal.comm.silent import SilentWorld
 from shoal.errors import ShoalError, UserError
-from shoal.mesh import Mesh
 from shoal.module.build import Built
-from shoal.module.compiling import blocks, nothing_to_recompute, recomputable
-from shoal.module.random import Randomness, attention, keyed_functional
-from shoal.module.recompute import Recompute
-from shoal.optim.groups import GroupRule, group_options
-from shoal.parallel.parallelized import Parted
+from shoal.module.random import keyed_functional
+from shoal.optim.groups import GroupRule
 from shoal.parallel.tensor import Rules, check_rules
-from shoal.plan import Plan, option_name
-from shoal.precision import Precision, cast_at_the_border
+from shoal.plan import Plan
+from shoal.precision import Precision
 from shoal.training.loss import Loss
 
 
@@ -61,16 +59,14 @@ def in_one_line() -> Iterator[None]:
 class Prepared:
     """A module as the engine would have it on a rank, of fake tensors.
 
+    - `local`: what the assembly makes of the module, in a world whose other ranks are not there
     - `parameters`: those of the rank, in the order in which chunks are cut; `options`: of each optimizer group
     - `whole`: elements of the parameters before the module was cut among ranks
     - `buffers`: bytes
     """
 
-    module: nn.Module
-    randomness: Randomness
+    local: Local
     world: SilentWorld
-    parted: Parted
-    recompute: Recompute | None
     parameters: list[Described]
     options: list[dict[str, Any]]
     whole: int
@@ -82,36 +78,24 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     """Makes of `built` what the assembly of an engine would; inside, all tensors are fake."""
     module = built.module
     whole = sum(parameter.numel() for parameter in module.parameters())
-    member_options, member = group_options(module.named_parameters(), subject.param_groups)
     modes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
     mode = next(modes, None) or FakeTensorMode()
     mode.allow_non_fake_inputs = True
-    randomness, world = Randomness(0, torch.device("cpu")), SilentWorld(subject.rank, subject.plan.size)
-    check_rules(built.module, subject.tensor_rules or {})
-    parted = Parted(
-        built, subject.plan, Mesh(subject.plan, world.rank, world.size), world, subject.tensor_rules, attention
-    )
-    if parted.context is not None:
-        randomness.attend = parted.context.attend
-    if parted.parts is not None:
-        randomness.part = parted.parts
-    parameters = described(module, member, subject.precision, groups_of(parted.layouts))
+    world, rules, precision = SilentWorld(subject.rank, subject.plan.size), subject.tensor_rules, subject.precision
+    check_rules(module, rules or {})
+    model = whole_model(built, subject.param_groups)
+    # what changes only how products are computed stays out: compiled blocks run as they are written, fp8 needs its GPU
+    among, plain = ranks(replace(subject.plan, compile=False), world), replace(precision, fp8=False)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        local = localize(model, among, plain, rules=rules, in_stages=False)
+        parameters = described(module, model.groups.member, precision, groups_of(local.layouts))
         stack.enter_context(mode)
-        _put_fakes(module, parameters, subject.precision)
+        _put_fakes(module, parameters, precision)
         buffers = sum(buffer.nbytes for buffer in module.buffers())
-        randomness.take_over(module, [block for block in blocks(module) if block is not module])
-        stack.enter_context(keyed_functional(randomness))
-        recompute = None
-        if option_name(subject.plan.recompute, "recompute") != "none":
-            parts = recomputable(module)
-            if not parts and subject.plan.pp == 1:
-                raise nothing_to_recompute()
-            recompute = Recompute(parts, subject.plan.recompute, [randomness.again])
-        cast_at_the_border(module, subject.precision)
+        stack.enter_context(keyed_functional(local.randomness))
         module.train()
-        yield Prepared(module, randomness, world, parted, recompute, parameters, member_options, whole, buffers)
+        yield Prepared(local, world, parameters, model.groups.options, whole, buffers)
 
 
 def _put_fakes(module: nn.Module, parameters: Iterable[Described], precision: Precision) -> None:

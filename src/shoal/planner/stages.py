@@ -26,8 +26,8 @@ class OwnStages:
         one, units = schedule_of(plan, 1), units_of(built.module)
         self._ready, self._number, self._own = ready, one.stages, one.stages_of(place)
         self._split = Split(built, units, stages_of(units, one.stages, given_stages(plan)), range(one.stages))
-        self._split.between = [] if ready.parted.region is None else [ready.parted.region]
-        self._split.within = [] if ready.parted.context is None else [ready.parted.context]
+        self._split.between = [] if ready.local.parted.region is None else [ready.local.parted.region]
+        self._split.within = [] if ready.local.parted.context is None else [ready.local.parted.context]
         self._routes = Routes()
         self.kept: dict[int, int] = {}
 
@@ -45,7 +45,7 @@ class OwnStages:
             if stage not in self._own
             for buffer in unit.module.buffers()
         }
-        return sum(buffer.nbytes for buffer in self._ready.module.buffers() if id(buffer) not in away)
+        return sum(buffer.nbytes for buffer in self._ready.local.module.buffers() if id(buffer) not in away)
 
     def learn(self, forward: Callable[[], Tensor]) -> None:
         """What travels between all stages. UserError for a model that cannot be cut there."""
@@ -72,7 +72,7 @@ class OwnStages:
             passing.left()
             self.kept[stage] = sum(size for what, size in log[began:] if what == "saved")
             roots = [each for each in (objective, *current.given.values()) if each is not None and each.requires_grad]
-            self._ready.randomness.replay()
+            self._ready.local.randomness.replay()
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
             passing.backward_is_over()
