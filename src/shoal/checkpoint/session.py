@@ -36,10 +36,7 @@ from shoal.precision import LossScale
 
 
 class Steps(Protocol):
-    """The engine's part that makes steps.
-
-    `per_sample`: expected number of counted units (tokens, say) of a sample.
-    """
+    """Makes steps; `per_sample` is the expected number of counted units (tokens, say) of a sample."""
 
     per_sample: float
 
@@ -49,12 +46,8 @@ class Steps(Protocol):
 
 @dataclass
 class Progress:
-    """The position of a run.
-
-    step: the one that comes next
-    source: an iterable dataset, with its position, or its saved state
-    run: name of the run
-    """
+    """The position of a run: the `step` that comes next, an iterable dataset (or its saved state) as `source`, and the
+    name of the `run`."""
 
     step: int = 0
     source: IterableSource | dict[str, Any] | None = None
@@ -85,8 +78,7 @@ class Members:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that training changes, and a checkpoint saves. Optional parts are None if the run does not have
-    them."""
+    """Everything that training changes, and a checkpoint saves; None for a part that the run does not have."""
 
     module: nn.Module
     chunks: Sequence[Chunk]
@@ -103,15 +95,8 @@ class State:
 class Session:
     """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
-    plan: of the run
-    world: all ranks
-    settings: global batch, seed and precision, as a checkpoint records them
-    members: the groups of this rank
-    standing: its role in writing
-    state: everything that is saved
-    steps: makes steps
-    closing: closed at the end of the run; writers of checkpoints are added to it
-    progress: the position of the run
+    `settings`: global batch, seed and precision, as a checkpoint records them. `standing`: the role of this rank in
+    writing. `closing`: closed at the end of the run; writers of checkpoints are added to it.
     """
 
     plan: Plan
@@ -263,7 +248,7 @@ class Session:
         self.progress.step = extra["step"]
 
     def _newest(self, directory: Path) -> Path:
-        """Returns the newest sound checkpoint; the first rank looks, since it reads every byte. Warns of damaged
+        """Returns the newest sound checkpoint, found by the first rank, since that reads every byte; warns of damaged
         ones."""
         found: Path | None = None
         damaged: list[str] = []

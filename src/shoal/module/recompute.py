@@ -102,10 +102,8 @@ class Recompute:
         return [place for place, block in enumerate(self._blocks) if block.flag]
 
     def decide(self, agree: Callable[[list[int]], list[int]]) -> None:
-        """Chooses, once and after a step, the blocks that a budget recomputes. Collective.
-
-        `agree` takes a choice and returns the first rank's on all ranks.
-        """
+        """Chooses, once and after a step, the blocks that a budget recomputes. `agree` returns the first rank's
+        choice."""
         if self._decide is not None:
             self._decide()
             chosen, self._decide = agree(self.chosen), None
@@ -151,10 +149,8 @@ class Recompute:
         meters = {kind: _Meter(alike[0]) for kind, alike in kinds.items()}
 
         def decide() -> None:
-            """Recomputes the blocks that save the most bytes per second forward, until little enough is kept.
-
-            Nothing is known of, and nothing saved by, a kind of block that did not run.
-            """
+            """Recomputes the blocks that save the most bytes, until little enough is kept; a kind that did not run
+            saves 0."""
             left = whole = sum(meters[block.kind].kept for block in self._blocks)
             for block in sorted(self._blocks, key=lambda block: -meters[block.kind].saves):
                 saves = meters[block.kind].saves
@@ -209,10 +205,8 @@ class _Block:
         }
 
     def _changed(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> set[str]:
-        """Returns the names of buffers that have changed.
-
-        Values are compared, since a change by a kernel, as of BatchNorm's statistics, need not count as a version.
-        """
+        """Returns the names of changed buffers, by value: a change by a kernel (BatchNorm) need not count as a
+        version."""
         now = dict(self.module.named_buffers())
         return {
             name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)

@@ -143,7 +143,7 @@ class Record(TorchDispatchMode):
 
     @contextmanager
     def noting(self, func: Any, args: Any, kwargs: Any) -> Iterator[list[Any]]:
-        """Records the call `func(*args, **kwargs)` that is made inside the context; the caller appends its results to the list."""
+        """Records a call `func(*args, **kwargs)` made inside the context; the caller appends its results to a list."""
         if torch.initial_seed() != self._seed or any(
             isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))
         ):

@@ -249,8 +249,7 @@ class Context:
         if heads % self.size or (keys % self.size and self.size % keys):
             raise UserError(
                 f"plan.cp = {self.size} deals out {heads} heads, and {keys} of keys and values, which does not come "
-                'out even: take plan.context = "ring", or a '
-                "cp that divides the heads"
+                'out even: take plan.context = "ring", or a cp that divides the heads'
             )
         if keys < self.size:
             key, value = (each.repeat_interleave(self.size // keys, 1) for each in (key, value))

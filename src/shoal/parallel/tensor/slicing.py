@@ -16,18 +16,7 @@ from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.cut import CutLayer, CutLayers
 from shoal.parallel.tensor.head_counts import HeadCounts
 from shoal.parallel.tensor.inside_experts import cut_inside
-from shoal.parallel.tensor.layers import (
-    Column,
-    Experts,
-    Gathered,
-    Head,
-    Inside,
-    Row,
-    Split,
-    Tokens,
-    Vocabulary,
-    become,
-)
+from shoal.parallel.tensor.layers import Column, Experts, Gathered, Head, Inside, Row, Split, Tokens, Vocabulary, become
 from shoal.parallel.tensor.own_parts import OwnParts
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, kind_of, matches
@@ -37,12 +26,7 @@ from shoal.parallel.tensor.spans import Span, even, heads
 
 @dataclass(frozen=True)
 class Sliced:
-    """A module whose parameters have the shapes of this rank's parts.
-
-    built: the module; `built.value` gives these parts
-    layouts: of all parameters, by first name
-    layers: what became of each module
-    """
+    """A module with parameters of this rank's shapes, whose values `built.value` gives; `layouts` are by first name."""
 
     built: Built
     layouts: dict[str, Layout]
@@ -57,10 +41,8 @@ def cut_among(
     experts: Sequence[str] = (),
     elsewhere: Collection[str] = (),
 ) -> Sliced:
-    """Cuts the layers of `built.module` among the ranks of `region`.
+    """Cuts the layers of the whole module in `built` among the ranks of `region`, those along tp.
 
-    built: the whole module
-    region: the ranks along tp
     rules: the kind of each layer, see rules
     spread: how the modules named in `experts` are spread over the ranks along ep; None: they are not
     elsewhere: names of the modules that are not on this rank, which are left alone
