@@ -202,7 +202,8 @@ class Record(TorchDispatchMode):
         wanted, real = _ref(tensor), dict[int, Tensor]()
         with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.no_grad():
             for position, index in enumerate(self._needed(wanted.storage)):
-                torch.manual_seed(seed_of(seed, sites.get(index, f"{name}#{position}")))
+                # torch.manual_seed keeps a stack trace of each call, and would change the generators of devices
+                torch.default_generator.manual_seed(seed_of(seed, sites.get(index, f"{name}#{position}")))
                 _run(self._ops[index], real)
             return wanted.within(real[wanted.storage])
 
