@@ -16,6 +16,7 @@ from shoal.chunks import Buffer, Chunk, Passing, Tier, budget
 from shoal.chunks.allocate import Private
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
+from shoal.device import is_accelerator, new_stream, on_stream, synchronize
 from shoal.errors import UserError
 from shoal.optim.fused.host_adam import adam_update
 from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
@@ -43,7 +44,7 @@ class Offload:
         self._ledger = ledger
         self.tier = Tier("plan.memory.device", allowed.device, device, ledger=ledger)
         self.host = Tier("plan.memory.host", allowed.host, ledger=ledger)
-        self.home = Private(torch.device("cpu"), pinned=device.type == "cuda")
+        self.home = Private(torch.device("cpu"), pinned=is_accelerator(device))
         self._places_are_open = allowed.device is not None
         self._committed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
 
@@ -100,7 +101,7 @@ class Offload:
                 'plan.memory.update = "streamed" moves masters beside low-precision weights through the device: it '
                 "goes with bf16 or fp16 and whole masters, without plan.memory.disk"
             )
-        if asked != "auto" or self._device.type != "cuda":
+        if asked != "auto" or not is_accelerator(self._device):
             return "at once" if asked == "auto" else asked
         faster = able and streams(link_rate(self._device), host_seconds(), 4 * (1 + len(self._keys)))
         return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
@@ -142,16 +143,16 @@ def link_rate(device: torch.device) -> float:
     """Bytes a second from the host to a GPU and back, both ways at once."""
     up, down = (torch.zeros(TRIAL, pin_memory=True) for _ in range(2))
     there, back = (torch.zeros(TRIAL, device=device) for _ in range(2))
-    one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    one, other = new_stream(device), new_stream(device)
     best = float("inf")
     for _ in range(5):
-        torch.cuda.synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
-        with torch.cuda.stream(one):
+        with on_stream(one):
             there.copy_(up, non_blocking=True)
-        with torch.cuda.stream(other):
+        with on_stream(other):
             down.copy_(back, non_blocking=True)
-        torch.cuda.synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - started)
     return up.nbytes / best
 

@@ -13,6 +13,7 @@ from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.versions import Versions
 from shoal.comm import Link
 from shoal.data import Batch
+from shoal.device import is_accelerator
 from shoal.exchange import Algorithm
 from shoal.mesh import Mesh
 from shoal.module.recompute import Recompute
@@ -56,7 +57,7 @@ class Parts:
 def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
     """The parts of an engine, from the phases of its assembly."""
     ranks, offload, runner = local.ranks, memory.offload, trainer.runner
-    on_device = int(ranks.world.device.type == "cuda")
+    on_device = int(is_accelerator(ranks.world.device))
     return Parts(
         mesh=ranks.mesh,
         chunks=memory.chunks,

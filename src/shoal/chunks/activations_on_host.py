@@ -20,6 +20,7 @@ from shoal.chunks.activations import ROLE, Activations
 from shoal.chunks.tier import Tier
 from shoal.comm import Lane
 from shoal.comm.lane import Ticket
+from shoal.device import is_accelerator, record_use
 from shoal.errors import UserError
 
 BUFFERS = 2
@@ -111,7 +112,7 @@ class OnHost:
         size = storage.nbytes()
         self._host.take(ROLE, size, "what backward keeps")
         source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        flat = torch.empty(size, dtype=torch.uint8, pin_memory=source.is_cuda)
+        flat = torch.empty(size, dtype=torch.uint8, pin_memory=is_accelerator(source.device))
 
         def copy() -> None:
             flat.copy_(source, non_blocking=True)
@@ -162,8 +163,7 @@ class OnHost:
 
         def copy() -> None:
             here.copy_(flat, non_blocking=True)
-            if here.is_cuda:  # it may be given up before anybody has asked for it
-                here.record_stream(torch.cuda.current_stream(here.device))
+            record_use(here)  # it may be given up before anybody has asked for it
 
         away.fetched = self._lane.submit(copy, "activations from the host")
         self.bytes_in += away.nbytes

@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.chunks.allocate import Shared
 from shoal.chunks.tier import Tier
 from shoal.comm.lane import EXCHANGE, Ticket
+from shoal.device import record_use
 
 BUFFERS = 2
 ON_LOAN = "gradients on loan"
@@ -55,8 +56,7 @@ class GradientPool:
 
     def to_reduce(self, turn: int, flat: Tensor) -> Tensor:
         """Returns `flat` in memory that all ranks see, where there is such; called on the lane, in `turn`."""
-        if flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream())  # it was made on the stream of the backward
+        record_use(flat)  # it was made on the stream of the backward
         if not self._buffers:
             return flat
         buffer = self._buffers[turn % BUFFERS][: flat.numel()]

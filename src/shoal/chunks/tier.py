@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Ledger
+from shoal.device import allocated, forget_most_allocated, free_memory, most_allocated
 from shoal.errors import BudgetExceeded, UserError, did_you_mean
 from shoal.plan import Option
 
@@ -92,7 +93,8 @@ def _share(value: Any) -> float:
 
 
 def _free(device: torch.device) -> int | None:
-    return int(torch.cuda.mem_get_info(device)[0] * AUTO_SHARE) if device.type == "cuda" else None
+    free = free_memory(device)
+    return None if free is None else int(free * AUTO_SHARE)
 
 
 def _disk(option: Any) -> DiskBudget:
@@ -149,16 +151,15 @@ class Tier:
 
     def others(self) -> int:
         """Bytes in use now, without weights that come and go; on a GPU by the allocator, which knows of all."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) - self.held.get(MOVING, 0)
-        return self.used - self.held.get(MOVING, 0)
+        now = allocated(self.device)
+        return (self.used if now is None else now) - self.held.get(MOVING, 0)
 
     def most_others(self) -> int:
         """Most bytes of `others` at a time since the last call."""
-        if self.device.type == "cuda":
-            most = torch.cuda.max_memory_allocated(self.device) - self.held.get(MOVING, 0)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return most
+        most = most_allocated(self.device)
+        if most is not None:
+            forget_most_allocated(self.device)
+            return most - self.held.get(MOVING, 0)
         most, self._others = max(self._others, self.others()), self.others()
         return most
 
@@ -191,6 +192,6 @@ class Tier:
 
     def look(self, at: float | None = None) -> None:
         """Notes, on a GPU, what else is there now."""
-        if self.device.type == "cuda":
-            rest = torch.cuda.memory_allocated(self.device) - self.used
-            self.ledger.note(self.name, ALL_ELSE, max(0, rest), at)
+        now = allocated(self.device)
+        if now is not None:
+            self.ledger.note(self.name, ALL_ELSE, max(0, now - self.used), at)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.device import to_device
 from shoal.exchange.hooks import UserHooks
 from shoal.training.effects import Effects
 from shoal.training.forward import Forward
@@ -65,7 +66,7 @@ class Ballot:
             return self._over_stages(totals, reduced.squares, untouched, reduced, experts)
         effects, touched = self._effects, list(reduced.touched.values())
         flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
-        flags = flags.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else flags
+        flags = to_device(flags, self._device)
         parts = [totals, reduced.squares, flags, *experts]
         if len(effects.statistics) and effects.merges_statistics:
             parts.append(effects.statistics.term(ran, after))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shoal.device import is_accelerator
 from shoal.errors import TrainingError
 from shoal.exchange import Holds
 from shoal.training.clip import Clipped
@@ -46,7 +47,7 @@ class Commit:
         if holds is Holds.NOTHING:
             self._require_finite(result)
             return  # the schedule counts updates
-        if self._device.type == "cuda" and trained.algorithm.skips_on_device(step):
+        if is_accelerator(self._device) and trained.algorithm.skips_on_device(step):
             skip = ~torch.isfinite(result._norm) if late else result._overflow() | (result._totals[1] == 0)
             self._update(result, clipped, untouched, skip.float())
             if tally is not None:

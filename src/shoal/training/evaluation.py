@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
+from shoal.device import keep_generators
 from shoal.errors import UserError
 from shoal.pipeline import Runner
 from shoal.training.forward import Forward
@@ -83,10 +84,9 @@ def evaluate(
             told = time.perf_counter()
             log.info("evaluating: %d of %d microbatches", done, len(runs))
 
-    devices = [device.index] if device.type == "cuda" else []
     forward.module.eval()
     try:
-        with torch.random.fork_rng(devices), forward.gather.step(("evaluate", len(runs))), forward.rows():
+        with keep_generators([device]), forward.gather.step(("evaluate", len(runs))), forward.rows():
             if pipeline is None:
                 for done, (ids, counts) in enumerate(runs):
                     tell(done)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm import Group
+from shoal.device import keep_generators
 from shoal.errors import UserError
 from shoal.training.loss import Sums
 from shoal.training.result import StepResult
@@ -61,7 +62,7 @@ class Loop:
         self._runner, self._weights, self._buffers = runner, forward.gather, forward.effects.buffers
         self._group, self.microbatches, self._step_index, self._stepped = group, microbatches, step_index, stepped
         device = self._device = forward.randomness.device
-        self._devices = [device.index] if device.type == "cuda" else []
+        self._device = device
         self._partners, self._joined = partners, joined
         self._asks: Group | None = None  # inside `join`: who has a microbatch for the step that begins
         self._has_work = [1] * group.size
@@ -79,7 +80,7 @@ class Loop:
         self._forwards += 1
         try:
             with (
-                torch.random.fork_rng(self._devices),
+                keep_generators([self._device]),
                 self._weights.watching(),
                 self._forward.keyed(),
                 self._buffers.watching() as gave,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.device import keep_generators
 from shoal.errors import UserError
 from shoal.optim.fused.optimizer import FlatOptimizer, OptimizerFactory
 from shoal.optim.fused.pieces import equal
@@ -38,9 +39,9 @@ def refusal(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]]) -> s
             return f"{name} {why}. Use it as it is"
     if any(group.get("fused") for group in optimizer.param_groups):
         return f"{name}(fused=True) has torch's fused kernel and gains nothing from flat storage. Use it as it is"
-    devices = {parameter.device for group in groups for parameter in group["params"] if parameter.is_cuda}
+    devices = {parameter.device for group in groups for parameter in group["params"]}
     try:
-        with torch.random.fork_rng(devices=list(devices)):
+        with keep_generators(devices):
             same = _same_in_trial(factory, groups)
     except Exception as error:  # somebody else's code, on a use that it may not foresee
         return f"{name} failed when tried out on small tensors: {error}. Use it as it is"

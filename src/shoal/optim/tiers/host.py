@@ -9,22 +9,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from shoal.device import Event, aside, is_accelerator, record_event
+
 
 class HostPage:
     """A page of `size` bytes on the host, pinned beside a GPU. Futures end when the bytes are there."""
 
     def __init__(self, size: int, device: torch.device, pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor]) -> None:
-        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=is_accelerator(device))
         self._reads, self._writes = pools
 
     def read(self, into: Tensor) -> list[Future[None]]:
         """Brings the page's first `into.nbytes` bytes into `into`, on the device."""
-        return [self._reads.submit(_copy, self._memory[: into.nbytes], into, _now(into))]
+        return [self._reads.submit(_copy, self._memory[: into.nbytes], into, into.device, record_event(into.device))]
 
     def write(self, data: Tensor) -> list[Future[None]]:
         """Takes `data`, from the device, back to the beginning of the page, after what the device was told to do up to
         now."""
-        return [self._writes.submit(_copy, data, self._memory[: data.nbytes], _now(data))]
+        return [self._writes.submit(_copy, data, self._memory[: data.nbytes], data.device, record_event(data.device))]
 
     def sync(self) -> None:
         """Does nothing: no page survives the process."""
@@ -55,20 +57,12 @@ class HostStore:
             pool.shutdown()
 
 
-def _now(on_device: Tensor) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(on_device.device).record_event() if on_device.is_cuda else None
 
 
-def _copy(source: Tensor, target: Tensor, after: torch.cuda.Event | None) -> None:
-    if after is None:
-        target.copy_(source)
-        return
-    device = target.device if target.is_cuda else source.device
-    stream = torch.cuda.Stream(device)  # from torch's pool of streams: nothing is made
-    with torch.cuda.stream(stream):
-        stream.wait_event(after)
+
+def _copy(source: Tensor, target: Tensor, device: torch.device, after: Event | None) -> None:
+    with aside(device, after):
         target.copy_(source, non_blocking=True)
-    stream.synchronize()
 
 
 def streams(bytes_a_second: float, host_seconds: float, state_bytes: int) -> bool:
