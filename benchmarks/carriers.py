@@ -1,7 +1,8 @@
-"""The contenders of `collectives`: what carries an operation between the ranks. Each step is one call: `step(operation, num_bytes)`.
+"""The contenders of `collectives`: what carries an operation between the ranks. Each step is one call: `step(operation,
+num_bytes)`.
 
-`num_bytes` are those of the large side: of the tensor that is reduced, gathered into, exchanged or copied whole. All tensors are fp32 zeros,
-so that sums stay what they are; a step's tensors stay until it is called for another case.
+`num_bytes` are those of the large side: of the tensor that is reduced, gathered into, exchanged or copied whole. All
+tensors are fp32 zeros, so that sums stay what they are; a step's tensors stay until it is called for another case.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Buffers:
 
 
 def private(numel: int) -> Tensor:
-    """In the process's own memory. Filled after the fact: fresh zeros would be one shared page of zeros until written."""
+    """In the process's own memory. Filled after the fact: fresh zeros would be one shared page of zeros until
+    written."""
     return torch.empty(numel).fill_(0.0)
 
 

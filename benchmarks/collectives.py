@@ -2,8 +2,8 @@
 
     python -m benchmarks.collectives [--ranks 2,4] [--operations all_reduce,...] [--rounds 5] [--quick]
 
-Ranks of one thread each, tensors of 1 KiB to 64 MiB; the contenders are those of `carriers`, called back to back, in turn. A ratio is
-gloo's time over the contender's, round by round. Writes results/collectives.json.
+Ranks of one thread each, tensors of 1 KiB to 64 MiB; the contenders are those of `carriers`, called back to back, in
+turn. A ratio is gloo's time over the contender's, round by round. Writes results/collectives.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ QUICK_SIZES = (KIB, 256 * KIB)
 
 @dataclass(frozen=True)
 class OfCase:
-    """A carrier's ranks in one case, as the harness takes turns with them: a turn is one figure, the median of its calls."""
+    """A carrier's ranks in one case, as the harness takes turns with them: a turn is one figure, the median of its
+    calls."""
 
     group: ProcessGroup
     operation: str
@@ -109,11 +110,14 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def tables(results: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """A table for each operation and number of ranks: a row a size, milliseconds and, but for gloo itself, the ratio to gloo."""
+    """A table for each operation and number of ranks: a row a size, milliseconds and, but for gloo itself, the ratio to
+    gloo."""
     made = []
     for ranks, operation in dict.fromkeys((result["ranks"], result["operation"]) for result in results):
         cases = [result for result in results if (result["ranks"], result["operation"]) == (ranks, operation)]
-        table = Table(title=f"{operation}, {ranks} ranks: ms a call (quartiles), times faster than gloo", title_justify="left")
+        table = Table(
+            title=f"{operation}, {ranks} ranks: ms a call (quartiles), times faster than gloo", title_justify="left"
+        )
         table.add_column("bytes", justify="right")
         for name in cases[0]["contenders"]:
             table.add_column(name, justify="right")
@@ -133,7 +137,9 @@ def _cell(row: Mapping[str, Any], is_peer: bool) -> str:
 def main() -> None:
     arguments = _arguments()
     sizes = QUICK_SIZES if arguments.quick else SIZES
-    results = [result for ranks in arguments.ranks for result in run(int(ranks), arguments.operations, sizes, arguments.rounds)]
+    results = [
+        result for ranks in arguments.ranks for result in run(int(ranks), arguments.operations, sizes, arguments.rounds)
+    ]
     targets = judge(TARGETS, figures(results))
     record = harness.write_record("collectives", vars(arguments), {"cases": results, "targets": targets})
     console = Console(width=160)
@@ -142,13 +148,19 @@ def main() -> None:
     print_targets(targets)
     for result in results:
         for warning in result["warnings"]:
-            console.print(f"warning: {result['operation']}, {result['ranks']} ranks, {size_name(result['bytes'])}: {warning}")
+            console.print(
+                f"warning: {result['operation']}, {result['ranks']} ranks, {size_name(result['bytes'])}: {warning}"
+            )
     print(f"record: {record.relative_to(record.parents[2])}")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description="Collectives of one host, in turn.")
-    parser.add_argument("--ranks", type=harness.several(["2", "4"]), default=["2", "4"], help="numbers of ranks, of 2,4")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives", description="Collectives of one host, in turn."
+    )
+    parser.add_argument(
+        "--ranks", type=harness.several(["2", "4"]), default=["2", "4"], help="numbers of ranks, of 2,4"
+    )
     parser.add_argument(
         "--operations", type=harness.several(OPERATIONS), default=list(OPERATIONS), help=f"of {','.join(OPERATIONS)}"
     )

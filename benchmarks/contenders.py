@@ -28,10 +28,16 @@ class Entry:
 
 
 def run_entries(
-    entries: Mapping[str, Entry], case: Case, precision: str, rounds: int, ranks: int, limit: str = LIMIT, **settings: Any
+    entries: Mapping[str, Entry],
+    case: Case,
+    precision: str,
+    rounds: int,
+    ranks: int,
+    limit: str = LIMIT,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Starts `entries`, of `ranks` processes each, with `settings` for their builders beside case and precision, and times them in turn; prints the progress, returns a set of the
-    record."""
+    """Starts `entries`, of `ranks` processes each, with `settings` for their builders beside case and precision, and
+    times them in turn; prints the progress, returns a set of the record."""
     with ExitStack() as stack:
         groups = {}
         for name, entry in entries.items():
@@ -44,8 +50,8 @@ def run_entries(
 
 
 def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0, apart: bool = False) -> Step:
-    """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the optimizer. `apart`: each rank as if on a
-    host of its own, so that they share no memory."""
+    """Shoal's engine, data parallel. bf16: weights in bf16, gradients and exchange in fp32, fp32 masters in the
+    optimizer. `apart`: each rank as if on a host of its own, so that they share no memory."""
     from shoal import Engine, Plan
     from shoal.comm import Seat, World
     from shoal.launch import join
@@ -69,17 +75,23 @@ def shoal(case: Case, precision: str, exchange: str = "allreduce", zero: int = 0
 
 CONTENDERS: dict[str, Entry] = {
     LIMIT: Entry(
-        partial(shoal, exchange="none"), "Shoal's engine, exchange removed: all ranks at once, same kernels and optimizer"
+        partial(shoal, exchange="none"),
+        "Shoal's engine, exchange removed: all ranks at once, same kernels and optimizer",
     ),
     "no-communication-by-hand": Entry(peers.none_by_hand, "a plain PyTorch loop, a check on the limit"),
     "shoal": Entry(shoal, "bf16: weights bf16, gradients and exchange fp32, fp32 masters"),
-    "shoal-zero1": Entry(partial(shoal, zero=1), "the same, optimizer state and masters cut among the ranks (plan.zero = 1)"),
+    "shoal-zero1": Entry(
+        partial(shoal, zero=1), "the same, optimizer state and masters cut among the ranks (plan.zero = 1)"
+    ),
     "ddp": Entry(peers.ddp, "torch DDP; bf16: autocast over fp32 weights, exchange fp32"),
-    "ddp-pure-bf16": Entry(peers.ddp_pure, "torch DDP; weights, gradients, exchange, AdamW all bf16: LOWER PRECISION", ("bf16",)),
+    "ddp-pure-bf16": Entry(
+        peers.ddp_pure, "torch DDP; weights, gradients, exchange, AdamW all bf16: LOWER PRECISION", ("bf16",)
+    ),
     "fsdp2": Entry(peers.fsdp2, "torch FSDP2; bf16: parameters bf16, reduce fp32"),
     "accelerate": Entry(peers.accelerate, "Accelerate's prepare; bf16: autocast over fp32 weights"),
     "deepspeed-zero1": Entry(
-        partial(peers.deepspeed_zero, stage=1), "DeepSpeed ZeRO-1; bf16: weights and exchange bf16, fp32 masters sharded"
+        partial(peers.deepspeed_zero, stage=1),
+        "DeepSpeed ZeRO-1; bf16: weights and exchange bf16, fp32 masters sharded",
     ),
 }
 ZERO: dict[int, dict[str, Entry]] = {

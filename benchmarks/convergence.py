@@ -3,9 +3,10 @@
     python -m benchmarks.convergence [--replicas 2] [--only bytegrad,diloco] [--seeds 3] [--steps 240] [--quick]
     python -m benchmarks.convergence --page                  only writes the page again, from the record
 
-A GPT of 1.1M parameters on the bytes of Python's standard library, the same global batches for everybody; the validation loss of the
-replicas' mean against that of exact all-reduce with the same seed. Ranks are processes of one thread. Writes results/convergence.json,
-docs/convergence.md and docs/convergence.png; with --quick into a temporary directory.
+A GPT of 1.1M parameters on the bytes of Python's standard library, the same global batches for everybody; the
+validation loss of the replicas' mean against that of exact all-reduce with the same seed. Ranks are processes of one
+thread. Writes results/convergence.json, docs/convergence.md and docs/convergence.png; with --quick into a temporary
+directory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ MODEL = replace(PRESETS["1m"], sequence=128)
 
 @dataclass(frozen=True)
 class Setting:
-    """One training: `steps` steps of `global_batch` rows of `model.sequence` bytes, then the loss over `evaluated` batches."""
+    """One training: `steps` steps of `global_batch` rows of `model.sequence` bytes, then the loss over `evaluated`
+    batches."""
 
     model: GPTConfig = MODEL
     steps: int = 240
@@ -53,7 +55,8 @@ QUICK = Setting(model=replace(MODEL, layers=1, d_model=32, sequence=32), steps=2
 
 
 def exchanges(replicas: int, steps: int) -> dict[str, Option]:
-    """By the name of its row: each algorithm with parameters for a run of `steps` steps. Islands need two islands of two."""
+    """By the name of its row: each algorithm with parameters for a run of `steps` steps. Islands need two islands of
+    two."""
     fifth = max(1, steps // 5)
     rows: dict[str, Option] = {
         "allreduce": "allreduce",
@@ -76,7 +79,13 @@ def exchanges(replicas: int, steps: int) -> dict[str, Option]:
         "post_local_sgd": {"name": "post_local_sgd", "every": 8, "start": fifth},
         "diloco": {"name": "diloco", "every": 20},
         # Chunks of 1 MiB: a model of 4.4 MB would else be a single fragment.
-        "streaming_diloco": {"name": "streaming_diloco", "every": 20, "fragments": 4, "overlap": 2, "chunk_bytes": 2**20},
+        "streaming_diloco": {
+            "name": "streaming_diloco",
+            "every": 20,
+            "fragments": 4,
+            "overlap": 2,
+            "chunk_bytes": 2**20,
+        },
         "islands": {"name": "islands", "ranks": 2, "inside": "allreduce", "across": {"name": "diloco", "every": 20}},
         "none": "none",
     }
@@ -112,7 +121,8 @@ def idle() -> Step:
 
 
 def run(replicas: int, names: Sequence[str] | None, seeds: int, setting: Setting) -> list[dict[str, Any]]:
-    """Every row of one number of replicas. Each has processes of its own, so that one that fails does not end the others."""
+    """Every row of one number of replicas. Each has processes of its own, so that one that fails does not end the
+    others."""
     results = []
     for name, exchange in exchanges(replicas, setting.steps).items():
         if names is not None and name not in names:
@@ -126,7 +136,14 @@ def run(replicas: int, names: Sequence[str] | None, seeds: int, setting: Setting
             error = str(failure).strip().splitlines()[-1]
         seconds = time.perf_counter() - started
         results.append(
-            {"replicas": replicas, "name": name, "exchange": exchange, "losses": losses, "seconds": seconds, "error": error}
+            {
+                "replicas": replicas,
+                "name": name,
+                "exchange": exchange,
+                "losses": losses,
+                "seconds": seconds,
+                "error": error,
+            }
         )
         shown = error or " ".join(f"{loss:.4f}" for loss in losses)
         print(f"{replicas} replicas, {name}: {shown}  ({seconds:.0f} s)", flush=True)
@@ -141,7 +158,11 @@ def main() -> None:
     path = harness.RESULTS / "convergence.json"
     if not arguments.page:
         setting = QUICK if arguments.quick else replace(Setting(), steps=arguments.steps)
-        rows = [row for replicas in arguments.replicas for row in run(int(replicas), arguments.only, arguments.seeds, setting)]
+        rows = [
+            row
+            for replicas in arguments.replicas
+            for row in run(int(replicas), arguments.only, arguments.seeds, setting)
+        ]
         path = harness.write_record("convergence", vars(arguments), {"setting": asdict(setting), "rows": rows})
     record = json.loads(path.read_text())
     convergence_page.plot(record, docs / "convergence.png")
@@ -152,8 +173,12 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     known = list(exchanges(4, 1))
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description="The final loss with each exchange.")
-    parser.add_argument("--replicas", type=harness.several(["2", "4"]), default=["2"], help="numbers of ranks, of 2,4 (2)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence", description="The final loss with each exchange."
+    )
+    parser.add_argument(
+        "--replicas", type=harness.several(["2", "4"]), default=["2"], help="numbers of ranks, of 2,4 (2)"
+    )
     parser.add_argument("--only", type=harness.several(known), help=f"rows, of {','.join(known)}")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each row (3)")
     parser.add_argument("--steps", type=int, default=Setting().steps, help="steps of a training (240)")

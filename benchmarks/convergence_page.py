@@ -15,7 +15,8 @@ Row = Mapping[str, Any]
 
 
 def differences(row: Row, rows: Sequence[Row]) -> list[float]:
-    """The row's losses less those of the exact all-reduce among as many replicas, seed by seed; empty where one of the two has none."""
+    """The row's losses less those of the exact all-reduce among as many replicas, seed by seed; empty where one of the
+    two has none."""
     exact = next((other for other in rows if other["name"] == REFERENCE and other["replicas"] == row["replicas"]), None)
     if exact is None or len(exact["losses"]) != len(row["losses"]):
         return []
@@ -38,7 +39,8 @@ def markdown(record: Mapping[str, Any]) -> str:
         "",
         "![Difference of the final validation loss to exact all-reduce, a dot a seed](convergence.png)",
         "",
-        f"All take {setting['steps']} steps of the same samples. Where replicas train alone (`local_sgd`, `diloco`, ...), each updates on its own, "
+        f"All take {setting['steps']} steps of the same samples. Where replicas train alone (`local_sgd`, `diloco`, "
+        "...), each updates on its own, "
         "smaller share of a batch. `none` is the mean of replicas that never exchanged: what agreeing is worth. "
         "`async_average` averages by the clock, so its figures depend on the machine.",
         "",
@@ -51,12 +53,17 @@ def _introduction(record: Mapping[str, Any]) -> str:
     model = setting["model"]
     seeds = max(len(row["losses"]) for row in record["results"]["rows"])
     return (
-        f"The validation loss (nats a byte) of a GPT ({model['layers']} layers, {model['d_model']} wide) after {setting['steps']} steps of "
-        f"{setting['global_batch']} rows of {model['sequence']} bytes of Python's standard library, with each way in which replicas can agree "
-        f"([communication.md](communication.md)): mean over {seeds} seeds, and the difference to exact fp32 all-reduce with the same seed. "
+        f"The validation loss (nats a byte) of a GPT ({model['layers']} layers, {model['d_model']} wide) after "
+        f"{setting['steps']} steps of "
+        f"{setting['global_batch']} rows of {model['sequence']} bytes of Python's standard library, with each way in "
+        "which replicas can agree "
+        f"([communication.md](communication.md)): mean over {seeds} seeds, and the difference to exact fp32 all-reduce "
+        "with the same seed. "
         f"AdamW, lr {setting['lr']:g} with warm-up and cosine, clipping at {setting['clip']:g}.\n\n"
-        f"Written by `python -m benchmarks.convergence` from `benchmarks/results/convergence.json`: {record['date'][:10]}, commit "
-        f"{record['commit'].replace(record['commit'][10:40], '')}, torch {record['versions']['torch']}, {machine['cpu']}, {machine['cores']} cores."
+        "Written by `python -m benchmarks.convergence` from `benchmarks/results/convergence.json`: "
+        f"{record['date'][:10]}, commit "
+        f"{record['commit'].replace(record['commit'][10:40], '')}, torch {record['versions']['torch']}, "
+        f"{machine['cpu']}, {machine['cores']} cores."
     )
 
 
@@ -69,7 +76,9 @@ def _line(name: str, rows: Sequence[Row], replicas: Sequence[int]) -> str:
 
 def _parameters(exchange: str | Mapping[str, Any]) -> str:
     """The parameters of a plan's exchange, as JSON without braces."""
-    return "" if isinstance(exchange, str) else f"`{json.dumps({k: v for k, v in exchange.items() if k != 'name'})[1:-1]}`"
+    return (
+        "" if isinstance(exchange, str) else f"`{json.dumps({k: v for k, v in exchange.items() if k != 'name'})[1:-1]}`"
+    )
 
 
 def _cells(row: Row, rows: Sequence[Row]) -> str:
@@ -90,7 +99,8 @@ def mean_and_spread(apart: Sequence[float]) -> str:
 
 
 def plot(record: Mapping[str, Any], path: Path) -> None:
-    """A row an exchange, a dot a seed, a colour a number of replicas. The axis is linear up to 0.02 and logarithmic beyond."""
+    """A row an exchange, a dot a seed, a colour a number of replicas. The axis is linear up to 0.02 and logarithmic
+    beyond."""
     from matplotlib.figure import Figure
 
     rows = [row for row in record["results"]["rows"] if row["name"] != REFERENCE]
@@ -106,7 +116,9 @@ def plot(record: Mapping[str, Any], path: Path) -> None:
             for apart in differences(row, record["results"]["rows"])
             if math.isfinite(apart)
         ]
-        axes.plot(*zip(*dots, strict=True) if dots else ([], []), "o", markersize=4, alpha=0.8, label=f"{count} replicas")
+        axes.plot(
+            *zip(*dots, strict=True) if dots else ([], []), "o", markersize=4, alpha=0.8, label=f"{count} replicas"
+        )
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_xscale("symlog", linthresh=0.02)
     axes.set_yticks(range(len(names)), names)

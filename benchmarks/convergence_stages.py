@@ -3,9 +3,11 @@
     python -m benchmarks.convergence_stages [--stages 2,4] [--seeds 3] [--steps 240] [--quick]
     python -m benchmarks.convergence_stages --picture        only draws the picture again, from the record
 
-The training of `convergence` (a GPT of 1.1M parameters, untied, on the bytes of Python's standard library) in 2 and 4 stages, with each schedule the same global batches: 1f1b, which is exact; 2bw;
-pipedream, with and without vertical sync, whose step is one microbatch, here the whole batch. The validation loss on the way and at the end, against that of 1f1b with the same seed. Writes
-results/convergence-stages.json and docs/convergence-stages.png; with --quick into a temporary directory.
+The training of `convergence` (a GPT of 1.1M parameters, untied, on the bytes of Python's standard library) in 2 and 4
+stages, with each schedule the same global batches: 1f1b, which is exact; 2bw; pipedream, with and without vertical
+sync, whose step is one microbatch, here the whole batch. The validation loss on the way and at the end, against that of
+1f1b with the same seed. Writes results/convergence-stages.json and docs/convergence-stages.png; with --quick into a
+temporary directory.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ ROWS = {
 
 
 def train(setting: Setting, row: Row, seed: int) -> tuple[list[tuple[int, float]], float]:
-    """One training, this rank one stage: (step, validation loss in nats a byte over a fourth of the `evaluated` batches) eleven times on the way, and the loss over all of them at the end."""
+    """One training, this rank one stage: (step, validation loss in nats a byte over a fourth of the `evaluated`
+    batches) eleven times on the way, and the loss over all of them at the end."""
     world = join()
     text = open_text("stdlib", tokenizer="bytes", sequence=setting.model.sequence)
     assert text.validation is not None
@@ -91,9 +94,13 @@ def run(stages: int, seeds: int, setting: Setting) -> list[dict[str, Any]]:
     for name, row in ROWS.items():
         started = time.perf_counter()
         with ProcessGroup(idle, {}, size=stages, warm_up=0) as group:
-            curves, finals = zip(*(group.call(partial(train, setting, row, seed))[0] for seed in range(seeds)), strict=True)
+            curves, finals = zip(
+                *(group.call(partial(train, setting, row, seed))[0] for seed in range(seeds)), strict=True
+            )
         seconds = time.perf_counter() - started
-        results.append({"stages": stages, "name": name, **asdict(row), "curves": curves, "finals": finals, "seconds": seconds})
+        results.append(
+            {"stages": stages, "name": name, **asdict(row), "curves": curves, "finals": finals, "seconds": seconds}
+        )
         shown = " ".join(f"{loss:.4f}" for loss in finals)
         print(f"{stages} stages, {name}: {shown}  ({seconds:.0f} s)", flush=True)
     return results
@@ -152,7 +159,9 @@ def main() -> None:
     path = harness.RESULTS / "convergence-stages.json"
     if not arguments.picture:
         setting = (
-            replace(QUICK, model=replace(QUICK.model, layers=MODEL.layers)) if arguments.quick else Setting(steps=arguments.steps)
+            replace(QUICK, model=replace(QUICK.model, layers=MODEL.layers))
+            if arguments.quick
+            else Setting(steps=arguments.steps)
         )
         rows = [row for stages in arguments.stages for row in run(int(stages), arguments.seeds, setting)]
         path = harness.write_record("convergence-stages", vars(arguments), {"setting": asdict(setting), "rows": rows})

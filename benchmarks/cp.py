@@ -1,11 +1,13 @@
-"""Question `cp`: rows of 8,192 tokens that two ranks share: what does a rank keep for backward, and what does sharing cost?
+"""Question `cp`: rows of 8,192 tokens that two ranks share: what does a rank keep for backward, and what does sharing
+cost?
 
     python -m benchmarks.cp [--tokens 8192] [--precision fp32,bf16] [--rounds 3] [--quick]
 
-2 processes of one thread, the GPT of 33.7M parameters with 2 of its layers, one row a step. The limit is Shoal's engine whose context-parallel groups send nothing (as in
-`tp`), with heads dealt out; the reference for memory is one process with whole rows. Bytes kept for backward are counted by saved-tensor hooks, a storage once, parameters left
-out. torch's own `context_parallel` has no kernels for CPUs; in its place stands what it does by default, by hand: each rank gathers all keys and values.
-Writes results/cp.json.
+2 processes of one thread, the GPT of 33.7M parameters with 2 of its layers, one row a step. The limit is Shoal's engine
+whose context-parallel groups send nothing (as in `tp`), with heads dealt out; the reference for memory is one process
+with whole rows. Bytes kept for backward are counted by saved-tensor hooks, a storage once, parameters left out. torch's
+own `context_parallel` has no kernels for CPUs; in its place stands what it does by default, by hand: each rank gathers
+all keys and values. Writes results/cp.json.
 """
 
 from __future__ import annotations

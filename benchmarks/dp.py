@@ -2,10 +2,10 @@
 
     python -m benchmarks.dp [--rounds 7] [--quick] [--case compute] [--precision fp32] [--only shoal,ddp]
 
-GPT of 33.7M parameters on 2 processes of one thread, in two cases (`compute`: 4 rows of 256 tokens a rank; `communication`: 1 row of 64)
-and two precisions. The limit is `no-communication`: Shoal's engine with the exchange removed, all ranks running at once, same
-kernels, same optimizer; `no-communication-by-hand` checks it with a plain loop. Each contender's docstring in `peers` says what
-it does, bf16 above all. Writes results/dp.json.
+GPT of 33.7M parameters on 2 processes of one thread, in two cases (`compute`: 4 rows of 256 tokens a rank;
+`communication`: 1 row of 64) and two precisions. The limit is `no-communication`: Shoal's engine with the exchange
+removed, all ranks running at once, same kernels, same optimizer; `no-communication-by-hand` checks it with a plain
+loop. Each contender's docstring in `peers` says what it does, bf16 above all. Writes results/dp.json.
 """
 
 from __future__ import annotations
@@ -44,12 +44,20 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dp", description="Data parallel: Shoal and its peers, in turn.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dp", description="Data parallel: Shoal and its peers, in turn."
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (7)")
-    parser.add_argument("--steps", type=int, help="timed steps a turn (3 of the compute case, 12 of the communication case)")
-    parser.add_argument("--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}")
+    parser.add_argument(
+        "--steps", type=int, help="timed steps a turn (3 of the compute case, 12 of the communication case)"
+    )
+    parser.add_argument(
+        "--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {', '.join(CONTENDERS)}"
+    )
     parser.add_argument("--case", type=harness.several(list(CASES)), default=list(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--precision", type=harness.several(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16")
+    parser.add_argument(
+        "--precision", type=harness.several(["fp32", "bf16"]), default=["fp32", "bf16"], help="of fp32, bf16"
+    )
     return harness.parse(parser, "2 rounds of 2 steps", rounds=2, steps=2)
 
 

@@ -53,7 +53,8 @@ class FetchAndRelease(Planned):
     def end(self) -> None:
         super().end()
         self._plans = {
-            key: replace(each, moves=fetch_and_release(each.trace, self._sizes, self.room)) for key, each in self._plans.items()
+            key: replace(each, moves=fetch_and_release(each.trace, self._sizes, self.room))
+            for key, each in self._plans.items()
         }
 
 

@@ -1,7 +1,8 @@
-"""Contenders of one question, run in turn in one run: A B C A B C, several rounds, then medians and ratios pair by pair.
+"""Contenders of one question, run in turn in one run: A B C A B C, several rounds, then medians and ratios pair by
+pair.
 
-A machine drifts (clock, neighbours, memory), so a figure is compared only with figures of its own round, and never with those of
-another run. The record has every sample, so that another summary can be made later.
+A machine drifts (clock, neighbours, memory), so a figure is compared only with figures of its own round, and never with
+those of another run. The record has every sample, so that another summary can be made later.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """What `measure` saw. `rounds[name][r]` are the milliseconds of each step of contender `name` in round `r`; `idle_share[name]`
-    is the share of one core that it used while others ran."""
+    """What `measure` saw. `rounds[name][r]` are the milliseconds of each step of contender `name` in round `r`;
+    `idle_share[name]` is the share of one core that it used while others ran."""
 
     rounds: dict[str, list[list[float]]]
     idle_share: dict[str, float]
@@ -52,8 +53,9 @@ class Samples:
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the table. A round's figure is the median (or mean, as `summarise` says) of its steps; `median_ms` and the quartiles are over the rounds.
-    `share` is limit / contender, computed in each round, as median, least and greatest over the rounds."""
+    """One row of the table. A round's figure is the median (or mean, as `summarise` says) of its steps; `median_ms` and
+    the quartiles are over the rounds. `share` is limit / contender, computed in each round, as median, least and
+    greatest over the rounds."""
 
     median_ms: float
     quartiles_ms: tuple[float, float]
@@ -62,7 +64,8 @@ class Summary:
 
 
 def measure(contenders: Mapping[str, Contender], rounds: int, steps: int | Mapping[str, int]) -> Samples:
-    """Gives every contender a turn of `steps` steps (of its own number, where that is a mapping), in order, `rounds` times over."""
+    """Gives every contender a turn of `steps` steps (of its own number, where that is a mapping), in order, `rounds`
+    times over."""
     samples: dict[str, list[list[float]]] = {name: [] for name in contenders}
     idle_cpu = dict.fromkeys(contenders, 0.0)
     idle_seconds = dict.fromkeys(contenders, 0.0)
@@ -75,12 +78,16 @@ def measure(contenders: Mapping[str, Contender], rounds: int, steps: int | Mappi
             for other, before in others.items():
                 idle_cpu[other] += contenders[other].cpu_seconds() - before
                 idle_seconds[other] += seconds
-    return Samples(samples, {name: idle_cpu[name] / idle_seconds[name] if idle_seconds[name] else 0.0 for name in contenders})
+    return Samples(
+        samples, {name: idle_cpu[name] / idle_seconds[name] if idle_seconds[name] else 0.0 for name in contenders}
+    )
 
 
-def summarise(samples: Samples, limit: str, figure: Callable[[Sequence[float]], float] = statistics.median) -> dict[str, Summary]:
-    """A row for each contender, with its share of the contender `limit`. `figure` makes one of a round's steps: the median forgives a
-    hiccup; the mean counts what comes only every so many steps."""
+def summarise(
+    samples: Samples, limit: str, figure: Callable[[Sequence[float]], float] = statistics.median
+) -> dict[str, Summary]:
+    """A row for each contender, with its share of the contender `limit`. `figure` makes one of a round's steps: the
+    median forgives a hiccup; the mean counts what comes only every so many steps."""
     per_round = {name: [figure(steps) for steps in rounds] for name, rounds in samples.rounds.items()}
     return {name: _row(figures, per_round[limit]) for name, figures in per_round.items()}
 
@@ -92,7 +99,8 @@ def _row(figures: Sequence[float], limit: Sequence[float]) -> Summary:
 
 
 def times_over(rows: Mapping[str, Any], theirs: str, ours: str) -> float:
-    """How many times as long the contender `theirs` takes as `ours`, of the rows of a record: the median over rounds of the ratio of their medians."""
+    """How many times as long the contender `theirs` takes as `ours`, of the rows of a record: the median over rounds of
+    the ratio of their medians."""
     turns = ([statistics.median(steps) for steps in rows[name]["samples_ms"]] for name in (theirs, ours))
     return statistics.median(other / own for other, own in zip(*turns, strict=True))
 
@@ -130,7 +138,12 @@ def print_table(result: Mapping[str, Any]) -> None:
     for name, row in result["contenders"].items():
         (low, high), (least, most) = row["quartiles_ms"], row["share_range"]
         mark = " (limit)" if name == result["limit"] else ""
-        figures = (f"{row['median_ms']:.1f}", f"{low:.1f}..{high:.1f}", f"{row['share']:.3f}", f"{least:.3f}..{most:.3f}")
+        figures = (
+            f"{row['median_ms']:.1f}",
+            f"{low:.1f}..{high:.1f}",
+            f"{row['share']:.3f}",
+            f"{least:.3f}..{most:.3f}",
+        )
         table.add_row(name + mark, *figures, row["note"])
     console = Console(width=160)
     console.print(table)
@@ -139,7 +152,8 @@ def print_table(result: Mapping[str, Any]) -> None:
 
 
 def idle_warnings(samples: Samples) -> list[str]:
-    """A line for each contender that was busy while others were timed: then the figures of the run are not to be trusted."""
+    """A line for each contender that was busy while others were timed: then the figures of the run are not to be
+    trusted."""
     return [
         f"{name} used {share:.1%} of a core while it waited for its turn"
         for name, share in samples.idle_share.items()
@@ -162,14 +176,20 @@ def result_of(
         "limit": limit,
         "warnings": idle_warnings(samples),
         "contenders": {
-            name: {**asdict(row), "note": notes[name], "idle_share": samples.idle_share[name], "samples_ms": samples.rounds[name]}
+            name: {
+                **asdict(row),
+                "note": notes[name],
+                "idle_share": samples.idle_share[name],
+                "samples_ms": samples.rounds[name],
+            }
             for name, row in rows.items()
         },
     }
 
 
 def write_record(name: str, arguments: Mapping[str, Any], results: Any, packages: Sequence[str] = ()) -> Path:
-    """Writes `results/NAME.json`: date, commit, machine, versions of torch and `packages`, arguments, results. Returns its path."""
+    """Writes `results/NAME.json`: date, commit, machine, versions of torch and `packages`, arguments, results. Returns
+    its path."""
     record = {
         "question": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

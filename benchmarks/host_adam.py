@@ -2,8 +2,9 @@
 
     python -m benchmarks.host_adam [--elements 32000000] [--rounds 9] [--quick]
 
-One process, all its cores; tensors larger than the caches; gradients are to be divided by a factor, as after clipping. Contenders in turn; nanoseconds
-a parameter, medians of rounds. DeepSpeed's kernel is compiled at the first call. Writes results/host_adam.json.
+One process, all its cores; tensors larger than the caches; gradients are to be divided by a factor, as after clipping.
+Contenders in turn; nanoseconds a parameter, medians of rounds. DeepSpeed's kernel is compiled at the first call. Writes
+results/host_adam.json.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ LR, BETAS, EPS, DECAY, FACTOR = 1e-3, (0.9, 0.95), 1e-8, 0.1, 0.5
 TARGETS = (
     Target("torch fused", "AdamW in fp32, times faster than torch's fused kernel", 1.0),
     Target("DeepSpeed", "AdamW in fp32, times faster than DeepSpeed's CPUAdam", 1.0),
-    Target("torch fused, bf16", "bf16 gradients in, bf16 weights out, times faster than torch's fused kernel with casts", 1.0),
-    Target("DeepSpeed, bf16", "bf16 gradients in, bf16 weights out, times faster than DeepSpeed's CPUAdam with casts", 1.0),
+    Target(
+        "torch fused, bf16",
+        "bf16 gradients in, bf16 weights out, times faster than torch's fused kernel with casts",
+        1.0,
+    ),
+    Target(
+        "DeepSpeed, bf16", "bf16 gradients in, bf16 weights out, times faster than DeepSpeed's CPUAdam with casts", 1.0
+    ),
 )
 PAIRS = {
     "torch fused": ("shoal", "torch fused"),
@@ -116,7 +123,8 @@ def contenders(elements: int) -> dict[str, Callable[[], None]]:
 
 
 def measure(updates: Mapping[str, Callable[[], None]], elements: int, rounds: int) -> dict[str, list[float]]:
-    """Nanoseconds a parameter of each contender in each round; a first one, for page faults and compilers, is not counted."""
+    """Nanoseconds a parameter of each contender in each round; a first one, for page faults and compilers, is not
+    counted."""
     found: dict[str, list[float]] = {name: [] for name in updates}
     for round_ in range(rounds + 1):
         for name, update in updates.items():

@@ -1,9 +1,11 @@
 """Question `links`: what does a training step cost behind a slow link, and what do codecs and rare exchanges save?
 
-    python -m benchmarks.links [--links 100mbit,1gbit,10gbit] [--only ddp,...] [--rounds 5] [--quick]      (as root; iproute2)
+    python -m benchmarks.links [--links 100mbit,1gbit,10gbit] [--only ddp,...] [--rounds 5] [--quick]
+    (as root; iproute2)
 
-The MLP of `mlp` (33.6 MB of gradients) on 2 ranks, each in a network namespace of its own (`namespaces`) and on a core of its own. A round's
-figure is the mean of its steps: DiLoCo exchanges once in 50 steps, asynchronous averaging now and then. Writes results/links.json.
+The MLP of `mlp` (33.6 MB of gradients) on 2 ranks, each in a network namespace of its own (`namespaces`) and on a core
+of its own. A round's figure is the mean of its steps: DiLoCo exchanges once in 50 steps, asynchronous averaging now and
+then. Writes results/links.json.
 """
 
 from __future__ import annotations
@@ -58,20 +60,27 @@ CONTENDERS: dict[str, Entry] = {
     "fp16": Entry(partial(mlp.shoal, "fp16"), "Shoal, half precision on the wire"),
     "u8": Entry(partial(mlp.shoal, "bytegrad"), "Shoal, ByteGrad: 8 bits"),
     "u4+ef": Entry(
-        partial(mlp.shoal, {"name": "bytegrad", "codec": "u4", "error_feedback": True}), "Shoal, 4 bits with error feedback"
+        partial(mlp.shoal, {"name": "bytegrad", "codec": "u4", "error_feedback": True}),
+        "Shoal, 4 bits with error feedback",
     ),
     "diloco": Entry(
-        partial(mlp.shoal, {"name": "diloco", "every": PERIOD, "codec": "fp16"}), f"Shoal, DiLoCo, H = {PERIOD}, fp16", True
+        partial(mlp.shoal, {"name": "diloco", "every": PERIOD, "codec": "fp16"}),
+        f"Shoal, DiLoCo, H = {PERIOD}, fp16",
+        True,
     ),
     "async": Entry(
-        partial(mlp.shoal, {"name": "async_average", "interval_ms": 500.0}), "Shoal, asynchronous averaging, 500 ms", True
+        partial(mlp.shoal, {"name": "async_average", "interval_ms": 500.0}),
+        "Shoal, asynchronous averaging, 500 ms",
+        True,
     ),
     LIMIT: Entry(partial(mlp.shoal, "none"), "Shoal's engine, exchange removed", True),
 }
 
 TARGETS = (
     *(
-        Target(f"{rate} allreduce {PEER}", f"{rate}: step time of exact all-reduce over that of DDP", 1.03, at_least=False)
+        Target(
+            f"{rate} allreduce {PEER}", f"{rate}: step time of exact all-reduce over that of DDP", 1.03, at_least=False
+        )
         for rate in LINKS
     ),
     *(
@@ -86,7 +95,10 @@ TARGETS = (
     ),
     *(
         Target(
-            f"{rate} async {LIMIT}", f"{rate}: step time of asynchronous averaging over that without communication", 1.1, False
+            f"{rate} async {LIMIT}",
+            f"{rate}: step time of asynchronous averaging over that without communication",
+            1.1,
+            False,
         )
         for rate in LINKS
     ),
@@ -119,7 +131,9 @@ def figures(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """By "RATE A B": the step time of A over that of B, the median over the rounds of both in the same round."""
     ratios = {}
     for result in results:
-        means = {name: [statistics.fmean(steps) for steps in row["samples_ms"]] for name, row in result["contenders"].items()}
+        means = {
+            name: [statistics.fmean(steps) for steps in row["samples_ms"]] for name, row in result["contenders"].items()
+        }
         for a, over in means.items():
             for b, under in means.items():
                 pairs = [one / other for one, other in zip(over, under, strict=True)]
@@ -161,7 +175,9 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.links", description="A training step behind slow links.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.links", description="A training step behind slow links."
+    )
     parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS), help=f"of {','.join(LINKS)}")
     parser.add_argument("--only", type=harness.several(list(CONTENDERS)), help=f"contenders, of {','.join(CONTENDERS)}")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender behind each link (5)")

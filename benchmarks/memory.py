@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory [--steps 6] [--case compute]
 
-Runs Shoal and torch DDP on 2 ranks, one after the other, each alone, and compares each rank's peak PSS with parameters + gradients +
-optimizer + activations by formula (`formulas`) plus the baseline: the same contender after a step of a model of next to nothing.
+Runs Shoal and torch DDP on 2 ranks, one after the other, each alone, and compares each rank's peak PSS with parameters
++ gradients + optimizer + activations by formula (`formulas`) plus the baseline: the same contender after a step of a
+model of next to nothing.
 Target: within 10%. The peak is that of the whole life of the process, start included. Writes results/memory.json.
 """
 
@@ -33,14 +34,16 @@ NEXT_TO_NOTHING = replace(MODEL, vocab_size=64, d_model=16, layers=1, heads=1, d
 def baseline(case: Case, precision: str, of: Build) -> Step:
     """The contender `of` with next to no model: an interpreter with all the code that a training step loads.
 
-    Only that code counts: torch's first optimizer step alone imports 80 MiB of modules. The process is fresh and ends after this.
+    Only that code counts: torch's first optimizer step alone imports 80 MiB of modules. The process is fresh and ends
+    after this.
     """
     workload.MODEL = NEXT_TO_NOTHING
     return of(case, precision)
 
 
 def peak_pss() -> int:
-    """Bytes: this process's peak RSS less what it shares with others now (RSS - PSS), which after the first step no longer grows.
+    """Bytes: this process's peak RSS less what it shares with others now (RSS - PSS), which after the first step no
+    longer grows.
 
     Linux keeps the peak of RSS exactly (VmHWM) and no peak of PSS; sampling would miss short peaks.
     """
@@ -80,18 +83,25 @@ def row(name: str, precision: str, terms: MemoryTerms, floor: int, peak: int) ->
 def print_rows(rows: list[dict[str, Any]]) -> None:
     """Prints MiB a rank, one line a contender and precision."""
     columns = ("parameters", "gradients", "optimizer", "activations", "baseline", "predicted", "measured")
-    table = Table(title=f"Peak PSS a rank, MiB (target: measured within {TARGET:.0%} of predicted)", title_justify="left")
+    table = Table(
+        title=f"Peak PSS a rank, MiB (target: measured within {TARGET:.0%} of predicted)", title_justify="left"
+    )
     for column in ("contender", "precision", *columns, "measured - predicted"):
         table.add_column(column, justify="left" if column in ("contender", "precision") else "right")
     for line in rows:
         table.add_row(
-            line["contender"], line["precision"], *(f"{line[key] / MIB:.0f}" for key in columns), f"{line['excess']:+.1%}"
+            line["contender"],
+            line["precision"],
+            *(f"{line[key] / MIB:.0f}" for key in columns),
+            f"{line['excess']:+.1%}",
         )
     Console(width=160).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Peak PSS a rank against the formula.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description="Peak PSS a rank against the formula."
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps before the peak is read (6, after 3 of warm-up)")
     parser.add_argument("--case", choices=list(CASES), default="compute")
     arguments = parser.parse_args()

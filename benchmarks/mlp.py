@@ -1,6 +1,8 @@
-"""What the contenders of `links` and `straggler` train: an MLP of 8 layers, 1024 wide, 8.4M parameters, on 64 rows a rank.
+"""What the contenders of `links` and `straggler` train: an MLP of 8 layers, 1024 wide, 8.4M parameters, on 64 rows a
+rank.
 
-33.6 MB of gradients for some tens of milliseconds of one core's work: as communication-heavy as it gets, so that links show.
+33.6 MB of gradients for some tens of milliseconds of one core's work: as communication-heavy as it gets, so that links
+show.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ def build_mlp() -> MLP:
 
 
 def shoal(exchange: Option, delays_ms: tuple[float, ...] = ()) -> Step:
-    """Shoal's engine with plan.exchange = `exchange`. `delays_ms`: how long each rank sleeps in a step; none, if it is empty."""
+    """Shoal's engine with plan.exchange = `exchange`. `delays_ms`: how long each rank sleeps in a step; none, if it is
+    empty."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     loss = partial(_late_regression, delays_ms[rank] / 1e3) if delays_ms else regression
     engine = Engine(

@@ -2,9 +2,10 @@
 
     python -m benchmarks.moe [--case top2-8x256,top1-8x256,top2-2x64] [--precision fp32,bf16] [--rounds 4] [--quick]
 
-2 processes of one thread train a GPT of 8 blocks, every second of which has 8 experts in place of its MLP, 4 on each rank: 92M parameters. A rank has half of the rows, its tokens travel to
-their experts. All drop what is beyond the same capacity, by position, and add the same balance loss. The limit is Shoal's engine of which nothing is sent: each rank computes its own tokens twice over,
-as many as would come. Times in turn as in `dp`. Writes results/moe.json.
+2 processes of one thread train a GPT of 8 blocks, every second of which has 8 experts in place of its MLP, 4 on each
+rank: 92M parameters. A rank has half of the rows, its tokens travel to their experts. All drop what is beyond the same
+capacity, by position, and add the same balance loss. The limit is Shoal's engine of which nothing is sent: each rank
+computes its own tokens twice over, as many as would come. Times in turn as in `dp`. Writes results/moe.json.
 """
 
 from __future__ import annotations
@@ -84,11 +85,15 @@ def deepspeed(case: Case, precision: str, per_token: int, drop: bool = True) -> 
 
 
 CONTENDERS = {
-    LIMIT: Entry(partial(shoal, alone=True), "Shoal's engine, nothing is sent: all ranks at once, same kernels and optimizer"),
+    LIMIT: Entry(
+        partial(shoal, alone=True), "Shoal's engine, nothing is sent: all ranks at once, same kernels and optimizer"
+    ),
     "shoal": Entry(shoal, f"capacity {CAPACITY}; bf16: weights bf16, fp32 masters"),
     "shoal-all": Entry(partial(shoal, drop=False), "the same, nothing is dropped"),
     "deepspeed": Entry(deepspeed, f"DeepSpeed-MoE over gloo, capacity {CAPACITY}, ZeRO stage 0; bf16: its bf16 mode"),
-    "deepspeed-all": Entry(partial(deepspeed, drop=False), "the same, nothing is dropped: padded to the busiest expert"),
+    "deepspeed-all": Entry(
+        partial(deepspeed, drop=False), "the same, nothing is dropped: padded to the busiest expert"
+    ),
 }
 
 
@@ -116,7 +121,9 @@ def main() -> None:
     results = []
     for name, precision in itertools.product(arguments.case, arguments.precision):
         case, per_token = CASES[name]
-        results.append(run_set(replace(case, steps=1) if arguments.quick else case, per_token, precision, arguments.rounds))
+        results.append(
+            run_set(replace(case, steps=1) if arguments.quick else case, per_token, precision, arguments.rounds)
+        )
     for result in results:
         harness.print_table(result)
     judged = judge(TARGETS, figures(results))

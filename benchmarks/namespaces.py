@@ -4,9 +4,9 @@
                                                   bridge 10.77.0.254 (namespace of the switch)
     rank 1: lo, eth0 10.77.0.2 --- tbf --- port1 /
 
-A token bucket at the outlet of each rank's eth0 holds its sends to the rate; what a rank receives, the others' buckets hold. Everything,
-the switch too, lives in namespaces of its own: the machine's network is not touched, and to delete them removes all.
-Needs Linux, root and iproute2. The kernel must have veth, bridge and the qdisc tbf.
+A token bucket at the outlet of each rank's eth0 holds its sends to the rate; what a rank receives, the others' buckets
+hold. Everything, the switch too, lives in namespaces of its own: the machine's network is not touched, and to delete
+them removes all. Needs Linux, root and iproute2. The kernel must have veth, bridge and the qdisc tbf.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Command = list[str]
 
 @dataclass(frozen=True)
 class Cluster:
-    """`ranks` namespaces and their switch; `owner` is the process id of the benchmark that made them and is part of their names."""
+    """`ranks` namespaces and their switch; `owner` is the process id of the benchmark that made them and is part of
+    their names."""
 
     owner: int
     ranks: int
@@ -87,7 +88,8 @@ def tear_down(namespaces: Sequence[str]) -> list[Command]:
 
 
 def leftovers(listing: str, alive: set[int]) -> list[str]:
-    """Of what `ip netns list` printed, the namespaces of benchmarks that are not among the processes `alive`: they were killed."""
+    """Of what `ip netns list` printed, the namespaces of benchmarks that are not among the processes `alive`: they were
+    killed."""
     names = [line.split()[0] for line in listing.splitlines() if line.startswith(PREFIX)]
     return [name for name in names if int(name.removeprefix(PREFIX).split("-")[0]) not in alive]
 
@@ -106,8 +108,9 @@ def obstacle() -> str:
 
 @contextmanager
 def cluster(ranks: int, rate: str) -> Iterator[Site]:
-    """A cluster with this process (its main thread, and threads that it makes from now on) in the switch's namespace; inside, the Site of
-    its ranks. The namespaces go at the end, however it comes: by an exception, Ctrl-C or SIGTERM. What was left by killed runs goes first.
+    """A cluster with this process (its main thread, and threads that it makes from now on) in the switch's namespace;
+    inside, the Site of its ranks. The namespaces go at the end, however it comes: by an exception, Ctrl-C or SIGTERM.
+    What was left by killed runs goes first.
 
     Raises RuntimeError with the command and what it printed if one fails.
     """

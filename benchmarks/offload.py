@@ -2,17 +2,19 @@
 
     python -m benchmarks.offload [--share 75,50,25] [--rate 1,0.5] [--rounds 5] [--steps 5] [--disk DIRECTORY] [--quick]
 
-GPT of 33.7M parameters in fp32, one process of two threads, 2 rows of 64 tokens; the device is a part of the same memory, and the link to it is a copy that
-takes bytes / RATE (in GB/s) on the lane. SHARE is the percentage of the weights' bytes that there is room for where everything else on the device
-(activations, gradients on loan) takes most; at other moments there is more. Sets:
+GPT of 33.7M parameters in fp32, one process of two threads, 2 rows of 64 tokens; the device is a part of the same
+memory, and the link to it is a copy that takes bytes / RATE (in GB/s) on the lane. SHARE is the percentage of the
+weights' bytes that there is room for where everything else on the device (activations, gradients on loan) takes most;
+at other moments there is more. Sets:
 
-    budget     who moves weights: Shoal's plan, what was used longest ago goes and comes on demand (LRU), fetch and release with one ahead (FSDP's way).
-               The limit is Shoal without a budget over the same link: each weight comes once a step
+    budget     who moves weights: Shoal's plan, what was used longest ago goes and comes on demand (LRU), fetch and
+               release with one ahead (FSDP's way). The limit is Shoal without a budget over the same link: each weight
+               comes once a step
     update     plan.memory.update at once or deferred, over the same link
     disk       optimizer state on the disk or on the host
 
-Bytes are counted by the plan and by the run; by formula also for a trace in which the optimizer's state comes to the device, too. Gradients going home are not
-slowed down, alike for all. Writes results/offload.json.
+Bytes are counted by the plan and by the run; by formula also for a trace in which the optimizer's state comes to the
+device, too. Gradients going home are not slowed down, alike for all. Writes results/offload.json.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ LIMIT, OURS = "no budget", "planned"
 STATE = 2
 """AdamW's state in fp32 weights."""
 STEPS_OF_TRACE = 6
-"""So many steps in a row are counted where state belongs to the trace: what is there at the end of a step serves the next."""
+"""So many steps in a row are counted where state belongs to the trace: what is there at the end of a step serves the
+next."""
 NOTES = {
     LIMIT: "plan.memory = {}: each weight comes once a step",
     "no offload": "weights on the device for good",
@@ -118,8 +121,8 @@ def _time_updates(engine: Engine) -> None:
 
 
 def moves() -> dict[str, Any]:
-    """Of the engine that runs in this process: bytes a step by its plan, by the other rules for the same trace and room, and as they came. `others`: what all
-    else on the device takes at most."""
+    """Of the engine that runs in this process: bytes a step by its plan, by the other rules for the same trace and
+    room, and as they came. `others`: what all else on the device takes at most."""
     executor, tier = _running.parts.passing.executor, _running.parts.tier  # type: ignore[union-attr]
     assert isinstance(executor, Planned) and tier is not None
     trace, ticks = executor.recorded
@@ -145,7 +148,8 @@ def by_rule(trace: Trace, sizes: Sequence[int], room: int | Sequence[int]) -> di
 
 
 def with_state(trace: Trace, sizes: Sequence[int], steps: int) -> tuple[Trace, list[int]]:
-    """`steps` steps in which each weight's state comes to the device for its update, the deepest layers first, and their blocks' sizes."""
+    """`steps` steps in which each weight's state comes to the device for its update, the deepest layers first, and
+    their blocks' sizes."""
     count = len(sizes)
     updates = [frozenset({block, count + block}) for block in range(count)]
     return (*trace, *updates) * steps, [*sizes, *(STATE * size for size in sizes)]
@@ -202,7 +206,8 @@ def run_update(case: Case, share: int, rate: float, rounds: int, device: int) ->
 
 
 def pages() -> dict[str, Any]:
-    """Of the engine that runs in this process: milliseconds of an update, and MB/s that the disk was read and written meanwhile."""
+    """Of the engine that runs in this process: milliseconds of an update, and MB/s that the disk was read and written
+    meanwhile."""
     seconds, pager = statistics.median(_update_seconds[1:]), _running.parts.pager
     found: dict[str, Any] = {"update_ms": seconds * 1e3}
     if pager is not None:
@@ -234,7 +239,9 @@ def figures(sets: Sequence[dict[str, Any]], state: Sequence[dict[str, Any]]) -> 
             found[f"{each['share']} {rule} bytes"] = theirs["moved"] / ours["moved"]
             found[f"{each['share']} {rule} time"] = _ratio(theirs, ours)
     if budgets:
-        found["executed"] = max(each["contenders"][OURS]["moved"] / each["contenders"][OURS]["plan"] for each in budgets)
+        found["executed"] = max(
+            each["contenders"][OURS]["moved"] / each["contenders"][OURS]["plan"] for each in budgets
+        )
     for each in sets:
         if each["case"].startswith("update"):
             found["deferred"] = _ratio(each["contenders"]["at once"], each["contenders"]["deferred"])
@@ -262,7 +269,11 @@ def show_moves(sets: Sequence[dict[str, Any]], state: Sequence[dict[str, Any]]) 
 
 def show_disk(result: dict[str, Any]) -> None:
     for name, row in result["contenders"].items():
-        rates = f", reading {row['read_mb_s']:.0f} MB/s, writing {row['written_mb_s']:.0f} MB/s" if "read_mb_s" in row else ""
+        rates = (
+            f", reading {row['read_mb_s']:.0f} MB/s, writing {row['written_mb_s']:.0f} MB/s"
+            if "read_mb_s" in row
+            else ""
+        )
         print(f"update with optimizer state on {name}: {row['update_ms']:.1f} ms{rates}")
 
 

@@ -1,7 +1,7 @@
 """One builder a peer: what its users write, for the model of `workload`.
 
-All take fused AdamW, the same batches and the same loss. A builder's docstring says what the peer does with bf16, because that is
-not one thing. `none_by_hand` is no peer but the check on the limit: a plain loop without communication.
+All take fused AdamW, the same batches and the same loss. A builder's docstring says what the peer does with bf16,
+because that is not one thing. `none_by_hand` is no peer but the check on the limit: a plain loop without communication.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def none_by_hand(case: Case, precision: str) -> Step:
 
 
 def ddp(case: Case, precision: str) -> Step:
-    """torch DDP with its default buckets and gradients as views of them. bf16: autocast over fp32 weights, gradients and
-    exchange in fp32."""
+    """torch DDP with its default buckets and gradients as views of them. bf16: autocast over fp32 weights, gradients
+    and exchange in fp32."""
     return _ddp(case, _autocast(precision))
 
 
 def ddp_pure(case: Case, precision: str) -> Step:
-    """torch DDP with weights, gradients, exchange and AdamW's state all in bf16: half the bytes everywhere, and less precise than
-    every other row (a weight does not move when its update is below 1/256 of it)."""
+    """torch DDP with weights, gradients, exchange and AdamW's state all in bf16: half the bytes everywhere, and less
+    precise than every other row (a weight does not move when its update is below 1/256 of it)."""
     assert precision == "bf16"
     return _ddp(case, nullcontext(), torch.bfloat16)
 
@@ -95,8 +95,8 @@ def fsdp2(case: Case, precision: str) -> Step:
 
 
 def accelerate(case: Case, precision: str) -> Step:
-    """Hugging Face Accelerate: `prepare` wraps in DDP (here with gradients as views of the buckets). bf16: its mixed precision,
-    autocast over fp32 weights and logits cast to fp32."""
+    """Hugging Face Accelerate: `prepare` wraps in DDP (here with gradients as views of the buckets). bf16: its mixed
+    precision, autocast over fp32 weights and logits cast to fp32."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
 
@@ -119,8 +119,9 @@ def accelerate(case: Case, precision: str) -> Step:
 
 
 def deepspeed_zero(case: Case, precision: str, stage: int) -> Step:
-    """DeepSpeed ZeRO: optimizer state (stage 1), gradients (2), parameters (3) sharded. bf16: its bf16 mode, weights in bf16, gradients exchanged in bf16,
-    fp32 masters sharded with the state. Its shared-memory collectives for one host are compiled at the first use (needs ninja)."""
+    """DeepSpeed ZeRO: optimizer state (stage 1), gradients (2), parameters (3) sharded. bf16: its bf16 mode, weights in
+    bf16, gradients exchanged in bf16, fp32 masters sharded with the state. Its shared-memory collectives for one host
+    are compiled at the first use (needs ninja)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -147,8 +148,9 @@ def deepspeed_zero(case: Case, precision: str, stage: int) -> Step:
 
 
 def deepspeed_moe(case: Case, precision: str, drop: bool = True) -> Step:
-    """DeepSpeed-MoE: the MLPs of the blocks with experts are its layers, experts spread over all ranks, capacity and gates as `workload.MODEL` says, without
-    random token selection. Its own factor of the balance loss is ours. bf16: its bf16 mode. `drop`: False pads to the most that any expert gets."""
+    """DeepSpeed-MoE: the MLPs of the blocks with experts are its layers, experts spread over all ranks, capacity and
+    gates as `workload.MODEL` says, without random token selection. Its own factor of the balance loss is ours. bf16:
+    its bf16 mode. `drop`: False pads to the most that any expert gets."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.moe.layer import MoE
@@ -210,7 +212,8 @@ def deepspeed_moe(case: Case, precision: str, drop: bool = True) -> Step:
 
 
 def zero_redundancy(case: Case, precision: str) -> Step:
-    """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters. bf16: autocast over fp32 weights."""
+    """torch DDP with ZeroRedundancyOptimizer: optimizer state sharded by whole parameters. bf16: autocast over fp32
+    weights."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     rank, size = _init_gloo()
@@ -227,9 +230,10 @@ def zero_redundancy(case: Case, precision: str) -> Step:
 
 
 def tensor_parallel(case: Case, precision: str, sequence: bool = False, pure: bool = False) -> Step:
-    """torch's `parallelize_module` over all ranks, each of which has the whole batch: columns and rows as Megatron cuts them, the loss over sharded logits
-    (`loss_parallel`). The rows of the fused qkv stand so that a rank's are those of its heads, whose number is set by hand. `sequence`: norms and
-    residual sums over a rank's tokens (`SequenceParallel`). bf16: autocast over fp32 weights; `pure`: weights, gradients and AdamW's state in bf16."""
+    """torch's `parallelize_module` over all ranks, each of which has the whole batch: columns and rows as Megatron cuts
+    them, the loss over sharded logits (`loss_parallel`). The rows of the fused qkv stand so that a rank's are those of
+    its heads, whose number is set by hand. `sequence`: norms and residual sums over a rank's tokens
+    (`SequenceParallel`). bf16: autocast over fp32 weights; `pure`: weights, gradients and AdamW's state in bf16."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -292,7 +296,9 @@ def tensor_parallel(case: Case, precision: str, sequence: bool = False, pure: bo
 def _ddp(case: Case, context: AbstractContextManager[object], dtype: torch.dtype = torch.float32) -> Step:
     rank, size = _init_gloo()
     shares = _shares(case, rank, size)
-    model = nn.parallel.DistributedDataParallel(build_model().to(dtype), gradient_as_bucket_view=True, static_graph=True)
+    model = nn.parallel.DistributedDataParallel(
+        build_model().to(dtype), gradient_as_bucket_view=True, static_graph=True
+    )
     optimizer = _adamw(model)
 
     def step() -> None:

@@ -1,14 +1,18 @@
-"""Question `pp`: what does a pipeline lose beside the bubble of its schedule, with Shoal and with torch.distributed.pipelining?
+"""Question `pp`: what does a pipeline lose beside the bubble of its schedule, with Shoal and with
+torch.distributed.pipelining?
 
     python -m benchmarks.pp [--schedules gpipe,1f1b,interleaved,zb1p,zbv] [--precision fp32] [--rounds 4] [--quick]
     python -m benchmarks.pp --sleeping [--stages 4,8]
 
-2 processes of one thread have a stage each (or two, or a V of them) of the GPT of 33.7M parameters, and see the same 8 microbatches of a row of 256 tokens; both sides cut between the same
-blocks. The limit of a schedule is its simulation with what each action takes when nobody waits: Shoal's engine, all ranks at once, whose messages are not sent, gives these times in the same
-round. So the limit has the schedule's own bubble and nothing else; that of 2bw, which has no flush, has none: it is the work of the slower rank.
+2 processes of one thread have a stage each (or two, or a V of them) of the GPT of 33.7M parameters, and see the same 8
+microbatches of a row of 256 tokens; both sides cut between the same blocks. The limit of a schedule is its simulation
+with what each action takes when nobody waits: Shoal's engine, all ranks at once, whose messages are not sent, gives
+these times in the same round. So the limit has the schedule's own bubble and nothing else; that of 2bw, which has no
+flush, has none: it is the work of the slower rank.
 
-`--sleeping`: stages that sleep in place of computing, as many as there are, so that 4 and 8 of them stand on any machine: the bubble, the share of the ranks' time in which none of their
-actions runs, against the simulated one; and the share in which they do not sleep, which has in it all that Shoal does around and inside an action.
+`--sleeping`: stages that sleep in place of computing, as many as there are, so that 4 and 8 of them stand on any
+machine: the bubble, the share of the ranks' time in which none of their actions runs, against the simulated one; and
+the share in which they do not sleep, which has in it all that Shoal does around and inside an action.
 """
 
 from __future__ import annotations
@@ -175,7 +179,9 @@ def torch_pipelining(case: Case, precision: str, schedule: str) -> Step:
     kind = getattr(pipelining, THEIRS[schedule])
     single = schedule in ("gpipe", "1f1b")
     run: Any = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=mean_loss)
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.submod.parameters()], lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for stage in stages for p in stage.submod.parameters()], lr=LEARNING_RATE, fused=True
+    )
     shares = itertools.cycle(Tokens(case.sequence).shares(case.batch, 0, 1))
     has_first, has_last = 0 in ours.stages_of(rank), ours.stages - 1 in ours.stages_of(rank)
 
@@ -262,7 +268,8 @@ class _Sleeps(torch.autograd.Function):
 
 
 class Sleeping(nn.Module):
-    """A block that sleeps as long as one of `chunks` parts of a rank's model would compute. The `first` has no gradient of its input to compute: it sleeps as long for that of its weights."""
+    """A block that sleeps as long as one of `chunks` parts of a rank's model would compute. The `first` has no gradient
+    of its input to compute: it sleeps as long for that of its weights."""
 
     def __init__(self, chunks: int, first: bool) -> None:
         super().__init__()
@@ -368,7 +375,8 @@ def run_sleeping(names: Sequence[str], stages: Sequence[int], rounds: int, steps
             }
         )
         print(
-            f"{ranks} stages, {name}: simulated {simulated:.1%}, measured {found[-1]['measured']:.1%}, awake {found[-1]['awake']:.1%}",
+            f"{ranks} stages, {name}: simulated {simulated:.1%}, measured {found[-1]['measured']:.1%}, awake "
+            f"{found[-1]['awake']:.1%}",
             flush=True,
         )
     return found
@@ -410,7 +418,8 @@ def main() -> None:
             for row in rows
         ]
         judged = judge(
-            targets, {f"{row['stages']} {row['schedule']}": 100 * abs(row["measured"] - row["simulated"]) for row in rows}
+            targets,
+            {f"{row['stages']} {row['schedule']}": 100 * abs(row["measured"] - row["simulated"]) for row in rows},
         )
         name, found = "pp-sleeping", {"sets": rows, "targets": judged}
     else:

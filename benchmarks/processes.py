@@ -1,9 +1,9 @@
 """A group of worker processes that stays alive between turns: one contender of a benchmark.
 
-Each process builds its contender once, warms up, then waits for turns. A waiting process is stopped by SIGSTOP: gloo's event loop
-wakes 100 times a second, and the waiting ranks of ten contenders took 4% of a core from the one being timed. The processes find each
-other as any launched job does: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment, with the store in the launcher, here the
-benchmark's own process.
+Each process builds its contender once, warms up, then waits for turns. A waiting process is stopped by SIGSTOP: gloo's
+event loop wakes 100 times a second, and the waiting ranks of ten contenders took 4% of a core from the one being timed.
+The processes find each other as any launched job does: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment,
+with the store in the launcher, here the benchmark's own process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Step = Callable[..., object]
 """One training step of one rank; whatever else a turn is given comes as its arguments."""
 
 Build = Callable[..., Step]
-"""Makes a rank's step from keyword arguments, in the process that will run it. Must be importable: it crosses a spawn."""
+"""Makes a rank's step from keyword arguments, in the process that will run it. Must be importable: it crosses a
+spawn."""
 
 SETTLE_STEPS = 1
 """Untimed steps at the start of a turn: memory given back at the end of the last turn comes back, caches fill again."""
@@ -42,8 +43,8 @@ def stay(rank: int) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the ranks live: `address` of the benchmark's own process and name of the network `interface`, both as the ranks see them;
-    `enter(rank)` is called in each rank's process before all else, and must be importable."""
+    """Where the ranks live: `address` of the benchmark's own process and name of the network `interface`, both as the
+    ranks see them; `enter(rank)` is called in each rank's process before all else, and must be importable."""
 
     address: str = "127.0.0.1"
     interface: str = "lo"
@@ -51,7 +52,8 @@ class Site:
 
 
 class ProcessGroup:
-    """`size` processes, one a rank, each running the step that `build(**arguments)` makes, with `threads` compute threads.
+    """`size` processes, one a rank, each running the step that `build(**arguments)` makes, with `threads` compute
+    threads.
 
     Raises RuntimeError with the rank's traceback when a rank fails, and kills the others.
     """
@@ -91,11 +93,11 @@ class ProcessGroup:
         return [process.pid for process in self._processes]
 
     def turn(self, steps: int, *arguments: Any) -> list[float]:
-        """Runs SETTLE_STEPS untimed and then `steps` timed steps on every rank at once, each called with `arguments`; returns the
-        milliseconds of each timed step, as the mean over the ranks.
+        """Runs SETTLE_STEPS untimed and then `steps` timed steps on every rank at once, each called with `arguments`;
+        returns the milliseconds of each timed step, as the mean over the ranks.
 
-        For ranks that exchange, the ranks' times agree. For ranks that do not, the mean is the strict choice: the greater of two
-        would count every hiccup of either rank and make the limit look slower than it is.
+        For ranks that exchange, the ranks' times agree. For ranks that do not, the mean is the strict choice: the
+        greater of two would count every hiccup of either rank and make the limit look slower than it is.
         """
         per_rank = self.turns([steps] * len(self._pipes), *arguments)
         return [sum(times) / len(times) for times in zip(*per_rank, strict=True)]
@@ -161,7 +163,8 @@ class ProcessGroup:
 
 
 def rank_environment(rank: int, size: int, port: int, site: Site) -> dict[str, str]:
-    """What a launcher sets for a rank of one host. TORCHELASTIC_USE_AGENT_STORE says that the store's server is not rank 0's."""
+    """What a launcher sets for a rank of one host. TORCHELASTIC_USE_AGENT_STORE says that the store's server is not
+    rank 0's."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -2,8 +2,9 @@
 
     python -m benchmarks.straggler [--ranks 2] [--rounds 5] [--quick]
 
-The MLP of `mlp`; the last rank sleeps, so that its step takes 5 times the others' (a step without communication, measured first). Samples a
-second of all ranks together: synchronous all-reduce, local SGD, asynchronous averaging. Writes results/straggler.json.
+The MLP of `mlp`; the last rank sleeps, so that its step takes 5 times the others' (a step without communication,
+measured first). Samples a second of all ranks together: synchronous all-reduce, local SGD, asynchronous averaging.
+Writes results/straggler.json.
 """
 
 from __future__ import annotations
@@ -47,12 +48,15 @@ CONTENDERS: dict[str, Entry] = {
     ),
 }
 
-TARGETS = (Target("async_average", "samples a second of asynchronous averaging over those of synchronous all-reduce", 2.5),)
+TARGETS = (
+    Target("async_average", "samples a second of asynchronous averaging over those of synchronous all-reduce", 2.5),
+)
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A contender's ranks as the harness takes turns with them: a turn is one figure, milliseconds a sample of all ranks together."""
+    """A contender's ranks as the harness takes turns with them: a turn is one figure, milliseconds a sample of all
+    ranks together."""
 
     group: ProcessGroup
     ranks: int
@@ -91,7 +95,9 @@ def run(ranks: int, rounds: int, steps: int) -> dict[str, Any]:
         contenders = {}
         for name, entry in CONTENDERS.items():
             print(f"starting {name}", flush=True)
-            group = stack.enter_context(ProcessGroup(mlp.shoal, {"exchange": entry.exchange, "delays_ms": delays}, size=ranks))
+            group = stack.enter_context(
+                ProcessGroup(mlp.shoal, {"exchange": entry.exchange, "delays_ms": delays}, size=ranks)
+            )
             contenders[name] = Whole(group, ranks, entry.own_pace)
         samples = harness.measure(contenders, rounds, steps)
     notes = {name: entry.note for name, entry in CONTENDERS.items()}
@@ -100,7 +106,9 @@ def run(ranks: int, rounds: int, steps: int) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> Table:
     """A row a contender; the ratios are of the same round."""
-    made = Table(title=f"{result['ranks']} ranks, one {result['slowdown']} times slower: the whole", title_justify="left")
+    made = Table(
+        title=f"{result['ranks']} ranks, one {result['slowdown']} times slower: the whole", title_justify="left"
+    )
     made.add_column("contender")
     for column in ("samples/s", "quartiles", "x of synchronous", "min..max"):
         made.add_column(column, justify="right")
@@ -118,7 +126,9 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.straggler", description="Throughput when one rank is slow.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.straggler", description="Throughput when one rank is slow."
+    )
     parser.add_argument("--ranks", type=int, default=2, help="ranks, the last of which is slow (2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
     parser.add_argument("--steps", type=int, default=24, help="steps of the slow rank a turn (24)")

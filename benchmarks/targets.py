@@ -27,7 +27,9 @@ def judge(targets: Sequence[Target], figures: Mapping[str, float]) -> list[dict[
     judged = []
     for target in targets:
         measured = figures.get(target.key)
-        judged.append({**asdict(target), "measured": measured, "reached": None if measured is None else target.reached(measured)})
+        judged.append(
+            {**asdict(target), "measured": measured, "reached": None if measured is None else target.reached(measured)}
+        )
     return judged
 
 

@@ -34,7 +34,12 @@ class TorchStage(nn.Module):
 
 
 def torch_stages(
-    model: Any, blocks: Sequence[int], ours: Schedule, rank: int, device: torch.device, dtype: torch.dtype = torch.float32
+    model: Any,
+    blocks: Sequence[int],
+    ours: Schedule,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Any]:
     """torch's PipelineStages of `rank` in a schedule placed as `ours`, of so many `blocks` each."""
     from torch.distributed import pipelining

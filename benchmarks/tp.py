@@ -2,10 +2,13 @@
 
     python -m benchmarks.tp [--case 8x256,2x64,8x256-2gbit] [--precision fp32,bf16] [--rounds 5] [--quick]
 
-2 processes of one thread share the GPT of 33.7M parameters and see the same rows of tokens. The limit is Shoal's engine whose tensor-parallel groups send
-nothing: all ranks at once, the same kernels and optimizer; a gather then copies the rank's own part into every place, since memory that nobody wrote
-would hold numbers that slow the products down. Behind links of 2 Gbit/s, which are emulated by sleeping as long as one would be busy, stands ours alone: the collectives, and products that
-go on while tokens travel. Times in turn as in `dp`. Writes results/tp.json, with --case 8x256-2gbit alone results/overlap.json.
+2 processes of one thread share the GPT of 33.7M parameters and see the same rows of tokens. The limit is Shoal's engine
+whose tensor-parallel groups send
+nothing: all ranks at once, the same kernels and optimizer; a gather then copies the rank's own part into every place,
+    since memory that nobody wrote
+would hold numbers that slow the products down. Behind links of 2 Gbit/s, which are emulated by sleeping as long as one
+would be busy, stands ours alone: the collectives, and products that go on while tokens travel. Times in turn as in
+`dp`. Writes results/tp.json, with --case 8x256-2gbit alone results/overlap.json.
 """
 
 from __future__ import annotations
@@ -43,12 +46,20 @@ TARGETS = [
         Target(f"8x256 {precision} limit", f"8 x 256, {precision}: share of the no-communication limit", 0.92)
         for precision in PRECISIONS
     ),
-    *(Target(f"8x256 {precision} torch", f"8 x 256, {precision}: torch's time over ours", 1.0) for precision in PRECISIONS),
-    *(Target(f"2x64 {precision} torch", f"2 x 64, {precision}: torch's time over ours", 1.25) for precision in PRECISIONS),
+    *(
+        Target(f"8x256 {precision} torch", f"8 x 256, {precision}: torch's time over ours", 1.0)
+        for precision in PRECISIONS
+    ),
+    *(
+        Target(f"2x64 {precision} torch", f"2 x 64, {precision}: torch's time over ours", 1.25)
+        for precision in PRECISIONS
+    ),
 ]
 OVERLAP = [
     Target(
-        f"8x256-2gbit {precision} overlap", f"behind 2 Gbit/s, {precision}: time of the collectives over that of the ring", 1.0
+        f"8x256-2gbit {precision} overlap",
+        f"behind 2 Gbit/s, {precision}: time of the collectives over that of the ring",
+        1.0,
     )
     for precision in PRECISIONS
 ]
@@ -73,7 +84,8 @@ class AloneGroup(Group):
 
 
 class AloneWorld(World):
-    """A world whose groups of names that begin with one of `silent` are of one each, which thinks that it is several."""
+    """A world whose groups of names that begin with one of `silent` are of one each, which thinks that it is
+    several."""
 
     silent: tuple[str, ...] = ("tp",)
 
@@ -124,16 +136,22 @@ def shoal(case: Case, precision: str, alone: bool = False, between: str = "seque
 
 
 CONTENDERS = {
-    LIMIT: Entry(partial(shoal, alone=True), "Shoal's engine, nothing is sent: all ranks at once, same kernels and optimizer"),
+    LIMIT: Entry(
+        partial(shoal, alone=True), "Shoal's engine, nothing is sent: all ranks at once, same kernels and optimizer"
+    ),
     "shoal": Entry(shoal, "bf16: weights bf16, fp32 masters; sequence parallel between the layers"),
-    "shoal-all-tokens": Entry(partial(shoal, between="whole"), 'the same without sequence parallel (tensor_rules={"": "whole"})'),
+    "shoal-all-tokens": Entry(
+        partial(shoal, between="whole"), 'the same without sequence parallel (tensor_rules={"": "whole"})'
+    ),
     "shoal-overlap": Entry(
         partial(shoal, between="overlap"), 'tokens are multiplied while others travel (tensor_rules={"": "overlap"})'
     ),
     "torch": Entry(peers.tensor_parallel, "torch parallelize_module over gloo; bf16: autocast over fp32 weights"),
     "torch-sequence": Entry(partial(peers.tensor_parallel, sequence=True), "the same with SequenceParallel"),
     "torch-pure-bf16": Entry(
-        partial(peers.tensor_parallel, pure=True), "torch; weights, gradients, AdamW all bf16: LOWER PRECISION", ("bf16",)
+        partial(peers.tensor_parallel, pure=True),
+        "torch; weights, gradients, AdamW all bf16: LOWER PRECISION",
+        ("bf16",),
     ),
 }
 
@@ -168,7 +186,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = harness.parse(parser, "one round of one step", rounds=1)
     cases = [replace(CASES[name], steps=1) if arguments.quick else CASES[name] for name in arguments.case]
-    results = [run_set(case, precision, arguments.rounds) for case, precision in itertools.product(cases, arguments.precision)]
+    results = [
+        run_set(case, precision, arguments.rounds) for case, precision in itertools.product(cases, arguments.precision)
+    ]
     for result in results:
         harness.print_table(result)
     alone = set(arguments.case) <= set(LINKS)

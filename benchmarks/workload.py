@@ -53,7 +53,9 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
         """The (input_ids, labels) of this rank, one pair a step of the epoch; each has batch / size rows."""
         share = batch // size
         starts = range(rank * share, len(self.rows) - batch + 1 + rank * share, batch)
-        return [(self.rows[at : at + share, :-1].contiguous(), self.rows[at : at + share, 1:].contiguous()) for at in starts]
+        return [
+            (self.rows[at : at + share, :-1].contiguous(), self.rows[at : at + share, 1:].contiguous()) for at in starts
+        ]
 
 
 def build_model() -> GPT:

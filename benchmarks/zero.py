@@ -1,11 +1,12 @@
 """Question `zero`: what do ZeRO's stages cost in time and memory, with Shoal and with its peers?
 
-    python -m benchmarks.zero [--model 33m,124m] [--precision fp32,bf16] [--stage 1,2,3] [--pairs] [--rounds 5] [--quick]
+    python -m benchmarks.zero [--model 33m,124m] [--precision fp32,bf16] [--stage 1,2,3] [--pairs] [--rounds 5]
+    [--quick]
 
-2 processes of one thread, 4 rows of 256 tokens a rank; a set is one model, precision and stage: Shoal, those who shard as much, and the
-limit, Shoal's engine without exchange; with --pairs each peer has a set of its own with these two, where memory is too small for all at
-once. Times in turn as in `dp`; memory is each process's peak PSS (see `memory`), read at the end of the same run. Writes
-results/zero_MODEL_PRECISION.json.
+2 processes of one thread, 4 rows of 256 tokens a rank; a set is one model, precision and stage: Shoal, those who shard
+as much, and the limit, Shoal's engine without exchange; with --pairs each peer has a set of its own with these two,
+where memory is too small for all at once. Times in turn as in `dp`; memory is each process's peak PSS (see `memory`),
+read at the end of the same run. Writes results/zero_MODEL_PRECISION.json.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ RANKS = 2
 OURS = "shoal"
 MODELS = ("33m", "124m")
 TARGETS = [
-    *(Target(f"{model} of the limit", f"ZeRO-3, {model} fp32: share of the no-communication limit", 0.95) for model in MODELS),
+    *(
+        Target(f"{model} of the limit", f"ZeRO-3, {model} fp32: share of the no-communication limit", 0.95)
+        for model in MODELS
+    ),
     *(
         Target(f"{model} {stage} {peer} {what}", f"ZeRO-{stage}, {model} fp32: {peer}'s {what} over ours", 1.0)
         for model in MODELS
@@ -58,7 +62,9 @@ def entries(stage: int, pairs: bool) -> list[dict[str, Entry]]:
     return [{**both, name: entry} for name, entry in ZERO[stage].items() if name != LIMIT and not name.startswith(OURS)]
 
 
-def run_set(model: str, case: Case, precision: str, stage: int, rounds: int, contenders: Mapping[str, Entry]) -> dict[str, Any]:
+def run_set(
+    model: str, case: Case, precision: str, stage: int, rounds: int, contenders: Mapping[str, Entry]
+) -> dict[str, Any]:
     """One set of the record."""
     with ExitStack() as stack:
         groups = {}
@@ -70,7 +76,14 @@ def run_set(model: str, case: Case, precision: str, stage: int, rounds: int, con
         peaks = {name: max(group.call(peak_pss)) for name, group in groups.items()}
     notes = {name: entry.note for name, entry in contenders.items()}
     result = harness.result_of(
-        samples, LIMIT, notes, case=f"{model}, ZeRO-{stage}", precision=precision, steps=case.steps, model=model, stage=stage
+        samples,
+        LIMIT,
+        notes,
+        case=f"{model}, ZeRO-{stage}",
+        precision=precision,
+        steps=case.steps,
+        model=model,
+        stage=stage,
     )
     for name, peak in peaks.items():
         result["contenders"][name]["peak_pss"] = peak

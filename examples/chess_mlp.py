@@ -1,7 +1,7 @@
 """Trains the 773-515-515-1 network to tell who is ahead on a chess board.
 
-The positions are made on the spot: kings and random pieces on random squares, scored by the balance of material. Run it on one process,
-or on several without a change (`examples/chess.toml` is the same as a job file):
+The positions are made on the spot: kings and random pieces on random squares, scored by the balance of material. Run it
+on one process, or on several without a change (`examples/chess.toml` is the same as a job file):
 
     python examples/chess_mlp.py
     shoal run examples/chess_mlp.py --nproc 2

@@ -1,7 +1,8 @@
-"""Trains two models against each other: a generator learns to draw points of a ring, a critic to tell them from true ones.
+"""Trains two models against each other: a generator learns to draw points of a ring, a critic to tell them from true
+ones.
 
-Each model has an engine of its own, with its own optimizer; a step of one, then a step of the other. Both take the same global batch, a step number of
-their own, and any number of ranks:
+Each model has an engine of its own, with its own optimizer; a step of one, then a step of the other. Both take the same
+global batch, a step number of their own, and any number of ranks:
 
     python examples/gan.py
     shoal run examples/gan.py --nproc 2
@@ -26,7 +27,8 @@ NOISE = 4
 
 
 class Ring:
-    """A map-style dataset: point `i` of the ring, and the noise of which the generator makes one, are functions of `i`."""
+    """A map-style dataset: point `i` of the ring, and the noise of which the generator makes one, are functions of
+    `i`."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -41,7 +43,9 @@ class Ring:
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, outputs)
+    )
 
 
 def train(world: World, steps: int) -> dict[str, float]:
@@ -63,7 +67,9 @@ def train(world: World, steps: int) -> dict[str, float]:
     generator = shoal.Engine(partial(network, NOISE, 2), generators_loss, adam, seed=0, **options)
     critic = shoal.Engine(partial(network, 2, 1), critics_loss, adam, seed=1, **options)
     data = Ring(4096)
-    for for_critic, for_generator in zip(critic.batches(data, steps=steps), generator.batches(data, steps=steps), strict=True):
+    for for_critic, for_generator in zip(
+        critic.batches(data, steps=steps), generator.batches(data, steps=steps), strict=True
+    ):
         critics, generators = critic.step(for_critic), generator.step(for_generator)
     with torch.no_grad():
         drawn = generator.module(torch.stack([data[i]["noise"] for i in range(512)]))

@@ -1,4 +1,5 @@
-"""What all tests share: one thread, few and repeatable examples, a session that leaves nothing behind, seconds by room."""
+"""What all tests share: one thread, few and repeatable examples, a session that leaves nothing behind, seconds by
+room."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import torch
 from tests.leftovers import SharedMemory, end_processes
 from tests.pool import close_pools
 
-os.environ.setdefault("SHOAL_SECRET", "that of the tests")  # before ranks start, which else make one in the home directory
+# before ranks start, which else make one in the home directory
+os.environ.setdefault("SHOAL_SECRET", "that of the tests")
 hypothesis.settings.register_profile("shoal", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("shoal")
 

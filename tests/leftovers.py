@@ -57,7 +57,8 @@ class SharedMemory:
 
 
 def _shared_memory_files() -> set[str]:
-    """All but multiprocessing's own semaphores, which its tracker removes when this process ends: torch.compile makes some."""
+    """All but multiprocessing's own semaphores, which its tracker removes when this process ends: torch.compile makes
+    some."""
     found = [path for path in _SHM.rglob("*") if path.is_file()] if _SHM.is_dir() else []
     return {str(path) for path in found if not path.name.startswith("sem.mp-")}
 
@@ -67,5 +68,7 @@ def _held_by_others() -> set[str]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(_MARK) != _OURS:
-                held |= {mapping.path for mapping in process.memory_maps()} | {file.path for file in process.open_files()}
+                held |= {mapping.path for mapping in process.memory_maps()} | {
+                    file.path for file in process.open_files()
+                }
     return held

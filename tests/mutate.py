@@ -1,9 +1,10 @@
-"""Changes one operator, sign, flag or number of a source file at a time, and prints the changes that its tests do not notice.
+"""Changes one operator, sign, flag or number of a source file at a time, and prints the changes that its tests do not
+notice.
 
     python -m tests.mutate src/shoal/optim/lr.py tests/test_engine.py -k schedule
 
-The first argument is the file; the rest goes to pytest. Each change is made in a copy of the sources, in a process forked from
-one that has imported torch. A change that survives either makes no difference or lacks a test.
+The first argument is the file; the rest goes to pytest. Each change is made in a copy of the sources, in a process
+forked from one that has imported torch. A change that survives either makes no difference or lacks a test.
 """
 
 from __future__ import annotations

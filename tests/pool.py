@@ -5,8 +5,8 @@
 
     assert run_ranks(add, 2, 1.0) == [2.0, 2.0]
 
-Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity, so a start costs a
-fraction of a second. The store's server lives here, in the test's own process.
+Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity, so a start costs
+a fraction of a second. The store's server lives here, in the test's own process.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class RankError(AssertionError):
 def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Calls `fn(world, *args)` on `size` standing ranks; returns their results in rank order.
 
-    The world is fresh: its keys stand under a prefix of this call. Raises RankError if a rank raises, dies or does not return in
-    `timeout` seconds; ranks that did not answer are killed and the next call starts new ones.
+    The world is fresh: its keys stand under a prefix of this call. Raises RankError if a rank raises, dies or does not
+    return in `timeout` seconds; ranks that did not answer are killed and the next call starts new ones.
     """
     if size not in _pools:
         _pools[size] = [Rank(rank, size) for rank in range(size)]
@@ -76,7 +76,8 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
 
 @contextmanager
 def disposable_ranks(fn: Callable[..., Any], size: int, *args: Any) -> Iterator[list[Rank]]:
-    """Fresh ranks running `fn(world, *args)`, for tests that kill, stop or abandon them; those left at the end are killed."""
+    """Fresh ranks running `fn(world, *args)`, for tests that kill, stop or abandon them; those left at the end are
+    killed."""
     ranks = [Rank(rank, size) for rank in range(size)]
     try:
         _submit(ranks, fn, args)

@@ -1,7 +1,9 @@
-"""The shape of the house: how large its files and functions are, and who names what. `make shape` prints it and holds it.
+"""The shape of the house: how large its files and functions are, and who names what. `make shape` prints it and holds
+it.
 
-What exceeds a limit today stands in `shape.json` with its measure: it may shrink, never grow, and an entry that is not needed any more is an
-error too, so the list only gets shorter. `python -m tests.shape record` writes it anew after something has shrunk.
+What exceeds a limit today stands in `shape.json` with its measure: it may shrink, never grow, and an entry that is not
+needed any more is an error too, so the list only gets shorter. `python -m tests.shape record` writes it anew after
+something has shrunk.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def excess() -> Excess:
 def _large(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Functions over FUNCTION lines, and constructors with over PARAMETERS parameters (but the engine's)."""
     for owner in ast.walk(tree):
-        for node in getattr(owner, "body", []) if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef) else []:
+        for node in (
+            getattr(owner, "body", []) if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef) else []
+        ):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             called = f"{getattr(owner, 'name', '')}.{node.name}".lstrip(".")
@@ -71,7 +75,11 @@ def _large(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def _devices(tree: ast.Module) -> int:
     """Places that name CUDA, as a string or as a module, or ask a tensor for it."""
     return sum(
-        (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"\bcuda\b", node.value) is not None)
+        (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.search(r"\bcuda\b", node.value) is not None
+        )
         or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
         for node in _without_docstrings(tree)
     )
@@ -97,9 +105,14 @@ def _names(tree: ast.Module, axis: str) -> bool:
 
 def check(found: Excess, allowed: Excess) -> list[str]:
     """What is wrong, a line each: larger than allowed, or smaller, so that the record has to follow."""
-    grown = [f"{what}: {size}, at most {allowed.get(what, 'the limit')}" for what, size in found.items() if size > allowed.get(what, 0)]
+    grown = [
+        f"{what}: {size}, at most {allowed.get(what, 'the limit')}"
+        for what, size in found.items()
+        if size > allowed.get(what, 0)
+    ]
     shrunk = [
-        f"{what}: {found.get(what, 'within the limit')} now, {size} in {RECORD.name}: run `python -m tests.shape record`"
+        f"{what}: {found.get(what, 'within the limit')} now, {size} in {RECORD.name}: run `python -m tests.shape "
+        "record`"
         for what, size in allowed.items()
         if found.get(what, 0) < size
     ]

@@ -65,7 +65,9 @@ def test_the_page_of_the_job_file_names_every_key():
         part = page.split(f"## `[{section}]`")[1].split("\n## ")[0]
         if kind is not Plan:
             assert set(
-                re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in part.splitlines() if line.startswith("| `")))
+                re.findall(
+                    r"`(\w+)`", "\n".join(line.split("|")[1] for line in part.splitlines() if line.startswith("| `"))
+                )
             ) == {each.name for each in fields(kind)}
     assert '"1m" to "13b"' in page and {"1m", "13b"} <= set(PRESETS)
 
@@ -85,7 +87,9 @@ def test_the_rooms_of_the_design_page_are_those_of_the_layers():
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
     rooms = {room for layer in layers for room in layer.split(" | ")}
     there = {
-        path.stem for path in (ROOT / "src" / "shoal").iterdir() if path.name not in ("__init__.py", "__pycache__", "py.typed")
+        path.stem
+        for path in (ROOT / "src" / "shoal").iterdir()
+        if path.name not in ("__init__.py", "__pycache__", "py.typed")
     }
     assert rooms == there
     page = (ROOT / "docs" / "design.md").read_text()
@@ -97,7 +101,10 @@ def test_the_rooms_of_the_design_page_are_those_of_the_layers():
 def test_the_page_of_communication_has_every_algorithm_and_its_parameters():
     page = (ROOT / "docs" / "communication.md").read_text()
     rows = {
-        name: line for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])
+        name: line
+        for line in page.splitlines()
+        if line.startswith("| `")
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
     }
     assert set(rows) == set(ALGORITHMS)
     for name in ALGORITHMS:
@@ -115,6 +122,8 @@ def test_the_page_of_communication_has_every_algorithm_and_its_parameters():
 )
 def test_the_page_of_the_doors_says_of_every_key_what_becomes_of_it(section, keys):
     part = (ROOT / "docs" / "doors.md").read_text().split(f"## {section}")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in part.splitlines() if line.startswith("| `")
+    ]
     said = {name: (fate, why.strip("| ")) for names, fate, why in rows for name in re.findall(r"`([\w.]+)`", names)}
     assert said == {name: (key.fate, key.why) for name, key in keys.items()}

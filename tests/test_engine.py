@@ -189,7 +189,9 @@ def test_results_are_those_of_the_global_batch():
     out = running.step(batch)
     assert out.loss == pytest.approx(expected, rel=1e-6) and out.tokens == 12 and out.step == 0
     assert out.lr == (5.0,) and out.grad_norm > 0.1 and 0 < out.seconds < 10
-    moved = torch.cat([(now.detach() - then).flatten() for now, then in zip(running.module.parameters(), before, strict=True)])
+    moved = torch.cat(
+        [(now.detach() - then).flatten() for now, then in zip(running.module.parameters(), before, strict=True)]
+    )
     assert float(moved.norm()) == pytest.approx(5.0 * 1e-3, rel=1e-3), "clipped"
 
 
@@ -387,7 +389,9 @@ def test_export_of_any_other_model_is_plain_safetensors(tmp_path):
 
 
 def test_a_backend_that_torch_does_not_have_is_refused():
-    with pytest.raises(UserError, match=r"plan.compile = '../../x' is no backend of torch.compile \(.*inductor.*Give one of them"):
+    with pytest.raises(
+        UserError, match=r"plan.compile = '../../x' is no backend of torch.compile \(.*inductor.*Give one of them"
+    ):
         engine("mlp-dropout", "fp32", 1, plan=Plan(compile="../../x"))
 
 
@@ -426,7 +430,9 @@ def derivatives(world):
 
 
 def gradient_of_a_short_batch(world):
-    running = Engine(lambda: nn.Linear(10, 3), regression, ADAMW, global_batch=2, microbatch=1, precision="fp64", world=world)
+    running = Engine(
+        lambda: nn.Linear(10, 3), regression, ADAMW, global_batch=2, microbatch=1, precision="fp64", world=world
+    )
     weights = {name: value.detach() for name, value in running.parameters.items()}
     return torch.func.grad(running.objective(next(iter(running.batches(vectors())))))(weights)["weight"]
 
@@ -467,12 +473,17 @@ def test_fused_dropout_trains_and_is_repeatable():
 def test_any_torch_optimizer_trains_and_resumes(optimizer, tmp_path):
     data, losses = vectors(), []
     for cut in (False, True):
-        running, mine = Engine(lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1), []
+        running, mine = (
+            Engine(lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1),
+            [],
+        )
         for batch in running.batches(data, steps=6):
             mine.append(running.step(batch).loss)
             if cut and batch.step == 2:
                 running.save(tmp_path)
-                running = Engine(lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1)
+                running = Engine(
+                    lambda: nn.Linear(10, 3), regression, partial(optimizer, lr=1e-3), global_batch=8, clip=0.1
+                )
                 running.load(tmp_path)
         losses.append(mine)
     assert losses[0] == losses[1]
@@ -488,8 +499,12 @@ cfg = GPTConfig(vocab_size=257, sequence=16, layers=1, d_model=16, heads=2)
 data = [{"input_ids": torch.arange(16), "labels": torch.arange(1, 17)}] * 8
 def loss(model, mb):
     logits = model(mb["input_ids"])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] != -100).sum()
-engine = shoal.Engine(model=lambda: GPT(cfg), loss=loss, optimizer=partial(torch.optim.AdamW, lr=3e-3), plan=shoal.Plan(dp=1), global_batch=4, microbatch=2, precision="bf16", seed=0)
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum")
+    return each, (mb["labels"] != -100).sum()
+engine = shoal.Engine(
+    model=lambda: GPT(cfg), loss=loss, optimizer=partial(torch.optim.AdamW, lr=3e-3), plan=shoal.Plan(dp=1),
+    global_batch=4, microbatch=2, precision="bf16", seed=0,
+)
 first = last = None
 for batch in engine.batches(data, steps=30):
     out = engine.step(batch)

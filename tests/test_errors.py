@@ -23,7 +23,8 @@ SCRIPTS = {
     ),
     "an error of the script": ("import shoal\n1 / 0", 1, "Traceback (most recent call last):"),
     "an error of the script for one of ours": (
-        "import shoal\ntry:\n    raise shoal.UserError('bad')\nexcept shoal.UserError as error:\n    raise KeyError('own') from error",
+        "import shoal\ntry:\n    raise shoal.UserError('bad')\nexcept shoal.UserError as error:\n    raise "
+        "KeyError('own') from error",
         1,
         "Traceback (most recent call last):",
     ),

@@ -1,4 +1,5 @@
-"""How a global batch is dealt: as evenly as can be where Shoal chooses the microbatch, in whole microbatches where it is given."""
+"""How a global batch is dealt: as evenly as can be where Shoal chooses the microbatch, in whole microbatches where it
+is given."""
 
 from __future__ import annotations
 
@@ -20,8 +21,11 @@ def square(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tens
     return model(batch["x"]).square().sum(), torch.tensor(float(len(batch["x"])))
 
 
-def dealt(world, global_batch: int, plan: dict[str, Any], **more: Any) -> tuple[list[list[int]], int, list[float], float]:
-    """(samples of each forward of the first step, samples of this rank in an evaluation, losses, loss of the evaluation)."""
+def dealt(
+    world, global_batch: int, plan: dict[str, Any], **more: Any
+) -> tuple[list[list[int]], int, list[float], float]:
+    """(samples of each forward of the first step, samples of this rank in an evaluation, losses, loss of the
+    evaluation)."""
     torch.set_num_threads(1)
     seen: list[list[int]] = []
 
@@ -70,7 +74,8 @@ def whole(world) -> tuple[list[list[int]], int, list[float], float]:
 
 
 def test_where_ranks_meet_in_forwards_they_have_as_many():
-    """Ten samples on three ranks that gather weights in each forward: before, one of them had none, and ran a stand-in."""
+    """Ten samples on three ranks that gather weights in each forward: before, one of them had none, and ran a
+    stand-in."""
     found = run_ranks(whole, 3)
     assert [[len(ids) for ids in first] for first, *_ in found] == [[4], [3], [3]]
     assert found[0][2] == pytest.approx(simulate_world(1, dealt, 10, {})[0][2], rel=1e-6)
@@ -80,7 +85,12 @@ def islands(world) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     option = {"name": "islands", "ranks": 2, "across": {"name": "local_sgd", "every": 100}}
     engine = Engine(
-        lambda: nn.Linear(3, 2), square, partial(torch.optim.SGD, lr=0.1), Plan(dp=4, exchange=option), global_batch=13, world=world
+        lambda: nn.Linear(3, 2),
+        square,
+        partial(torch.optim.SGD, lr=0.1),
+        Plan(dp=4, exchange=option),
+        global_batch=13,
+        world=world,
     )
     results = [engine.step(batch) for batch in engine.batches(SAMPLES, steps=1)]
     engine.close()
@@ -94,7 +104,9 @@ def test_the_share_of_an_island_is_what_its_ranks_have():
 def apart_then_mean(world, option: Any, batch: int) -> torch.Tensor:
     torch.set_num_threads(1)
     make = partial(torch.optim.SGD, lr=0.1)
-    engine = Engine(lambda: nn.Linear(3, 2), square, make, Plan(dp=world.size, exchange=option), global_batch=batch, world=world)
+    engine = Engine(
+        lambda: nn.Linear(3, 2), square, make, Plan(dp=world.size, exchange=option), global_batch=batch, world=world
+    )
     for each in engine.batches(SAMPLES, steps=3):
         engine.step(each)
     weights = torch.cat([value.detach().flatten() for value in engine.parameters.values()])
@@ -112,7 +124,8 @@ def apart_then_mean(world, option: Any, batch: int) -> torch.Tensor:
     ids=["local_sgd", "diloco"],
 )
 def test_replicas_that_train_apart_weigh_by_what_they_counted(option, across):
-    """Under SGD the mean after each step is then the step of one process: of five samples on two replicas, and of three on four, of which one has none."""
+    """Under SGD the mean after each step is then the step of one process: of five samples on two replicas, and of three
+    on four, of which one has none."""
     chosen = {"name": "islands", "ranks": 2, "across": option} if across else option
     for ranks, batch in ((4 if across else 2, 5), (4, 3)):
         wanted = simulate_world(1, apart_then_mean, "allreduce", batch)[0]

@@ -1,4 +1,5 @@
-"""Ranks with unequal numbers of steps: join in loops that the caller owns, and settle where replicas need not be at the same step."""
+"""Ranks with unequal numbers of steps: join in loops that the caller owns, and settle where replicas need not be at the
+same step."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def microbatch(rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make(world: World, plan: Plan, **more: Any) -> Engine:
     optimizer = partial(torch.optim.AdamW, lr=0.02)
-    return Engine(net, callers_loss, optimizer, plan, global_batch=4 * world.size, microbatch=4, clip=1.0, world=world, **more)
+    return Engine(
+        net, callers_loss, optimizer, plan, global_batch=4 * world.size, microbatch=4, clip=1.0, world=world, **more
+    )
 
 
 def uneven(world: World, exchange: Any, zero: int, accumulate: int) -> tuple[dict[str, torch.Tensor], int]:
@@ -74,7 +77,11 @@ def union(accumulate: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("exchange", "zero", "accumulate"),
-    [("allreduce", 0, 1), ("allreduce", 2, 2), ({"name": "powersgd", "rank": 8, "start": 0, "min_compression": 0.1}, 0, 1)],
+    [
+        ("allreduce", 0, 1),
+        ("allreduce", 2, 2),
+        ({"name": "powersgd", "rank": 8, "start": 0, "min_compression": 0.1}, 0, 1),
+    ],
     ids=str,
 )
 def test_a_rank_without_data_answers_with_zeros(exchange, zero, accumulate):
@@ -83,13 +90,15 @@ def test_a_rank_without_data_answers_with_zeros(exchange, zero, accumulate):
     for state, steps in run_ranks(uneven, 3, exchange, zero, accumulate):
         assert steps == -(-max(HAS) // accumulate)
         for name, value in wanted.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                state[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def meets(world: World) -> None:
     running = Engine(
-        lambda: nn.Linear(6, 1), callers_loss, partial(torch.optim.SGD, lr=0.1), Plan(dp=2, zero=3), global_batch=8, microbatch=4,
-        world=apart(world),
+        lambda: nn.Linear(6, 1), callers_loss, partial(torch.optim.SGD, lr=0.1), Plan(dp=2, zero=3), global_batch=8,
+        microbatch=4, world=apart(world),
     )  # fmt: skip
     with pytest.raises(UserError, match=r"join\(\): ranks meet in their forwards"), running.loop().join():
         raise AssertionError("not refused")

@@ -1,4 +1,5 @@
-"""plan.memory: weights, masters and optimizer state at home on the host, within a budget of the device's memory; the same bits as without."""
+"""plan.memory: weights, masters and optimizer state at home on the host, within a budget of the device's memory; the
+same bits as without."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ def gpt() -> GPT:
 
 
 def train(
-    world: World | None, memory, precision: str = "fp32", model=gpt, optimizer=teacher.ADAMW, schedule=None, steps=STEPS,
-    exchange=EXCHANGE, clip=0.5, **plan
+    world: World | None, memory, precision: str = "fp32", model=gpt, optimizer=teacher.ADAMW, schedule=None,
+    steps=STEPS, exchange=EXCHANGE, clip=0.5, **plan
 ) -> tuple:  # fmt: skip
-    """Losses, norms, masters; then the engine's tier, bytes that came in during the last step, sizes of the chunks, and the host's tier."""
+    """Losses, norms, masters; then the engine's tier, bytes that came in during the last step, sizes of the chunks, and
+    the host's tier."""
     running = Engine(
         model, causal_lm, optimizer, Plan(dp=world.size if world else 1, memory=memory, exchange=exchange, **plan),
         global_batch=12, microbatch=4, clip=clip, precision=precision, world=world, dropout="fused",
@@ -47,7 +49,15 @@ def train(
         moved = running.parts.passing.executor.bytes_in - before if running.parts.passing else 0
         masters = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
         sizes = [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes]
-        return [r.loss for r in results], [r.grad_norm for r in results], masters, running.parts.tier, moved, sizes, running.parts.host
+        return (
+            [r.loss for r in results],
+            [r.grad_norm for r in results],
+            masters,
+            running.parts.tier,
+            moved,
+            sizes,
+            running.parts.host,
+        )
     finally:
         running.close()
 
@@ -142,15 +152,23 @@ def test_updates_during_the_next_forward_give_the_same_bits(tmp_path, optimizer,
 
 def test_updates_during_the_next_forward_with_a_schedule_and_several_ranks():
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.3)
-    runs = [simulate_world(2, partial(train, zero=3, schedule=schedule), memory) for memory in ({}, {"update": "deferred"})]
+    runs = [
+        simulate_world(2, partial(train, zero=3, schedule=schedule), memory) for memory in ({}, {"update": "deferred"})
+    ]
     for ours, theirs in zip(*runs, strict=True):
         assert ours[:2] == theirs[:2]
 
 
 def test_the_next_forward_begins_while_updates_go_on(monkeypatch):
-    """The deepest layer's update waits until the first layer has run; then a deadlock would mean that they do not overlap."""
+    """The deepest layer's update waits until the first layer has run; then a deadlock would mean that they do not
+    overlap."""
     engine = Engine(
-        gpt, causal_lm, teacher.ADAMW, Plan(memory={"update": "deferred"}, exchange=EXCHANGE), global_batch=12, microbatch=4
+        gpt,
+        causal_lm,
+        teacher.ADAMW,
+        Plan(memory={"update": "deferred"}, exchange=EXCHANGE),
+        global_batch=12,
+        microbatch=4,
     )
     first_layer_ran, waited = threading.Event(), []
     update = HostAdam.step
@@ -170,7 +188,12 @@ def test_the_next_forward_begins_while_updates_go_on(monkeypatch):
 
 def test_an_update_that_fails_is_raised_in_the_next_step(monkeypatch):
     engine = Engine(
-        gpt, causal_lm, teacher.ADAMW, Plan(memory={"update": "deferred"}, exchange=EXCHANGE), global_batch=12, microbatch=4
+        gpt,
+        causal_lm,
+        teacher.ADAMW,
+        Plan(memory={"update": "deferred"}, exchange=EXCHANGE),
+        global_batch=12,
+        microbatch=4,
     )
     batches = engine.batches(text(), steps=2)
 
@@ -185,7 +208,11 @@ def test_an_update_that_fails_is_raised_in_the_next_step(monkeypatch):
 
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
-    [("bf16", teacher.ADAMW), ("bf16", partial(torch.optim.NAdam, lr=3e-3)), ("fp16", partial(torch.optim.Adagrad, lr=0.01))],
+    [
+        ("bf16", teacher.ADAMW),
+        ("bf16", partial(torch.optim.NAdam, lr=3e-3)),
+        ("fp16", partial(torch.optim.Adagrad, lr=0.01)),
+    ],
     ids=["bf16-adamw", "bf16-nadam", "fp16-adagrad"],
 )
 def test_state_that_is_streamed_through_the_device(precision, optimizer):
@@ -209,7 +236,9 @@ def test_only_masters_beside_low_precision_are_streamed(tmp_path):
 def test_a_streamed_run_saves_and_goes_on(tmp_path):
     def make(memory) -> Engine:
         plan = Plan(memory=memory, exchange=EXCHANGE)
-        return Engine(gpt, causal_lm, teacher.ADAMW, plan, global_batch=12, microbatch=4, precision="bf16", dropout="fused")
+        return Engine(
+            gpt, causal_lm, teacher.ADAMW, plan, global_batch=12, microbatch=4, precision="bf16", dropout="fused"
+        )
 
     running = make({"update": "streamed"})
     losses = [running.step(batch).loss for batch in running.batches(text(), steps=3)]
@@ -224,7 +253,9 @@ def test_a_streamed_run_saves_and_goes_on(tmp_path):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("link", "seconds", "answer"), [(50e9, 0.2e-9, False), (50e9, 0.4e-9, True), (10e9, 0.4e-9, False)])
+@pytest.mark.parametrize(
+    ("link", "seconds", "answer"), [(50e9, 0.2e-9, False), (50e9, 0.4e-9, True), (10e9, 0.4e-9, False)]
+)
 def test_the_faster_way_to_update_by_measured_rates(link, seconds, answer):
     """12 bytes of bf16's AdamW pass each way."""
     assert streams(link, seconds, 12) is answer
@@ -243,7 +274,8 @@ def test_what_backward_keeps_waits_on_the_host(share, most, recompute, monkeypat
 
 
 def test_the_first_microbatch_is_measured_as_the_later_ones(monkeypatch):
-    """It sends all to the host, since nobody knows yet how much there is; what will stay takes its part all the same."""
+    """It sends all to the host, since nobody knows yet how much there is; what will stay takes its part all the
+    same."""
     monkeypatch.setattr(saved, "WORTH", 256)
 
     def run(device) -> list[float]:
@@ -266,7 +298,9 @@ def test_conjugates_are_saved_as_such(monkeypatch):
     class Conjugates(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = torch.nn.Parameter(torch.linspace(-1, 1, teacher.INPUTS * teacher.OUTPUTS).view(teacher.INPUTS, -1))
+            self.w = torch.nn.Parameter(
+                torch.linspace(-1, 1, teacher.INPUTS * teacher.OUTPUTS).view(teacher.INPUTS, -1)
+            )
 
         def forward(self, x):
             z = torch.complex(x @ self.w, x @ self.w.flip(0))
@@ -358,7 +392,8 @@ def test_what_was_changed_in_place_is_an_error_as_in_torch(memory, monkeypatch):
 
 
 def test_ranks_with_unequal_shares_make_the_same_moves():
-    """The last batch has five samples: one rank has four of them. What each keeps of them differs, what they gather together must not."""
+    """The last batch has five samples: one rank has four of them. What each keeps of them differs, what they gather
+    together must not."""
     whole = simulate_world(2, partial(train, zero=3, steps=9), {})
     tight = max(tier.most["weights in use"] // 2 + tier.most["activations"] for _, _, _, tier, *_ in whole)
     for ours, theirs in zip(simulate_world(2, partial(train, zero=3, steps=9), {"device": tight}), whole, strict=True):
@@ -372,7 +407,9 @@ def test_recompute_needs_less():
 
 def test_save_and_load_across(tmp_path):
     def make(memory) -> Engine:
-        return Engine(gpt, causal_lm, teacher.ADAMW, Plan(memory=memory, exchange=EXCHANGE), global_batch=12, microbatch=4)
+        return Engine(
+            gpt, causal_lm, teacher.ADAMW, Plan(memory=memory, exchange=EXCHANGE), global_batch=12, microbatch=4
+        )
 
     running, losses = make({"device": "1GiB"}), []
     for batch in running.batches(text(), steps=4):
@@ -440,7 +477,13 @@ def test_gradients_are_bf16_on_the_host_where_that_loses_nothing(memory):
 
     def run(memory) -> tuple:
         engine = Engine(
-            gpt, causal_lm, teacher.ADAMW, Plan(memory=memory, exchange=EXCHANGE), global_batch=12, clip=0.5, precision="bf16"
+            gpt,
+            causal_lm,
+            teacher.ADAMW,
+            Plan(memory=memory, exchange=EXCHANGE),
+            global_batch=12,
+            clip=0.5,
+            precision="bf16",
         )
         results = [engine.step(batch) for batch in engine.batches(text(), steps=6)]
         masters = {name: value.detach().clone() for name, value in engine.optimizer.parameters.items()}
@@ -450,4 +493,6 @@ def test_gradients_are_bf16_on_the_host_where_that_loses_nothing(memory):
 
     whole, ours = run(None), run(memory)
     assert ours[:2] == whole[:2] and all(torch.equal(value, whole[2][name]) for name, value in ours[2].items())
-    assert ours[3] == sum(2 * (value.numel() + -value.numel() % 32) for value in whole[2].values()), "two bytes each, and padding"
+    assert ours[3] == sum(2 * (value.numel() + -value.numel() % 32) for value in whole[2].values()), (
+        "two bytes each, and padding"
+    )

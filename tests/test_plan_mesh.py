@@ -66,7 +66,9 @@ def test_a_wrong_exchange_is_refused_by_name(option, message):
 
 
 def test_degrees_must_multiply_to_the_ranks():
-    with pytest.raises(UserError, match="needs pp 1 x dp 3 x cp 1 x tp 1 = 3 ranks, but 4 were started: dp = 4 works here"):
+    with pytest.raises(
+        UserError, match="needs pp 1 x dp 3 x cp 1 x tp 1 = 3 ranks, but 4 were started: dp = 4 works here"
+    ):
         Mesh(Plan(dp=3), 0, 4)
 
 
@@ -78,7 +80,10 @@ def test_coordinates_of_a_grid_worked_by_hand():
     mesh = Mesh(plan, 9, 12)
     assert mesh.coordinates == (1, 1, 0, 1)
     assert (
-        mesh.ranks("pp") == [3, 9] and mesh.ranks("dp") == [7, 9, 11] and mesh.ranks("tp") == [8, 9] and mesh.ranks("cp") == [9]
+        mesh.ranks("pp") == [3, 9]
+        and mesh.ranks("dp") == [7, 9, 11]
+        and mesh.ranks("tp") == [8, 9]
+        and mesh.ranks("cp") == [9]
     )
     assert mesh.size("dp") == 3 and mesh.rank("dp") == 1
 
@@ -97,7 +102,8 @@ def test_degrees_of_experts_wait_for_the_number_of_ranks():
 
 
 def test_experts_see_the_same_ranks_otherwise():
-    """dp 2 x cp 2 x tp 2 with ep 2: dp x cp are four places, two of them hold different experts, and the others copies."""
+    """dp 2 x cp 2 x tp 2 with ep 2: dp x cp are four places, two of them hold different experts, and the others
+    copies."""
     mesh = spread(5, dp=2, cp=2, tp=2, ep=2)  # dp 1, cp 0, tp 1: place 2 of dp x cp
     assert mesh.ranks("dp", "cp") == [1, 3, 5, 7] and mesh.ranks("dp", "cp", "tp") == list(range(8))
     assert mesh.ranks("ep") == [5, 7] and mesh.ranks("edp") == [1, 5] and mesh.ranks("tp") == [4, 5]

@@ -73,7 +73,11 @@ def test_the_first_failing_rank_is_shown_first_with_its_traceback():
     with pytest.raises(RankError) as caught:
         run_ranks(raise_on, 2, 1)
     first, *others = str(caught.value).split("\nrank ")
-    assert first.startswith("rank 1 failed: Traceback") and "KeyError: 'raised by rank 1'" in first and "in raise_on" in first
+    assert (
+        first.startswith("rank 1 failed: Traceback")
+        and "KeyError: 'raised by rank 1'" in first
+        and "in raise_on" in first
+    )
     assert all("Traceback" not in other for other in others)
     assert run_ranks(add, 2, 0.0)[0][2].item() == 1.0  # the pool works on
 
@@ -125,7 +129,11 @@ def test_ranks_die_with_the_test_run(tmp_path: Path):
     )
     root = str(Path(__file__).parents[1])
     run = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     pids = [int(word) for word in run.stdout.split()]
     assert len(pids) == 2, run.stderr
@@ -137,8 +145,13 @@ def test_ranks_die_with_the_test_run(tmp_path: Path):
 
 def test_an_orphan_and_a_forgotten_shared_memory_file_are_found():
     shared_memory = leftovers.SharedMemory()
-    start_orphan = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
-    orphan = int(subprocess.run([sys.executable, "-c", start_orphan], capture_output=True, text=True, check=True).stdout)
+    start_orphan = (
+        "import subprocess, sys; "
+        "print(subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)"
+    )
+    orphan = int(
+        subprocess.run([sys.executable, "-c", start_orphan], capture_output=True, text=True, check=True).stdout
+    )
     forgotten = Path(f"/dev/shm/shoal-forgotten-{os.getpid()}")
     forgotten.write_bytes(b"x")
     try:

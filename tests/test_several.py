@@ -30,7 +30,9 @@ def one_by_one(world: World, plan: dict[str, Any]) -> list[list[float]]:
     found = []
     for layers in (2, 4):
         running = make(world, plan, layers)
-        found.append([running.step(batch).loss for batch in running.batches(text(), steps=4)] + [running.evaluate(text()).loss])
+        found.append(
+            [running.step(batch).loss for batch in running.batches(text(), steps=4)] + [running.evaluate(text()).loss]
+        )
         running.close()
     return found
 

@@ -1,4 +1,5 @@
-"""How much of the model's state each rank has at most: counted by the engine, and weighed by the kernel (PSS, where a page is split among those who map it).
+"""How much of the model's state each rank has at most: counted by the engine, and weighed by the kernel (PSS, where a
+page is split among those who map it).
 
 stage     weights                            gradients                                          masters, optimizer state
 1         in one memory 1/N, on hosts all    all                                                1/N
@@ -33,7 +34,8 @@ CONFIG = GPTConfig(4096, 16, 6, 512, 8, tied=True)
 NEXT_TO_NOTHING = GPTConfig(64, 16, 1, 16, 1, tied=True)
 CHUNK = 4 * MIB
 ALLOWED = 24 * MIB
-"""Of PSS, beyond what a process alone takes for activations, autograd's own gradients and the heap: buffers of sockets."""
+"""Of PSS, beyond what a process alone takes for activations, autograd's own gradients and the heap: buffers of
+sockets."""
 PADDING = 1.01
 Stage = tuple[int, bool]
 """plan.zero, and whether each rank is as if on a host of its own."""
@@ -48,7 +50,9 @@ class Loans:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._now = self.most = 0
         borrow = GradientPool.borrow
-        monkeypatch.setattr(GradientPool, "borrow", lambda gradient_pool, turn, numel: self._lent(borrow(gradient_pool, turn, numel)))
+        monkeypatch.setattr(
+            GradientPool, "borrow", lambda gradient_pool, turn, numel: self._lent(borrow(gradient_pool, turn, numel))
+        )
 
     def _lent(self, flat: torch.Tensor) -> torch.Tensor:
         self._now += flat.nbytes
@@ -61,11 +65,12 @@ class Loans:
 
 
 def train(world, stage: int, config: GPTConfig) -> dict[str, int]:
-    """Bytes that a rank keeps by role, and of what passes the most at a time; elements of the tied chunk and of the largest of the others."""
+    """Bytes that a rank keeps by role, and of what passes the most at a time; elements of the tied chunk and of the
+    largest of the others."""
     plan = Plan(dp=world.size, zero=stage, exchange={"name": "allreduce", "chunk_bytes": CHUNK})
     engine = Engine(
-        partial(GPT, config), causal_lm, partial(torch.optim.AdamW, lr=1e-3), plan, global_batch=2 * world.size, microbatch=1,
-        precision="bf16", world=world,
+        partial(GPT, config), causal_lm, partial(torch.optim.AdamW, lr=1e-3), plan, global_batch=2 * world.size,
+        microbatch=1, precision="bf16", world=world,
     )  # fmt: skip
     row = torch.arange(17) % config.vocab_size
     data = [{"input_ids": row[:-1], "labels": row[1:]}] * 64
@@ -95,7 +100,8 @@ def train(world, stage: int, config: GPTConfig) -> dict[str, int]:
 
 
 def weigh(world, stages: Sequence[Stage]) -> list[dict[str, int]]:
-    """Of each stage the counts, and by how much the peak of the process's PSS rose over what a model of next to nothing takes."""
+    """Of each stage the counts, and by how much the peak of the process's PSS rose over what a model of next to nothing
+    takes."""
     found, on_hosts = [], apart(world)
     for stage, hosts in stages:
         those = on_hosts if hosts else world

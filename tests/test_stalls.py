@@ -35,7 +35,8 @@ def slowed(quick):
 
 
 def waits(memory, before) -> list[Span]:
-    """Those of the fourth step, since updates of the third may go on in it; `before` is called when the third begins."""
+    """Those of the fourth step, since updates of the third may go on in it; `before` is called when the third
+    begins."""
     plan = Plan(memory=memory, exchange=EXCHANGE)
     engine = Engine(gpt, causal_lm, teacher.ADAMW, plan, global_batch=12, microbatch=4, dropout="fused")
     for batch in engine.batches(text(), steps=4):

@@ -43,6 +43,11 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def model() -> GPT:
+    moe = MoEConfig(2, balance_loss=0.0)
+    return GPT(GPTConfig(vocab_size=16, sequence=8, layers=2, d_model=16, heads=4, moe=moe))
+
+
 def tried(world, row: str) -> dict[str, str]:
     """By column: nothing, or why not."""
     found: dict[str, str] = {}
@@ -50,10 +55,7 @@ def tried(world, row: str) -> dict[str, str]:
     for column, base in COLUMNS.items():
         options = {"optimizer": partial(torch.optim.AdamW, lr=1e-3), "global_batch": 8, "microbatch": 1, **more}
         try:
-            Engine(
-                lambda: GPT(GPTConfig(vocab_size=16, sequence=8, layers=2, d_model=16, heads=4, moe=MoEConfig(2, balance_loss=0.0))),
-                causal_lm, plan=Plan(**{**base, **plan}), world=world, **options,
-            ).close()  # fmt: skip
+            Engine(model, causal_lm, plan=Plan(**{**base, **plan}), world=world, **options).close()
             found[column] = ""
         except UserError as error:
             found[column] = str(error)

@@ -1,4 +1,5 @@
-"""ZeRO: chunks cut among the replicas. Numbers are those of one process (tests/parity); here what is kept where, saved and refused."""
+"""ZeRO: chunks cut among the replicas. Numbers are those of one process (tests/parity); here what is kept where, saved
+and refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ STEPS = 8
 
 
 Stage = int | str
-"""plan.zero; "hosts": 3, each rank as if on a host of its own; "hybrid": 2, each two ranks share a copy of the state."""
+"""plan.zero; "hosts": 3, each rank as if on a host of its own; "hybrid": 2, each two ranks share a copy of the
+state."""
 
 
 def plan_of(world, zero: Stage) -> Plan:
@@ -45,7 +47,9 @@ def make(world, zero: Stage, precision: str, optimizer=None, case: str = "tied")
     )  # fmt: skip
 
 
-def train(world, zero: Stage, precision: str, optimizer=None, save: Path | None = None, load: Path | None = None) -> tuple:
+def train(
+    world, zero: Stage, precision: str, optimizer=None, save: Path | None = None, load: Path | None = None
+) -> tuple:
     """Losses of STEPS steps (of the second half after `load`), then masters and optimizer state, whole."""
     running = make(world, zero, precision, optimizer)
     try:
@@ -70,8 +74,9 @@ def train(world, zero: Stage, precision: str, optimizer=None, save: Path | None 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_ranks_compute_the_bits_of_two_replicas(precision, optimizer, stage):
-    """Sums of two have one order, updates are elementwise: masters and state are the replicas' to the last bit. torch's unfused kernels
-    round the last few elements of a tensor, and only those, another way: with NAdam that is elsewhere, by the last bit."""
+    """Sums of two have one order, updates are elementwise: masters and state are the replicas' to the last bit. torch's
+    unfused kernels round the last few elements of a tensor, and only those, another way: with NAdam that is elsewhere,
+    by the last bit."""
     cut, whole = (run_ranks(train, 2, zero, precision, optimizer)[0] for zero in (stage, 0))
     # Stage 2 adds up the ranks' sums microbatch by microbatch: another order where a rank has several.
     exact = 1e-5 if optimizer is NADAM or stage == 2 else 0
@@ -98,7 +103,8 @@ KINDS = list(itertools.product(("fp32", "bf16"), OPTIMIZERS))
 
 @pytest.mark.parametrize(("change", "kind"), thinned(list(itertools.product(CHANGES, KINDS)), in_turn(CHANGES, KINDS)))
 def test_a_checkpoint_goes_on_under_another_cut(change, kind, tmp_path):
-    """Saved by as many ranks with that stage, read by others: the masters and state read are those of the checkpoint, bit by bit."""
+    """Saved by as many ranks with that stage, read by others: the masters and state read are those of the checkpoint,
+    bit by bit."""
     ((size, zero), (other_size, other_zero)), (precision, optimizer) = change, (kind[0], OPTIMIZERS[kind[1]])
     whole = run_ranks(train, size, zero, precision, optimizer, tmp_path)[0]
     half = run_ranks(read, other_size, other_zero, precision, optimizer, tmp_path)[0]
@@ -126,13 +132,18 @@ def read(world, zero: Stage, precision: str, optimizer, directory: Path) -> tupl
             else:
                 counts.add((key, float(value)))
         options = [group["lr"] for group in running.optimizer.torch.param_groups]
-        return (options, sorted(counts)), masters, {key: gathered(running, each) for key, each in sorted(elements.items())}
+        return (
+            (options, sorted(counts)),
+            masters,
+            {key: gathered(running, each) for key, each in sorted(elements.items())},
+        )
     finally:
         running.close()
 
 
 def held(world, zero: int) -> tuple[int, int, int, bool]:
-    """Bytes of optimizer state, of masters beside the data and of gradients kept; whether the weights are one memory for all ranks."""
+    """Bytes of optimizer state, of masters beside the data and of gradients kept; whether the weights are one memory
+    for all ranks."""
     running = make(world, zero, "bf16")
     running.step(next(running.batches(CASES["tied"].data())))
     state = sum(value.nbytes for value in running.optimizer.state_tensors().values() if value.dim())
@@ -165,12 +176,15 @@ def test_each_rank_keeps_its_part(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_common_memory_weights_are_gathered(stage):
-    """Threads of one process have none: there the gather is an operation of the transport. Ranks have 3, 3 and 2 microbatches."""
+    """Threads of one process have none: there the gather is an operation of the transport. Ranks have 3, 3 and 2
+    microbatches."""
     sharded = simulate_world(3, partial(teacher.train, zero=stage), "allreduce")
     replicated = simulate_world(3, teacher.train, "allreduce")
     for ours, theirs in zip(sharded, replicated, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=0 if stage == 1 else 1e-5)
-        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0 if stage == 1 else 1e-4, atol=0 if stage == 1 else 1e-4)
+        torch.testing.assert_close(
+            ours.weights, theirs.weights, rtol=0 if stage == 1 else 1e-4, atol=0 if stage == 1 else 1e-4
+        )
 
 
 def exported(world, zero: int, directory: Path) -> None:
@@ -197,9 +211,11 @@ def test_an_export_has_whole_masters(tmp_path):
     + [(name, stage) for name in ("fp16", "bytegrad", "powersgd", "topk", "hierarchical") for stage in (2, 3)],
 )
 def test_gradients_may_travel_as_they_like(name, stage):
-    """Any algorithm that leaves replicas equal: the same as with whole chunks. Rows of a codec are those of the chunk, which is a little longer
-    where it is cut; stage 2 rounds every microbatch."""
-    exchange = {"hierarchical": {"name": name, "ranks_per_host": 1}, "adasum": {"name": name, "of": "gradients"}}.get(name, name)
+    """Any algorithm that leaves replicas equal: the same as with whole chunks. Rows of a codec are those of the chunk,
+    which is a little longer where it is cut; stage 2 rounds every microbatch."""
+    exchange = {"hierarchical": {"name": name, "ranks_per_host": 1}, "adasum": {"name": name, "of": "gradients"}}.get(
+        name, name
+    )
     sharded = simulate_world(2, partial(teacher.train, zero=stage), exchange)
     replicated = simulate_world(2, teacher.train, exchange)
     for ours, theirs in zip(sharded, replicated, strict=True):
@@ -217,7 +233,9 @@ def test_what_does_not_go_together_is_refused():
         with pytest.raises(UserError, match=f'"{name}" does not go with plan.zero = 1: '):
             simulate_world(2, partial(teacher.train, zero=1), name)
     for name in ("adasum", "delayed"):
-        with pytest.raises(UserError, match=f'"{name}" does not go with plan.zero = 2: it works on the whole gradient of a step'):
+        with pytest.raises(
+            UserError, match=f'"{name}" does not go with plan.zero = 2: it works on the whole gradient of a step'
+        ):
             simulate_world(2, partial(teacher.train, zero=2), name)
 
 
@@ -257,7 +275,8 @@ def test_state_that_is_no_tensor_is_in_checkpoints_of_all_owners(tmp_path):
 
 
 def unusual(world, zero: int) -> list[float]:
-    """A group of one small parameter, an empty one, and an optimizer over flat storage: most ranks own nothing of the first group."""
+    """A group of one small parameter, an empty one, and an optimizer over flat storage: most ranks own nothing of the
+    first group."""
 
     class Unusual(torch.nn.Module):
         def __init__(self) -> None:
@@ -326,7 +345,11 @@ class Lamb(torch.optim.Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     if not state:
-                        state["m"], state["v"], state["norms"] = torch.zeros_like(p), torch.zeros_like(p), torch.zeros(2)
+                        state["m"], state["v"], state["norms"] = (
+                            torch.zeros_like(p),
+                            torch.zeros_like(p),
+                            torch.zeros(2),
+                        )
                     state["m"].lerp_(p.grad, 1 - group["betas"][0])
                     state["v"].lerp_(p.grad.square(), 1 - group["betas"][1])
                     direction = state["m"] / (state["v"].sqrt() + 1e-6)
@@ -352,7 +375,8 @@ WHOLE = {"muon": partial(torch.optim.Muon, lr=1e-2), "adafactor": partial(torch.
 
 
 def of_matrices(world, name: str, zero: Stage, directory: Path, steps: int) -> tuple:
-    """Trains on from what is in `directory`, if there is something, and saves; losses, masters, whether a parameter was cut, elements of padding."""
+    """Trains on from what is in `directory`, if there is something, and saves; losses, masters, whether a parameter was
+    cut, elements of padding."""
     torch.set_num_threads(1)
     running = Engine(
         Matrices, teacher.regression, WHOLE[name], plan_of(world, zero), global_batch=16, microbatch=4,

@@ -1,1 +1,2 @@
-"""Questions that need a GPU; each script checks, times and prints a table, with the packages of a plain PyTorch image."""
+"""Questions that need a GPU; each script checks, times and prints a table, with the packages of a plain PyTorch
+image."""

@@ -2,10 +2,11 @@
 
     python3 -m benchmarks.gpu.engine [--device cuda] [--preset 350m] [--batch 16] [--rounds 5] [--steps 10]
 
-Checks first, each with the figure it saw: keyed dropout draws the same mask, twenty steps in fp64 and fp32 follow the CPU, a loss that is
-not finite leaves the weights alone, a checkpoint saved here continues on the CPU, experts choose and drop the same and their grouped product is that of one by one. Then, in turn, round by round: a plain loop in bf16 with fp32
-masters (the same kernels and optimizer), the engine, and both with compiled blocks. Writes results/gpu_engine.json. `--device cpu --preset 1m`
-runs the same road without a GPU.
+Checks first, each with the figure it saw: keyed dropout draws the same mask, twenty steps in fp64 and fp32 follow the
+CPU, a loss that is not finite leaves the weights alone, a checkpoint saved here continues on the CPU, experts choose
+and drop the same and their grouped product is that of one by one. Then, in turn, round by round: a plain loop in bf16
+with fp32 masters (the same kernels and optimizer), the engine, and both with compiled blocks. Writes
+results/gpu_engine.json. `--device cpu --preset 1m` runs the same road without a GPU.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def check_experts(device: str) -> list[dict[str, Any]]:
     routed = sum(ours[1:] != theirs[1:] for ours, theirs in zip(*runs, strict=True))
     draw, counts = torch.Generator().manual_seed(0), [100, 0, 28, 72]
     tokens, weights = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((200, 64), (4, 128, 64)))
-    expected = torch.cat([part.float() @ weight.float().T for part, weight in zip(tokens.split(counts), weights, strict=True)])
+    expected = torch.cat(
+        [part.float() @ weight.float().T for part, weight in zip(tokens.split(counts), weights, strict=True)]
+    )
     found = by_expert(tokens.to(device), weights.to(device), counts).float().cpu()
     off = float((found - expected).abs().max() / expected.abs().max())
     return [
@@ -217,11 +220,13 @@ def main() -> None:
         }
         table.append(row)
     print(
-        f"\n{hardware(device)}, {arguments.preset}, bf16, {arguments.batch} x {config.sequence} tokens, {arguments.rounds} rounds of {arguments.steps} steps"
+        f"\n{hardware(device)}, {arguments.preset}, bf16, {arguments.batch} x {config.sequence} tokens, "
+        f"{arguments.rounds} rounds of {arguments.steps} steps"
     )
     for row in table:
         print(
-            f"{row['contender']:24s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) {row['tokens_per_second']:11.0f} tokens/s {row['tflops']:7.1f} TFLOP/s  x{row['ratio_to_plain']:.3f}"
+            f"{row['contender']:24s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) "
+            f"{row['tokens_per_second']:11.0f} tokens/s {row['tflops']:7.1f} TFLOP/s  x{row['ratio_to_plain']:.3f}"
         )
     write("gpu_engine", device, vars(arguments), checks, samples=samples, table=table)
 

@@ -2,8 +2,9 @@
 
     python3 -m benchmarks.gpu.exchange [--device cuda] [--mebibytes 256] [--rounds 5]
 
-Checks first: every codec gives the CPU's bytes and values; every algorithm trains two ranks, threads that share the GPU, as on the CPU; with two GPUs or more also
-over NCCL, a process each. Then each codec over one large tensor. Writes results/gpu_exchange.json. `--device cpu --mebibytes 4` runs the same road without a GPU.
+Checks first: every codec gives the CPU's bytes and values; every algorithm trains two ranks, threads that share the
+GPU, as on the CPU; with two GPUs or more also over NCCL, a process each. Then each codec over one large tensor. Writes
+results/gpu_exchange.json. `--device cpu --mebibytes 4` runs the same road without a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +39,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "diloco": {"every": 4},
     "streaming_diloco": {"every": 8, "overlap": 1},
     "islands": {"ranks": 1, "across": {"name": "local_sgd", "every": 4}},
-    "async_average": {"interval_ms": 0.0, "warmup": STEPS},  # its rounds begin when a clock says so: only the exact steps repeat
+    # its rounds begin when a clock says so: only the exact steps repeat
+    "async_average": {"interval_ms": 0.0, "warmup": STEPS},
 }
 
 
 def rows() -> list[dict[str, Tensor]]:
     """Random inputs and targets, the same on every machine."""
     draw = torch.Generator().manual_seed(7)
-    return [{"inputs": torch.randn(WIDTH, generator=draw), "targets": torch.randn(WIDTH, generator=draw)} for _ in range(96)]
+    return [
+        {"inputs": torch.randn(WIDTH, generator=draw), "targets": torch.randn(WIDTH, generator=draw)} for _ in range(96)
+    ]
 
 
 def network() -> nn.Module:
@@ -96,7 +100,8 @@ def encoded(chosen: Codec, flat: Tensor) -> Tensor:
 
 
 def check_algorithm(name: str, device: str) -> dict[str, Any]:
-    """Two ranks on the device against two on the CPU. Lossy ones may round another way where a value lies between two codes."""
+    """Two ranks on the device against two on the CPU. Lossy ones may round another way where a value lies between two
+    codes."""
     ours = simulate_world(RANKS, losses, name, device=device)[0]
     reference = simulate_world(RANKS, losses, name)[0]
     return check(f"{name}: largest relative difference of {STEPS} losses from the CPU", worst(ours, reference), 1e-2)
@@ -111,7 +116,11 @@ def check_nccl() -> list[dict[str, Any]]:
             return [check("ranks over NCCL: exit code", code, 0)]
         ours = torch.load(results)
     return [
-        check(f"{name} over NCCL: difference from the CPU", worst(ours[name], simulate_world(RANKS, losses, name)[0]), 1e-2)
+        check(
+            f"{name} over NCCL: difference from the CPU",
+            worst(ours[name], simulate_world(RANKS, losses, name)[0]),
+            1e-2,
+        )
         for name in ALGORITHMS
     ]
 
@@ -130,7 +139,10 @@ def time_codec(name: str, device: str, mebibytes: int, rounds: int) -> dict[str,
     data, back = encoded(chosen, flat), torch.empty_like(flat)
     seconds: dict[str, list[float]] = {"encode": [], "decode": []}
     for number in range(rounds + 1):
-        for kind, call in (("encode", partial(chosen.encode, flat, data)), ("decode", partial(chosen.decode, data, back))):
+        for kind, call in (
+            ("encode", partial(chosen.encode, flat, data)),
+            ("decode", partial(chosen.decode, data, back)),
+        ):
             synchronise(device)
             started = time.perf_counter()
             call()

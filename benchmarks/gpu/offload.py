@@ -1,12 +1,14 @@
 """Question: what does training cost where the device's memory is not enough, and how large a model can be trained?
 
-    python3 -m benchmarks.gpu.offload [--device cuda] [--preset 1.3b] [--tokens 16384] [--steps 5] [--share 50,25] [--only rates,budgets,largest]
+    python3 -m benchmarks.gpu.offload [--device cuda] [--preset 1.3b] [--tokens 16384] [--steps 5] [--share 50,25]
+    [--only rates,budgets,largest]
 
 Checks first: losses with plan.memory, at any budget, updates at once or deferred, follow those without. Then
     rates      link between host and device, host memory, AdamW on the host, disk
-    budgets    a GPT in bf16, blocks recomputed: without plan.memory, without a budget, with SHARE percent of what it takes without plan.memory; updates at once
-               and deferred; torch FSDP2 with CPUOffloadPolicy, DeepSpeed ZeRO-3 with everything on the host where it is installed. One after the other, each
-               alone in memory. Stalls: what the computation waits for weights
+    budgets    a GPT in bf16, blocks recomputed: without plan.memory, without a budget, with SHARE percent of what it
+               takes without plan.memory; updates at once and deferred; torch FSDP2 with CPUOffloadPolicy, DeepSpeed
+               ZeRO-3 with everything on the host where it is installed. One after the other, each alone in memory.
+               Stalls: what the computation waits for weights
     largest    what `shoal plan --memory` says would fit in HALF of what is free here, trained for two steps
 Writes results/gpu_offload.json. `--device cpu --preset 1m --tokens 256` runs the same road without a GPU.
 """
@@ -71,7 +73,9 @@ class Stalled(Planned):
         return found
 
 
-def engine(factory: Any, batch: int, device: str, memory: Any, precision: Any = "bf16", recompute: str = "full") -> Engine:
+def engine(
+    factory: Any, batch: int, device: str, memory: Any, precision: Any = "bf16", recompute: str = "full"
+) -> Engine:
     with mock.patch.object(shoal.assembly.storage, "Executor", Stalled):
         return Engine(
             factory,
@@ -232,7 +236,13 @@ def largest_model(preset: str, batch: int, device: str, free: Machine, most: int
     finally:
         running.close()
     parameters = sum(parameter.numel() for parameter in running.parameters.values())
-    return {"model": member, "parameters": parameters, "build_s": built, "step_s": time.perf_counter() - began, "losses": seen}
+    return {
+        "model": member,
+        "parameters": parameters,
+        "build_s": built,
+        "step_s": time.perf_counter() - began,
+        "losses": seen,
+    }
 
 
 def show(preset: str, device: str, tokens: int, table: list[dict[str, Any]]) -> None:
@@ -241,7 +251,8 @@ def show(preset: str, device: str, tokens: int, table: list[dict[str, Any]]) -> 
         moved = f"{row['moved'] / 1e9:8.2f} GB in (plan {row['planned'] / 1e9:.2f})" if "moved" in row else ""
         stalled = f"  stalled {row['stalled_ms']:8.1f} ms" if "stalled_ms" in row else ""
         print(
-            f"{row['contender']:28s} {row['ms']:9.1f} ms/step {row['tokens_per_second']:10.0f} tokens/s {row['peak'] / 2**30:7.2f} GiB {moved}{stalled}"
+            f"{row['contender']:28s} {row['ms']:9.1f} ms/step {row['tokens_per_second']:10.0f} tokens/s "
+            f"{row['peak'] / 2**30:7.2f} GiB {moved}{stalled}"
         )
 
 
@@ -270,7 +281,9 @@ def main() -> None:
     if "largest" in only:
         results["largest"] = found = largest_model(arguments.preset, batch, device, machine(device))
         checks.append(
-            check("the largest model: losses that are not finite", sum(not math.isfinite(x) for x in found["losses"]), 0)
+            check(
+                "the largest model: losses that are not finite", sum(not math.isfinite(x) for x in found["losses"]), 0
+            )
         )
     for name, figure in results.get("rates", {}).items():
         print(f"{name:32s} {figure:9.2f}")
@@ -279,7 +292,8 @@ def main() -> None:
     if "largest" in results:
         found = results["largest"]
         print(
-            f"largest: {found['parameters'] / 1e9:.2f}B parameters, built in {found['build_s']:.0f} s, {found['step_s']:.1f} s a step"
+            f"largest: {found['parameters'] / 1e9:.2f}B parameters, built in {found['build_s']:.0f} s, "
+            f"{found['step_s']:.1f} s a step"
         )
     write("gpu_offload", device, {**vars(arguments), "disk": str(arguments.disk)}, checks, **results)
 

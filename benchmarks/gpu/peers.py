@@ -1,4 +1,5 @@
-"""Peers on one GPU, each as its users write it: torch FSDP2 and DeepSpeed ZeRO-3, the state on the device or on the host.
+"""Peers on one GPU, each as its users write it: torch FSDP2 and DeepSpeed ZeRO-3, the state on the device or on the
+host.
 
 bf16 as everywhere: weights and their gradients in bf16, fp32 masters and moments, the gradient's norm is taken.
 """
@@ -18,8 +19,11 @@ from shoal.models import GPT, GPTConfig, causal_lm
 LR = 3e-4
 
 
-def fsdp2_step(config: GPTConfig, batch: int, device: str, offload: bool, recompute: bool = False) -> Callable[[], float]:
-    """`fully_shard` a block at a time and the root, with CPUOffloadPolicy where `offload`; fused AdamW where the state is."""
+def fsdp2_step(
+    config: GPTConfig, batch: int, device: str, offload: bool, recompute: bool = False
+) -> Callable[[], float]:
+    """`fully_shard` a block at a time and the root, with CPUOffloadPolicy where `offload`; fused AdamW where the state
+    is."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -55,9 +59,12 @@ def fsdp2_step(config: GPTConfig, batch: int, device: str, offload: bool, recomp
 
 
 def deepspeed_step(config: GPTConfig, batch: int, device: str, recompute: bool = False) -> Callable[[], float]:
-    """ZeRO-3 with weights and optimizer on the host, its CPUAdam (compiled at the first use). ImportError where it is not installed."""
+    """ZeRO-3 with weights and optimizer on the host, its CPUAdam (compiled at the first use). ImportError where it is
+    not installed."""
     on_gpu = device.startswith("cuda")
-    os.environ.update({"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **({} if on_gpu else {"DS_ACCELERATOR": "cpu"})})
+    os.environ.update(
+        {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **({} if on_gpu else {"DS_ACCELERATOR": "cpu"})}
+    )
     import deepspeed
 
     _alone(on_gpu)

@@ -1,10 +1,14 @@
-"""Question: do stages compute the same on GPUs as on the CPU, and what does a step of each schedule take beside torch.distributed.pipelining?
+"""Question: do stages compute the same on GPUs as on the CPU, and what does a step of each schedule take beside
+torch.distributed.pipelining?
 
-    python3 -m benchmarks.gpu.pipeline [--device cuda] [--preset 350m] [--microbatches 8] [--rows 2] [--rounds 5] [--steps 5]
+    python3 -m benchmarks.gpu.pipeline [--device cuda] [--preset 350m] [--microbatches 8] [--rows 2] [--rounds 5]
+    [--steps 5]
 
-Checks first: each schedule trains two ranks, threads that share the GPU, as one process on the CPU does (those without a flush: as two ranks on the CPU do), with recompute, weights that pass and
-activations on the host among them. With two GPUs or more also over NCCL, a process each; there steps are then timed in turn, in bf16 with fp32 masters (Shoal) and in bf16 alone (torch, whose
-pipelining has no masters: less work). Writes results/gpu_pipeline.json. `--device cpu --preset 1m` runs the same road without a GPU, the processes over gloo or shared memory.
+Checks first: each schedule trains two ranks, threads that share the GPU, as one process on the CPU does (those without
+a flush: as two ranks on the CPU do), with recompute, weights that pass and activations on the host among them. With two
+GPUs or more also over NCCL, a process each; there steps are then timed in turn, in bf16 with fp32 masters (Shoal) and
+in bf16 alone (torch, whose pipelining has no masters: less work). Writes results/gpu_pipeline.json. `--device cpu
+--preset 1m` runs the same road without a GPU, the processes over gloo or shared memory.
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ ADAMW = partial(torch.optim.AdamW, lr=3e-3)
 
 
 def losses(world: World, options: dict[str, Any], stages: int) -> list[float]:
-    """Of a few steps in fp64 with dropout and clipping; of an uneven batch where steps may have more than one microbatch."""
+    """Of a few steps in fp64 with dropout and clipping; of an uneven batch where steps may have more than one
+    microbatch."""
     one = options.get("schedule") == "pipedream"
     engine = Engine(
         lambda: GPT(SMALL),
@@ -91,10 +96,13 @@ def check_plan(name: str, device: str) -> dict[str, Any]:
 
 
 def apart(what: list[str]) -> Any:
-    """What rank 0 of two processes of this script has saved, called with `what`; UserError's exit code where they fail."""
+    """What rank 0 of two processes of this script has saved, called with `what`; UserError's exit code where they
+    fail."""
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.pt"
-        code = launch(["-m", "benchmarks.gpu.pipeline", "--results", str(results), *what], RANKS, run_dir=Path(directory))
+        code = launch(
+            ["-m", "benchmarks.gpu.pipeline", "--results", str(results), *what], RANKS, run_dir=Path(directory)
+        )
         return torch.load(results) if code == 0 else code
 
 
@@ -103,7 +111,9 @@ def check_processes() -> list[dict[str, Any]]:
     ours = apart(["--rank", "check"])
     if isinstance(ours, int):
         return [check("ranks that are processes: exit code", ours, 0)]
-    return [check(f"{name}, processes: difference", worst(found, reference(name)), 1e-9) for name, found in ours.items()]
+    return [
+        check(f"{name}, processes: difference", worst(found, reference(name)), 1e-9) for name, found in ours.items()
+    ]
 
 
 def numbers(schedule: str, layers: int) -> list[int]:
@@ -131,7 +141,9 @@ def torch_step(schedule: str, config: GPTConfig, microbatches: int, each: int, d
     from torch.distributed import pipelining
 
     rank, ours = dist.get_rank(), schedule_of(Plan(pp=RANKS, schedule=schedule), microbatches)
-    stages = torch_stages(GPT(config), numbers(schedule, config.layers), ours, rank, torch.device(device), torch.bfloat16)
+    stages = torch_stages(
+        GPT(config), numbers(schedule, config.layers), ours, rank, torch.device(device), torch.bfloat16
+    )
     kind: Any = getattr(pipelining, TIMED[schedule])
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -208,7 +220,9 @@ def main() -> None:
     times: dict[str, dict[str, list[float]]] = {}
     if not device.startswith("cuda") or torch.cuda.device_count() >= RANKS:
         checks += check_processes()
-        options = [f"--{name}={getattr(arguments, name)}" for name in ("preset", "microbatches", "rows", "rounds", "steps")]
+        options = [
+            f"--{name}={getattr(arguments, name)}" for name in ("preset", "microbatches", "rows", "rounds", "steps")
+        ]
         found = apart(["--rank", "time", *options])
         if isinstance(found, int):
             checks.append(check("processes that are timed: exit code", found, 0))
@@ -217,7 +231,8 @@ def main() -> None:
     else:
         print("processes need a GPU each: neither checked nor timed", flush=True)
     print(
-        f"\n{hardware(device)}, {arguments.preset}, {arguments.microbatches} microbatches of {arguments.rows} rows, {RANKS} ranks, ms a step"
+        f"\n{hardware(device)}, {arguments.preset}, {arguments.microbatches} microbatches of {arguments.rows} rows, "
+        f"{RANKS} ranks, ms a step"
     )
     for schedule, sides in times.items():
         shown = "   ".join(

@@ -1,4 +1,5 @@
-"""What the machine can do: the link between host and device, the host's memory, AdamW on the host, the disk. GB/s are 1e9 bytes a second."""
+"""What the machine can do: the link between host and device, the host's memory, AdamW on the host, the disk. GB/s are
+1e9 bytes a second."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def host_adam(elements: int, rounds: int) -> dict[str, float]:
 
     def update() -> None:
         adam_update(
-            master, gradient, m, v, 1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True, grad_factor=0.5,
-            weights=weights,
+            master, gradient, m, v, 1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True,
+            grad_factor=0.5, weights=weights,
         )  # fmt: skip
 
     return {"AdamW on the host, ns/parameter": median_seconds(update, "cpu", rounds) / elements * 1e9}

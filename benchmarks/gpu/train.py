@@ -1,11 +1,15 @@
-"""Question: what does plain training reach on one GPU, in tokens a second and as a part of what its matrix products reach?
+"""Question: what does plain training reach on one GPU, in tokens a second and as a part of what its matrix products
+reach?
 
-    python3 -m benchmarks.gpu.train [--device cuda] [--preset 124m,1.3b] [--tokens 16384] [--rounds 3] [--steps 5] [--no-compile]
+    python3 -m benchmarks.gpu.train [--device cuda] [--preset 124m,1.3b] [--tokens 16384] [--rounds 3] [--steps 5]
+    [--no-compile]
 
-Checks first: compiled blocks and every policy of recompute follow the losses of plain training. Then, of each model in bf16 with fp32 masters, in turn, round by
-round: a plain loop (the same kernels and optimizer), Shoal, torch FSDP2; then pairs of plain loop and Shoal, compiled, and Shoal with recompute. Utilisation: the
-model's FLOPs (recomputation not counted) over what a large bf16 product reaches here. Writes results/gpu_train.json. `--device cpu --preset 1m --tokens 256` runs
-the same road without a GPU.
+Checks first: compiled blocks and every policy of recompute follow the losses of plain training. Then, of each model in
+bf16 with fp32 masters, in turn, round by
+round: a plain loop (the same kernels and optimizer), Shoal, torch FSDP2; then pairs of plain loop and Shoal, compiled,
+    and Shoal with recompute. Utilisation: the
+model's FLOPs (recomputation not counted) over what a large bf16 product reaches here. Writes results/gpu_train.json.
+`--device cpu --preset 1m --tokens 256` runs the same road without a GPU.
 """
 
 from __future__ import annotations
@@ -145,11 +149,13 @@ def main() -> None:
         tables[preset] = measure_groups(config, batch, device, arguments.rounds, arguments.steps, compiled, peak)
     for preset, table in tables.items():
         print(
-            f"\n{hardware(device)}, {preset}, bf16, {arguments.tokens} tokens a step, a product reaches {peak / 1e12:.1f} TFLOP/s"
+            f"\n{hardware(device)}, {preset}, bf16, {arguments.tokens} tokens a step, a product reaches "
+            f"{peak / 1e12:.1f} TFLOP/s"
         )
         for row in table:
             print(
-                f"{row['contender']:32s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) {row['tokens_per_second']:11.0f} tokens/s"
+                f"{row['contender']:32s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) "
+                f"{row['tokens_per_second']:11.0f} tokens/s"
                 f" {row['utilisation']:6.1%} of the peak  x{row['ratio_to_plain']:.3f}"
             )
     write("gpu_train", device, vars(arguments), checks, peak_flops=peak, tables=tables)

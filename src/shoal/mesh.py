@@ -19,7 +19,8 @@ from shoal.plan import Plan
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: ranks with neighbouring numbers differ along the innermost axes, which communicate most."""
 EXPERT_AXES = ("pp", "edp", "ep", "tp")
-"""The axes of experts over the same ranks: those along `ep` hold different experts, those along `edp` copies of them."""
+"""The axes of experts over the same ranks: those along `ep` hold different experts, those along `edp` copies of
+them."""
 
 
 class Mesh:

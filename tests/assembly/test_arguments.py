@@ -122,7 +122,9 @@ def test_what_a_person_sees_of_the_objects(tmp_path: Path) -> None:
     world = f"World(rank 0 of 1 on {made.world.host}, cpu)"
     assert repr(made.world) == world
     assert repr(made) == f"Engine(Linear of 5 parameters, Plan(zero=1), fp32, step 1, {world})"
-    assert re.fullmatch(rf"StepResult\(step=0, loss={out.loss:.4f}, grad_norm=[\d.]+, tokens=4, seconds=[\d.e-]+\)", repr(out))
+    assert re.fullmatch(
+        rf"StepResult\(step=0, loss={out.loss:.4f}, grad_norm=[\d.]+, tokens=4, seconds=[\d.e-]+\)", repr(out)
+    )
     assert repr(Mesh(shoal.Plan(dp=2, tp=2), 3, 4)) == "Mesh(dp 1 of 2, tp 1 of 2)"
     made.close()
 

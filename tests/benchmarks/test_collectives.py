@@ -21,7 +21,9 @@ pytestmark = pytest.mark.fast
 def case(operation: str, num_bytes: int) -> dict:
     """gloo takes 4 and 8 ms, shared memory half and a quarter of it in the same rounds."""
     samples = Samples({"gloo": [[4.0], [8.0]], "shm": [[2.0], [2.0]]}, {"gloo": 0.0, "shm": 0.0})
-    return harness.result_of(samples, "gloo", {"gloo": "", "shm": ""}, operation=operation, ranks=2, bytes=num_bytes, steps=5)
+    return harness.result_of(
+        samples, "gloo", {"gloo": "", "shm": ""}, operation=operation, ranks=2, bytes=num_bytes, steps=5
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ pytestmark = pytest.mark.fast
 
 
 def row(replicas: int, name: str, losses: list[float], exchange: object = None, error: str | None = None) -> dict:
-    return {"replicas": replicas, "name": name, "exchange": exchange or name, "losses": losses, "seconds": 1.0, "error": error}
+    return {
+        "replicas": replicas,
+        "name": name,
+        "exchange": exchange or name,
+        "losses": losses,
+        "seconds": 1.0,
+        "error": error,
+    }
 
 
 ROWS = [
@@ -76,12 +83,14 @@ def test_the_page() -> None:
     lines = markdown(RECORD).splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert table[0] == (
-        "| exchange | parameters | loss, 2 replicas | against exact (min..max) | loss, 4 replicas | against exact (min..max) |"
+        "| exchange | parameters | loss, 2 replicas | against exact (min..max) | loss, 4 replicas | against exact "
+        "(min..max) |"
     )
     assert len({line.count("|") for line in table}) == 1
     assert table[2:] == [
         "| `allreduce` |  | 2.5000 | - | 2.0000 | - |",
-        '| `topk` | `"ratio": 0.01` / `"ratio": 0.02` | 2.8000 | +0.3000 (+0.1000..+0.5000) | 1.8500 | -0.1500 (-0.2000..-0.1000) |',
+        '| `topk` | `"ratio": 0.01` / `"ratio": 0.02` | 2.8000 | +0.3000 (+0.1000..+0.5000) | 1.8500 | -0.1500 '
+        "(-0.2000..-0.1000) |",
         "| `adasum` |  | failed: KeyError: 3 | - | - | - |",
         "| `diloco` |  | diverged | - | - | - |",
     ]
@@ -112,5 +121,9 @@ def test_delayed_updates_are_held_against_the_flush_of_as_many_stages(tmp_path: 
 
 
 def test_every_schedule_without_a_flush_is_there() -> None:
-    assert {option_name(row.schedule, "schedule") for row in convergence_stages.ROWS.values()} == {"1f1b", "2bw", "pipedream"}
+    assert {option_name(row.schedule, "schedule") for row in convergence_stages.ROWS.values()} == {
+        "1f1b",
+        "2bw",
+        "pipedream",
+    }
     assert all(row.microbatches == 1 for name, row in convergence_stages.ROWS.items() if name.startswith("pipedream"))

@@ -60,7 +60,9 @@ def test_the_peak_of_allocations_is_saved_plus_loss(precision: str) -> None:
         loss = mean_loss(logits, tokens)
         del logits
         loss.backward()
-    moves = sorted((e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    moves = sorted(
+        (e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"
+    )
     peak = max(itertools.accumulate(size for _, size in moves))
     assert saved_bytes(cfg, 8, 16, precision) + loss_bytes(cfg, 128) == pytest.approx(peak, rel=0.01)
 

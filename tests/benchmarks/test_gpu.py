@@ -60,9 +60,11 @@ PLAIN = """
 import sys
 from pathlib import Path
 
+MISSING = {"safetensors", "tokenizers", "rich", "typer", "psutil", "jinja2", "matplotlib", "tensorboard"}
+
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"safetensors", "tokenizers", "rich", "typer", "psutil", "jinja2", "matplotlib", "tensorboard"}:
+        if name.split(".")[0] in MISSING:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Refuse())

@@ -75,8 +75,12 @@ def test_the_record_has_every_sample_and_prints(
 ) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     samples = Samples({"limit": [[1.0, 3.0], [2.0]], "own": [[4.0], [4.0]]}, {"limit": 0.0, "own": 0.5})
-    result = result_of(samples, "limit", {"limit": "nothing", "own": "something"}, case="small", precision="fp32", steps=2)
-    record = json.loads(harness.write_record("question", {"rounds": 2}, [result], packages=("no-such-package",)).read_text())
+    result = result_of(
+        samples, "limit", {"limit": "nothing", "own": "something"}, case="small", precision="fp32", steps=2
+    )
+    record = json.loads(
+        harness.write_record("question", {"rounds": 2}, [result], packages=("no-such-package",)).read_text()
+    )
     assert record["results"][0]["contenders"]["limit"]["samples_ms"] == [[1.0, 3.0], [2.0]]
     assert record["results"][0]["contenders"]["own"]["share"] == 0.5
     assert record["versions"]["no-such-package"] == "not installed"
@@ -101,7 +105,10 @@ def test_the_mean_counts_what_comes_seldom() -> None:
     samples = Samples({"limit": [[1.0, 1.0, 1.0]], "seldom": [[1.0, 1.0, 10.0]]}, {"limit": 0.0, "seldom": 0.0})
     assert summarise(samples, "limit")["seldom"].median_ms == 1.0
     assert summarise(samples, "limit", statistics.fmean)["seldom"].median_ms == 4.0
-    assert result_of(samples, "limit", {"limit": "", "seldom": ""}, statistics.fmean)["contenders"]["seldom"]["share"] == 0.25
+    assert (
+        result_of(samples, "limit", {"limit": "", "seldom": ""}, statistics.fmean)["contenders"]["seldom"]["share"]
+        == 0.25
+    )
 
 
 @pytest.mark.fast

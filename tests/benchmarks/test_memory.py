@@ -16,7 +16,8 @@ MIB = 2**20
 
 
 def peak_of_a_block() -> int:
-    """Bytes by which a block that is gone again has raised the peak of a fresh process, beyond what was free below it."""
+    """Bytes by which a block that is gone again has raised the peak of a fresh process, beyond what was free below
+    it."""
     status = memory._kib(Path("/proc/self/status"))
     headroom = 1024 * (status["VmHWM"] - status["VmRSS"])
     before = memory.peak_pss()

@@ -30,7 +30,9 @@ def run(memory, rule: str = "planned", rate: float | None = None, steps: int = 4
     """Losses, the counts of the last step, and its seconds."""
     step, losses = offload.train(CASE, memory, rule, rate), []
     engine = offload._running
-    engine.module.register_forward_hook(lambda module, args, output: losses.append(float(output.detach().float().sum())))
+    engine.module.register_forward_hook(
+        lambda module, args, output: losses.append(float(output.detach().float().sum()))
+    )
     try:
         for _ in range(steps):
             began = time.perf_counter()
@@ -71,12 +73,19 @@ def test_fetch_and_release_keeps_within_the_room(case):
 
 
 def test_fetch_and_release_by_hand():
-    """There and back over three blocks with room for two: the next is fetched while one is in use; nothing is kept but at the turning point."""
+    """There and back over three blocks with room for two: the next is fetched while one is in use; nothing is kept but
+    at the turning point."""
     trace = tuple(frozenset({block}) for block in (0, 1, 2, 1, 0))
     ticks = fetch_and_release(trace, [4, 4, 4], [8] * 5)
     assert [tick.fetch for tick in ticks] == [(0, 1), (2,), (1,), (0,), ()]
     assert [tick.release for tick in ticks] == [(), (0,), (1,), (2,), (1,)]
-    assert [tick.fetch for tick in fetch_and_release(trace, [4, 4, 4], [8, 7, 8, 8, 8])] == [(0, 1), (), (2, 1), (0,), ()]
+    assert [tick.fetch for tick in fetch_and_release(trace, [4, 4, 4], [8, 7, 8, 8, 8])] == [
+        (0, 1),
+        (),
+        (2, 1),
+        (0,),
+        (),
+    ]
 
 
 def test_a_throttled_link_takes_its_time():
@@ -94,7 +103,9 @@ def test_state_on_the_device_makes_the_plan_differ_most_from_recency():
     rows = offload.state_by_share(trace, [10] * 4, [75, 50])
     ratios = [row["on demand"] / row["planned"] for row in rows]
     assert ratios[0] > ratios[1] > 1
-    assert rows[0]["fetch and release"] == 4 * 10 * 3 + 4 * 20 - 10 - 10, "all but what is in use on either side of a border"
+    assert rows[0]["fetch and release"] == 4 * 10 * 3 + 4 * 20 - 10 - 10, (
+        "all but what is in use on either side of a border"
+    )
 
 
 def row(ms: float, moved: int) -> dict:

@@ -11,7 +11,8 @@ from shoal.pipeline import Costs, simulate
 
 def test_the_limit_is_the_schedule_with_what_its_actions_take():
     ranks = [{"F0": 0.1, "B0": 0.2, "rest": 0.01}, {"F1": 0.1, "B1": 0.2, "rest": 0.5}]
-    assert pp.limit_of("1f1b", ranks) == pytest.approx((8 + 1) * 0.3 + 0.01)  # the rest of the faster one has a wait in it
+    # the rest of the faster one has a wait in it
+    assert pp.limit_of("1f1b", ranks) == pytest.approx((8 + 1) * 0.3 + 0.01)
     halves = [{f"{kind}{stage}": 0.1 for kind in "FIW"} | {f"B{stage}": 0.2, "rest": 0.0} for stage in range(2)]
     schedule = pp.schedule_of("zb1p")
     assert pp.limit_of("zb1p", halves) == pytest.approx(0.1 * simulate(schedule, Costs.even(2)).seconds)
@@ -39,4 +40,6 @@ def test_figures_are_those_that_targets_name():
 
 def test_both_sides_cut_between_the_same_blocks():
     for name in pp.SCHEDULES:
-        assert sum(pp.STAGES[name]) == pp.build_model().cfg.layers and len(pp.STAGES[name]) == pp.schedule_of(name).stages
+        assert (
+            sum(pp.STAGES[name]) == pp.build_model().cfg.layers and len(pp.STAGES[name]) == pp.schedule_of(name).stages
+        )

@@ -82,6 +82,8 @@ def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 .*KeyError: 'no such case'"):
         ProcessGroup(failing, {})
     children = [
-        child for child in psutil.Process().children() if child not in before and "spawn_main" in " ".join(child.cmdline())
+        child
+        for child in psutil.Process().children()
+        if child not in before and "spawn_main" in " ".join(child.cmdline())
     ]
     assert children == []

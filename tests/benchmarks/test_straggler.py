@@ -52,7 +52,9 @@ def test_exchanges_exist_and_one_of_them_is_the_target_s() -> None:
 
 
 def test_the_table_shows_samples_a_second() -> None:
-    samples = Samples({"allreduce": [[10.0], [10.0]], "async_average": [[4.0], [4.0]]}, {"allreduce": 0.0, "async_average": 0.0})
+    samples = Samples(
+        {"allreduce": [[10.0], [10.0]], "async_average": [[4.0], [4.0]]}, {"allreduce": 0.0, "async_average": 0.0}
+    )
     notes = {"allreduce": "", "async_average": ""}
     result = harness.result_of(samples, "allreduce", notes, ranks=2, steps=8, step_ms=50.0, slowdown=5)
     console = Console(file=StringIO(), width=160)

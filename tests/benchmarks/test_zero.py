@@ -56,7 +56,9 @@ def test_contenders_of_host_adam_compute_the_same():
     for name, make in (("shoal", host_adam.shoal), ("torch", host_adam.torch_fused)):
         update = make(4096, low=True)
         update()
-        (state,) = (cell.cell_contents for cell in update.__closure__ if isinstance(cell.cell_contents, host_adam.State))
+        (state,) = (
+            cell.cell_contents for cell in update.__closure__ if isinstance(cell.cell_contents, host_adam.State)
+        )
         weights[name] = state.weights
     torch.testing.assert_close(weights["shoal"], weights["torch"], rtol=1e-2, atol=1e-5)
     assert host_adam.ratios({name: [2.0, 2.0] for pair in host_adam.PAIRS.values() for name in pair}) == dict.fromkeys(

@@ -39,7 +39,9 @@ def pieces_of(state: dict[str, torch.Tensor], rank: int = 0, size: int = 1) -> l
     ]
 
 
-def flat_wants(like: dict[str, torch.Tensor], rank: int, size: int) -> tuple[list[Want], list[tuple[str, int, torch.Tensor]]]:
+def flat_wants(
+    like: dict[str, torch.Tensor], rank: int, size: int
+) -> tuple[list[Want], list[tuple[str, int, torch.Tensor]]]:
     """Wants of the rank-th even flat cut of every tensor, and what they fill: (name, start, flat values)."""
     wants, filled = [], []
     for name, tensor in like.items():
@@ -54,7 +56,9 @@ def flat_wants(like: dict[str, torch.Tensor], rank: int, size: int) -> tuple[lis
     return wants, filled
 
 
-def save_alone(directory: Path, step: int, state: dict[str, torch.Tensor], keep: int = 3, extra: dict | None = None) -> None:
+def save_alone(
+    directory: Path, step: int, state: dict[str, torch.Tensor], keep: int = 3, extra: dict | None = None
+) -> None:
     writer = Writer(directory, FakeWorld(), keep=keep)
     writer.save(step, pieces_of(state), extra or {}, wait=True)
     writer.close()

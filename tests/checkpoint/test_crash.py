@@ -60,7 +60,9 @@ def check_full_disk(output: str, reason: str) -> None:
 
 
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    child = subprocess.run([sys.executable, "-c", FULL, str(tmp_path), "limit"], capture_output=True, text=True, timeout=60)
+    child = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path), "limit"], capture_output=True, text=True, timeout=60
+    )
     assert child.returncode == 0, child.stderr
     check_full_disk(child.stdout, "File too large")
 

@@ -120,7 +120,10 @@ def test_an_index_that_somebody_else_wrote_runs_nothing(two: Path, tmp_path: Pat
     for inside in (Trap(tmp_path / "ran"), replace(sound, planner_data=Trap(tmp_path / "ran"))):
         (path / ".metadata").write_bytes(pickle.dumps(inside))
         for read in (lambda: load(path, wants), lambda: tensor_names(path)):
-            with pytest.raises(CheckpointError, match=r"names posix.mkdir, which no index holds. Load only checkpoints of people you trust"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"names posix.mkdir, which no index holds. Load only checkpoints of people you trust",
+            ):
                 read()
     assert not (tmp_path / "ran").exists()
 
@@ -142,9 +145,22 @@ def test_an_index_or_a_manifest_names_no_file_elsewhere(two: Path, name: str) ->
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize(("key", "value"), [("step", -1), ("seed", "x"), ("groups", [{"members": 3}]), ("optim", []), ("user", None), ("scheduler", 3)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("step", -1), ("seed", "x"), ("groups", [{"members": 3}]), ("optim", []), ("user", None), ("scheduler", 3)],
+)
 def test_a_state_that_no_engine_says_is_an_error(tmp_path: Path, key: str, value: object) -> None:
-    said = {"step": 3, "seed": 0, "global_batch": 2, "per_sample": 1.0, "scheduler": None, "source": {}, "groups": [], "optim": {}, "user": {}}
+    said = {
+        "step": 3,
+        "seed": 0,
+        "global_batch": 2,
+        "per_sample": 1.0,
+        "scheduler": None,
+        "source": {},
+        "groups": [],
+        "optim": {},
+        "user": {},
+    }
     save_alone(tmp_path, 3, {"w": torch.ones(2)}, extra=said)
     path = tmp_path / "step-00000003"
     assert read_extra(path) == said

@@ -1,4 +1,5 @@
-"""What a caller gives now wins over what a checkpoint was trained with, and each change is said; what nobody changed goes on as saved."""
+"""What a caller gives now wins over what a checkpoint was trained with, and each change is said; what nobody changed
+goes on as saved."""
 
 from __future__ import annotations
 
@@ -60,15 +61,28 @@ def two_parts(optimizer: torch.optim.Optimizer, end: int) -> SequentialLR:
 @pytest.mark.parametrize(
     ("then", "now", "line"),
     [
-        (shoal.optim.lr.cosine(6, 1), shoal.optim.lr.cosine(12, 1), "schedule: total = 12 is used from here on; the checkpoint was trained with 6"),
-        (shoal.optim.lr.cosine(6), shoal.optim.lr.linear(6), "schedule = linear (total 6, warmup 0, floor 0.0) is used"),
+        (
+            shoal.optim.lr.cosine(6, 1), shoal.optim.lr.cosine(12, 1),
+            "schedule: total = 12 is used from here on; the checkpoint was trained with 6",
+        ),
+        (
+            shoal.optim.lr.cosine(6), shoal.optim.lr.linear(6),
+            "schedule = linear (total 6, warmup 0, floor 0.0) is used",
+        ),
         (shoal.optim.lr.cosine(6), None, "schedule = none is used"),
         (None, shoal.optim.lr.constant(8), "schedule = constant (warmup 8) is used"),
         (partial(StepLR, step_size=2), partial(StepLR, step_size=1), "schedule: step_size = 1 is used"),
         (partial(StepLR, step_size=2), partial(ConstantLR, factor=0.5), "schedule = ConstantLR"),
-        (partial(OneCycleLR, max_lr=0.1, total_steps=9), partial(OneCycleLR, max_lr=0.1, total_steps=20), "schedule: total_steps = 20"),
+        (
+            partial(OneCycleLR, max_lr=0.1, total_steps=9), partial(OneCycleLR, max_lr=0.1, total_steps=20),
+            "schedule: total_steps = 20",
+        ),
         (partial(two_parts, end=1), partial(two_parts, end=2), "schedule = SequentialLR with other parts"),
-        (partial(LambdaLR, lr_lambda=partial(steps_of, each=1)), partial(LambdaLR, lr_lambda=partial(steps_of, each=2)), "schedule: each = 2"),
+        (
+            partial(LambdaLR, lr_lambda=partial(steps_of, each=1)),
+            partial(LambdaLR, lr_lambda=partial(steps_of, each=2)),
+            "schedule: each = 2",
+        ),
     ],
     ids=lambda value: "",
 )  # fmt: skip
@@ -90,7 +104,10 @@ def test_another_learning_rate_is_used_and_what_is_alike_is_not_mentioned(tmp_pa
     assert rates == pytest.approx(expected, rel=1e-12)
     assert [line.split(" is used")[0] for line in said] == ["weight_decay = 0.2", "lr = 0.03", "betas = [0.8, 0.99]"]
     groups = after.optimizer.torch.param_groups
-    assert [(group["weight_decay"], tuple(group["betas"])) for group in groups] == [(0.2, (0.8, 0.99)), (0.0, (0.8, 0.99))]
+    assert [(group["weight_decay"], tuple(group["betas"])) for group in groups] == [
+        (0.2, (0.8, 0.99)),
+        (0.0, (0.8, 0.99)),
+    ]
     again = make(partial(AdamW, lr=0.03, betas=(0.8, 0.99)), **{**options, "param_groups": decay_matrices_only(0.2)})
     assert resumed(tmp_path / "again", after, again)[1] == []
 
@@ -110,8 +127,10 @@ def test_what_the_loop_has_moved_goes_on_unless_it_is_given_anew(tmp_path, sched
 @pytest.mark.fast
 def test_a_plain_function_of_the_step_is_asked_again(tmp_path):
     rates, _ = resumed(
-        tmp_path, make(schedule=partial(LambdaLR, lr_lambda=lambda s: 1.0)), make(schedule=partial(LambdaLR, lr_lambda=lambda s: 1 / (s + 1)))
-    )  # fmt: skip
+        tmp_path,
+        make(schedule=partial(LambdaLR, lr_lambda=lambda s: 1.0)),
+        make(schedule=partial(LambdaLR, lr_lambda=lambda s: 1 / (s + 1))),
+    )
     assert rates == pytest.approx([1e-2 / (step + 1) for step in range(BEFORE, BEFORE + AFTER)])
 
 
@@ -123,8 +142,14 @@ def test_a_plain_function_of_the_step_is_asked_again(tmp_path):
         (Adam, AdamW, ["optimizer = AdamW", "weight_decay", "decoupled"], {"exp_avg", "exp_avg_sq", "step"}),
         (AdamW, partial(AdamW, amsgrad=True), ["amsgrad", "the state of the optimizer starts anew"], set()),
         (partial(AdamW, amsgrad=True), AdamW, ["amsgrad"], {"exp_avg", "exp_avg_sq", "step"}),
-        (AdamW, partial(SGD, momentum=0.9), ["optimizer = SGD", "weight_decay", "the state of the optimizer starts anew"], set()),
-        (partial(SGD, momentum=0.9), AdamW, ["optimizer = AdamW", "weight_decay", "the state of the optimizer starts anew"], set()),
+        (
+            AdamW, partial(SGD, momentum=0.9),
+            ["optimizer = SGD", "weight_decay", "the state of the optimizer starts anew"], set(),
+        ),
+        (
+            partial(SGD, momentum=0.9), AdamW,
+            ["optimizer = AdamW", "weight_decay", "the state of the optimizer starts anew"], set(),
+        ),
         (SGD, AdamW, ["optimizer = AdamW", "weight_decay"], set()),
         (AdamW, SGD, ["optimizer = SGD", "weight_decay"], set()),
         (AdamW, torch.optim.NAdam, ["optimizer = NAdam", "weight_decay", "decoupled", "the state"], set()),
@@ -139,7 +164,9 @@ def test_another_optimizer_takes_over_the_state_that_it_knows(tmp_path, then, no
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         after.load(tmp_path)
-    starts = sorted(next((line for line in lines if str(each.message).startswith(line)), str(each.message)) for each in said)
+    starts = sorted(
+        next((line for line in lines if str(each.message).startswith(line)), str(each.message)) for each in said
+    )
     assert starts == sorted(lines)
     state = {key for values in after.optimizer.torch.state.values() for key in values}
     assert keys <= state and (keys or not state & {"exp_avg", "momentum_buffer"} or "anew" not in lines[-1])
@@ -154,7 +181,9 @@ def test_another_optimizer_takes_over_the_state_that_it_knows(tmp_path, then, no
 
 @pytest.mark.fast
 def test_what_else_is_given_otherwise_is_said(tmp_path):
-    _, said = resumed(tmp_path, make(clip=1.0), make(clip=2.0, clip_value=0.5, precision="bf16", seed=3, global_batch=8))
+    _, said = resumed(
+        tmp_path, make(clip=1.0), make(clip=2.0, clip_value=0.5, precision="bf16", seed=3, global_batch=8)
+    )
     assert [line.split(" is used")[0] for line in said] == [
         "global_batch = 8", "seed = 3", "precision = bf16", "clip = 2.0", "clip_value = 0.5",
     ]  # fmt: skip

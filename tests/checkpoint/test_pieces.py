@@ -40,7 +40,9 @@ def test_ranks_write_each_element_once_and_evenly(shape: tuple[int, ...], size: 
 
 def test_small_tensors_are_spread_by_a_stable_hash() -> None:
     """The same owners in every process, unlike `hash(str)`: parity of CRC-32."""
-    owners = [next(r for r in (0, 1) if share(name, torch.zeros(3), Layout.replicated((3,)), r, 2)) for name in "abcdefgh"]
+    owners = [
+        next(r for r in (0, 1) if share(name, torch.zeros(3), Layout.replicated((3,)), r, 2)) for name in "abcdefgh"
+    ]
     assert owners == [1, 1, 1, 0, 0, 0, 0, 1]
 
 

@@ -107,7 +107,10 @@ def test_keys_are_gone_after_the_save(tmp_path: Path, state: State, kind: str) -
 @pytest.mark.parametrize(
     ("want", "message"),
     [
-        (Want("model.wieght", (2,), Box((0,), (2,)), torch.empty(2)), r"does not hold model\.wieght.*holds.*model\.weight"),
+        (
+            Want("model.wieght", (2,), Box((0,), (2,)), torch.empty(2)),
+            r"does not hold model\.wieght.*holds.*model\.weight",
+        ),
         (Want("model.weight", (3,), Box((0,), (3,)), torch.empty(3)), r"model\.weight has shape \(2,\).*wants \(3,\)"),
         (Want("model.weight", (2,), Box((1,), (2,)), torch.empty(2)), r"model\.weight has 1 of the 2 elements"),
     ],

@@ -104,7 +104,8 @@ def test_a_crash_between_the_renames_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_a_step_saved_again_in_vain_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rename that would give the second save its name fails: the first one is still there, and gets its name back."""
+    """The rename that would give the second save its name fails: the first one is still there, and gets its name
+    back."""
     save_alone(tmp_path, 1, {"w": torch.full((3,), 1.0)})
     rename = Path.rename
 

@@ -21,7 +21,8 @@ KEY = ChunkKey(torch.float32, "dp", 0, True)
 
 
 def test_the_cut_worked_by_hand():
-    """64 bytes are 16 floats: b starts at 16 and is the end of a full chunk, c is too little to travel alone and takes d with it."""
+    """64 bytes are 16 floats: b starts at 16 and is the end of a full chunk, c is too little to travel alone and takes
+    d with it."""
     parameters = [
         ("a", torch.Size([3]), KEY),
         ("b", torch.Size([16]), KEY),
@@ -88,7 +89,8 @@ def test_parameters_are_views_and_tied_ones_the_same_object():
 def test_low_precision_keeps_masters_and_batchnorm_in_fp32():
     module, chunks, _ = adopted("bf16")
     assert (
-        module.head.weight.dtype == torch.bfloat16 and module.norm.weight.dtype == module.norm.running_mean.dtype == torch.float32
+        module.head.weight.dtype == torch.bfloat16
+        and module.norm.weight.dtype == module.norm.running_mean.dtype == torch.float32
     )
     for chunk in chunks:
         if not chunk.trainable:

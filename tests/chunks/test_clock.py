@@ -1,4 +1,5 @@
-"""How long passes take in virtual time, where a copy costs a tick of the clock a byte and each block is computed with for a given time.
+"""How long passes take in virtual time, where a copy costs a tick of the clock a byte and each block is computed with
+for a given time.
 
 link      | 0 | 1 |     | 2 |
 compute       | 0   |   | 1 | 2 ...       stalled: where the computation waits for the link
@@ -18,7 +19,9 @@ MANY = 300
 SIZE = 4
 
 
-def time_of(kind: type[Executor], trace: Pass, sizes: list[int], capacity: int, compute: list[int], ahead: int = 1) -> Machine:
+def time_of(
+    kind: type[Executor], trace: Pass, sizes: list[int], capacity: int, compute: list[int], ahead: int = 1
+) -> Machine:
     """The machine after a pass that repeats another one, at time 0 of its own."""
     machine = Machine(sizes, capacity)
     executor = kind(machine.blocks, machine, machine.tier, ahead)
@@ -35,8 +38,8 @@ def there_and_back(blocks: int, microbatches: int = 1) -> Pass:
 
 
 def test_by_hand():
-    """Two blocks fit of three; a copy takes 4, a computation 5: block 1 comes from 4 to 8, while 0 is computed with until 9, and so on. On the way back 0 alone
-    comes anew, while 1 is in use."""
+    """Two blocks fit of three; a copy takes 4, a computation 5: block 1 comes from 4 to 8, while 0 is computed with
+    until 9, and so on. On the way back 0 alone comes anew, while 1 is in use."""
     trace = there_and_back(3)
     ours = time_of(Executor, trace, [SIZE] * 3, 2 * SIZE, [5] * 5)
     assert (ours.now, ours.stalled, ours.copied) == (4 + 5 * 5, 4, 4 * SIZE)
@@ -59,7 +62,8 @@ def test_where_computing_takes_as_long_as_copying_only_the_first_block_is_waited
 @settings(max_examples=MANY)
 @given(passes(), st.integers(1, 3), st.data())
 def test_fetching_early_never_takes_longer(case, ahead, data):
-    """Of any trace: the time lies between that of the busier of link and computation, and that of one after the other, as it is without fetching early."""
+    """Of any trace: the time lies between that of the busier of link and computation, and that of one after the other,
+    as it is without fetching early."""
     trace, sizes, capacity = case
     compute = [data.draw(st.integers(0, 9)) for _ in trace]
     early, late = (time_of(Executor, trace, sizes, capacity, compute, number) for number in (ahead, 0))
@@ -92,7 +96,8 @@ def test_where_the_link_limits_fetch_and_release_takes_longer(case, data):
 
 
 def test_where_computing_limits_what_is_kept_may_take_the_room_of_what_comes():
-    """The plan moves fewest bytes, not least time: block 0 is kept, so 2 cannot come before 1 has gone. No order of a training step (below)."""
+    """The plan moves fewest bytes, not least time: block 0 is kept, so 2 cannot come before 1 has gone. No order of a
+    training step (below)."""
     trace = tuple(frozenset({block}) for block in (0, 1, 2, 0))
     ours, theirs = (time_of(kind, trace, [SIZE] * 3, 2 * SIZE, [5] * 4) for kind in (Executor, FetchAndRelease))
     assert (ours.copied, ours.now) == (3 * SIZE, 2 * 4 + 4 * 5)

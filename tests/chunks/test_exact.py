@@ -19,7 +19,9 @@ squares = st.floats(min_value=2.0 ** (LOWEST + 60), max_value=1e300) | st.just(0
 def test_order_and_grouping_cannot_be_seen(values: list[float], groups: int, draw: random.Random):
     row = exact_sum(torch.tensor(values, dtype=torch.float64))
     draw.shuffle(values)
-    parts = [exact_sum(torch.tensor(values[start::groups], dtype=torch.float64)) for start in range(min(groups, len(values)))]
+    parts = [
+        exact_sum(torch.tensor(values[start::groups], dtype=torch.float64)) for start in range(min(groups, len(values)))
+    ]
     assert torch.equal(torch.stack(parts).sum(0), row)
     whole = sum((Fraction(value) for value in values), Fraction(0))
     assert float(value_of(row)) == pytest.approx(float(whole), rel=1e-15)

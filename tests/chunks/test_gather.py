@@ -1,4 +1,5 @@
-"""Weights that are whole only while they are used: ZeRO 3 where ranks share no memory. Threads of one process have none."""
+"""Weights that are whole only while they are used: ZeRO 3 where ranks share no memory. Threads of one process have
+none."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ WIDTH = 32
 
 
 class Mixed(nn.Module):
-    """Layers that run in a chain, a weight that is used by two of them, attention that reads its child's weight itself, one frozen layer.
+    """Layers that run in a chain, a weight that is used by two of them, attention that reads its child's weight itself,
+    one frozen layer.
 
     `recompute`: blocks run under non-reentrant (False) or reentrant (True) checkpointing, or plainly (None).
     """
@@ -50,7 +52,8 @@ def train(world: World, zero: int, model=Mixed, steps: int = 4, chunk_bytes: int
     """Losses, norms, the final weights and the loss over all samples; then what moved, where weights pass."""
     torch.set_num_threads(1)
     running = Engine(
-        model, regression, teacher.ADAMW, Plan(dp=world.size, zero=zero, exchange={"name": "allreduce", "chunk_bytes": chunk_bytes}, **plan),
+        model, regression, teacher.ADAMW,
+        Plan(dp=world.size, zero=zero, exchange={"name": "allreduce", "chunk_bytes": chunk_bytes}, **plan),
         global_batch=16, microbatch=2, dropout="fused", clip=1.0, world=world,
     )  # fmt: skip
     try:
@@ -61,7 +64,11 @@ def train(world: World, zero: int, model=Mixed, steps: int = 4, chunk_bytes: int
         moved = None
         if running.parts.passing is not None:
             executor = running.parts.passing.executor
-            moved = executor.most, executor.bytes_in, [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes]
+            moved = (
+                executor.most,
+                executor.bytes_in,
+                [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes],
+            )
         return [r.loss for r in results], [r.grad_norm for r in results], weights, evaluation, moved
     finally:
         running.close()
@@ -91,7 +98,8 @@ def test_compiled_blocks_run_as_one():
 
 
 def between_steps(world: World) -> tuple[bool, bool, str, list[float]]:
-    """Whether parameters show NaN between steps, and are themselves inside `whole_weights`; then a step that fails, and those after it."""
+    """Whether parameters show NaN between steps, and are themselves inside `whole_weights`; then a step that fails, and
+    those after it."""
     running = teacher.engine(world, "allreduce", zero=3)
     try:
         batches = running.batches(teacher.data(), steps=3)
@@ -146,7 +154,8 @@ def test_ranks_that_need_different_weights_are_told():
 def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:
     """Bytes that came in the last step and in the first one; the order of arrivals and uses in the last."""
     running = Engine(
-        Mixed, regression, teacher.ADAMW, Plan(dp=world.size, zero=3, exchange={"name": "allreduce", "chunk_bytes": 4096}),
+        Mixed, regression, teacher.ADAMW,
+        Plan(dp=world.size, zero=3, exchange={"name": "allreduce", "chunk_bytes": 4096}),
         global_batch=4, microbatch=2, dropout="fused", world=world,
     )  # fmt: skip
     seen: list[str] = []
@@ -187,14 +196,16 @@ def test_the_next_weights_are_fetched_before_the_last_ones_are_done():
 
 
 class Reads(nn.Module):
-    """Weights that are read otherwise than by their own module's forward: scales beside children, lists of parameters, a child's weight given to a
-    function, all of them in a penalty."""
+    """Weights that are read otherwise than by their own module's forward: scales beside children, lists of parameters,
+    a child's weight given to a function, all of them in a penalty."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.blocks = nn.ModuleList(_Scaled() for _ in range(3))
-        self.list = nn.ParameterList(nn.Parameter(torch.full((teacher.INPUTS,), 0.1 * (place + 1))) for place in range(3))
+        self.list = nn.ParameterList(
+            nn.Parameter(torch.full((teacher.INPUTS,), 0.1 * (place + 1))) for place in range(3)
+        )
         self.one, self.two = nn.Linear(teacher.INPUTS, teacher.INPUTS), nn.Linear(teacher.INPUTS, teacher.INPUTS)
         self.outward = nn.Linear(teacher.INPUTS, teacher.OUTPUTS)
 
@@ -226,7 +237,8 @@ def penalised(model: nn.Module, mb: dict[str, torch.Tensor]) -> tuple[torch.Tens
 def read(world: World, zero: int, loss, recompute: str, directory=None) -> tuple[list[float], list[float]]:
     torch.set_num_threads(1)
     running = Engine(
-        Reads, loss, teacher.ADAMW, Plan(dp=world.size, zero=zero, recompute=recompute, exchange={"name": "allreduce", "chunk_bytes": 128}),
+        Reads, loss, teacher.ADAMW,
+        Plan(dp=world.size, zero=zero, recompute=recompute, exchange={"name": "allreduce", "chunk_bytes": 128}),
         global_batch=16, microbatch=2, dropout="fused", world=world,
     )  # fmt: skip
     try:
@@ -248,7 +260,9 @@ def read(world: World, zero: int, loss, recompute: str, directory=None) -> tuple
 @pytest.mark.parametrize("loss", [regression, penalised], ids=["loss", "penalised"])
 def test_weights_may_be_read_by_anybody(loss, recompute):
     passing, whole = (simulate_world(2, read, zero, loss, recompute) for zero in (3, 0))
-    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5) and passing[0][1] == pytest.approx(whole[0][1], rel=1e-4)
+    assert passing[0][0] == pytest.approx(whole[0][0], rel=1e-5) and passing[0][1] == pytest.approx(
+        whole[0][1], rel=1e-4
+    )
 
 
 def test_export_and_evaluation(tmp_path):
@@ -300,7 +314,9 @@ class PartCompiled(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+        middle = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)), nn.Tanh()
+        )
         self.inward, self.middle = nn.Linear(teacher.INPUTS, WIDTH), middle
         self.outward = nn.Linear(WIDTH, teacher.OUTPUTS)
         if how == "wrapped":
@@ -317,15 +333,19 @@ class PartCompiled(nn.Module):
 def of_compiled_parts(world: World, how: str, **plan) -> list[float]:
     torch._dynamo.reset()
     model = partial(PartCompiled, how)
-    running = Engine(model, regression, teacher.ADAMW, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world)
+    running = Engine(
+        model, regression, teacher.ADAMW, Plan(dp=world.size, **plan), global_batch=8, microbatch=2, world=world
+    )
     losses = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
     running.close()
     return losses
 
 
 def without_and_with(world: World, plan: dict) -> list[list[float]]:
-    """Losses: without compiling and with a compiled forward, whose names are the same, under `plan`; of a wrapped part whole and under `plan`."""
-    world = apart(world) if world.size > 1 else world  # in processes of their own, since compiling is not for several threads
+    """Losses: without compiling and with a compiled forward, whose names are the same, under `plan`; of a wrapped part
+    whole and under `plan`."""
+    # in processes of their own, since compiling is not for several threads
+    world = apart(world) if world.size > 1 else world
     cases: list[tuple[str, dict]] = [("no", {}), ("forward", plan), ("wrapped", {}), ("wrapped", plan)]
     return [of_compiled_parts(world, how, **options) for how, options in cases]
 

@@ -19,7 +19,9 @@ finite = st.integers(0, 2**32 - 1).filter(lambda bits: (bits >> 23) & 0xFF < 0xF
 
 
 def fp32(bits: list[int]) -> torch.Tensor:
-    return torch.tensor([value - 2**32 if value >= 2**31 else value for value in bits], dtype=torch.int32).view(torch.float32)
+    return torch.tensor([value - 2**32 if value >= 2**31 else value for value in bits], dtype=torch.int32).view(
+        torch.float32
+    )
 
 
 def keeper(how: str, master: torch.Tensor) -> tuple[CompactMasters, torch.Tensor, torch.Tensor]:
@@ -90,11 +92,14 @@ def train(world, keep: str, zero: int, optimizer=teacher.ADAMW, steps: int = 30)
     """Losses, and the bytes that weights and masters have between steps."""
     torch.set_num_threads(1)
     running = Engine(
-        teacher.student, regression, optimizer, Plan(dp=world.size, zero=zero), global_batch=16, microbatch=8 // world.size,
-        dropout="fused", precision={"name": "bf16", "master": keep}, world=world,
+        teacher.student, regression, optimizer, Plan(dp=world.size, zero=zero), global_batch=16,
+        microbatch=8 // world.size, dropout="fused", precision={"name": "bf16", "master": keep}, world=world,
     )  # fmt: skip
     losses = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=steps)]
-    kept = sum(chunk.nbytes - (chunk.grad if chunk.grad is not None else chunk.owned.grad).nbytes for chunk in running.parts.chunks)
+    kept = sum(
+        chunk.nbytes - (chunk.grad if chunk.grad is not None else chunk.owned.grad).nbytes
+        for chunk in running.parts.chunks
+    )
     running.close()
     return losses, kept
 
@@ -104,7 +109,12 @@ def test_training_with_less_than_fp32(optimizer):
     found = {keep: simulate_world(1, train, keep, 0, optimizer)[0] for keep in KEEPS}
     exact, bytes_whole = found["whole"]
     elements = bytes_whole // 6
-    assert {keep: kept // elements for keep, (_, kept) in found.items()} == {"whole": 6, "split": 4, "kahan": 4, "stochastic": 2}
+    assert {keep: kept // elements for keep, (_, kept) in found.items()} == {
+        "whole": 6,
+        "split": 4,
+        "kahan": 4,
+        "stochastic": 2,
+    }
     assert found["split"][0] == pytest.approx(exact, rel=1e-2)
     for keep in ("kahan", "stochastic"):
         assert found[keep][0][-1] < 0.6 * exact[0] and found[keep][0] == pytest.approx(exact, rel=0.2)
@@ -121,7 +131,12 @@ def test_ranks_equal_one_process(keep, zero):
 def test_a_checkpoint_holds_the_exact_masters(tmp_path):
     def make(keep: str) -> Engine:
         return Engine(
-            teacher.student, regression, teacher.ADAMW, global_batch=16, microbatch=8, precision={"name": "bf16", "master": keep}
+            teacher.student,
+            regression,
+            teacher.ADAMW,
+            global_batch=16,
+            microbatch=8,
+            precision={"name": "bf16", "master": keep},
         )
 
     running = make("split")
@@ -135,11 +150,15 @@ def test_a_checkpoint_holds_the_exact_masters(tmp_path):
     assert [other.step(batch).loss for batch in other.batches(teacher.data(), steps=6)] == losses[6:], "the same bits"
     whole = make("whole")
     whole.load(tmp_path)
-    assert [whole.step(batch).loss for batch in whole.batches(teacher.data(), steps=6)] == pytest.approx(losses[6:], rel=1e-2)
+    assert [whole.step(batch).loss for batch in whole.batches(teacher.data(), steps=6)] == pytest.approx(
+        losses[6:], rel=1e-2
+    )
 
 
 def test_replicas_that_exchange_weights_are_refused():
-    with pytest.raises(UserError, match='"local_sgd" exchanges fp32 weights, which precision master = "split" does not keep'):
+    with pytest.raises(
+        UserError, match='"local_sgd" exchanges fp32 weights, which precision master = "split" does not keep'
+    ):
         Engine(
             teacher.student, regression, teacher.ADAMW, Plan(exchange="local_sgd"), global_batch=16,
             precision={"name": "bf16", "master": "split"},

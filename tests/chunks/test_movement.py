@@ -75,7 +75,8 @@ def smaller(held: frozenset[int], used: frozenset[int], room: int) -> list[froze
 
 
 def test_the_next_comes_while_the_one_before_is_in_use():
-    """Three blocks there and back with room for two: each but the first comes one tick early, and those of the turning point stay."""
+    """Three blocks there and back with room for two: each but the first comes one tick early, and those of the turning
+    point stay."""
     trace = tuple(frozenset({block}) for block in (0, 1, 2, 2, 1, 0))
     moves = plan(trace, [1, 1, 1], 2)
     assert [tick.fetch for tick in moves] == [(0, 1), (2,), (), (), (0,), ()]

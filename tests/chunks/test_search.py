@@ -68,7 +68,9 @@ def test_the_numbers_are_those_of_the_chunks_and_none_is_better(shapes, frozen, 
     usual = [each for each in fit if each.chunk_bytes >= SMALLEST]
     if fit:
         assert choice.best in (usual or fit)
-        assert all((choice.best.cost, -choice.best.chunk_bytes) <= (each.cost, -each.chunk_bytes) for each in usual or fit)
+        assert all(
+            (choice.best.cost, -choice.best.chunk_bytes) <= (each.cost, -each.chunk_bytes) for each in usual or fit
+        )
     else:
         assert choice.best.in_use == min(each.in_use for each in choice.candidates)
 
@@ -78,7 +80,12 @@ def test_by_hand():
     key = ChunkKey(torch.float32, "dp", 0, True)
     parameters = [(f"w{place}", torch.Size([512, 512]), key) for place in range(5)]
     choice = search(parameters, 1, 4)
-    assert (choice.best.chunk_bytes, choice.best.chunks, choice.best.padding, choice.best.in_use) == (3 * 2**19, 5, 0, 4 * 2**20)
+    assert (choice.best.chunk_bytes, choice.best.chunks, choice.best.padding, choice.best.in_use) == (
+        3 * 2**19,
+        5,
+        0,
+        4 * 2**20,
+    )
     assert [each.chunks for each in choice.candidates if each.chunk_bytes == 4 * 2**20] == [2]
 
 

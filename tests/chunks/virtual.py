@@ -1,4 +1,5 @@
-"""A machine in virtual time for an Executor: blocks that know what may be done to them, and a link that copies one after the other, a byte a tick of the clock.
+"""A machine in virtual time for an Executor: blocks that know what may be done to them, and a link that copies one
+after the other, a byte a tick of the clock.
 
 none --open--> room --fill--> there, when the link has brought it --let_go--> none
 """
@@ -15,8 +16,8 @@ LEGAL = {("none", "open"): "room", ("room", "fill"): "there", ("there", "let_go"
 
 
 class Machine:
-    """`now` is the computation's time; the link is free at `free_at` and has `copied` so many bytes. The computation waited `stalled` ticks of the last pass.
-    `in_use`: the blocks that are computed with now."""
+    """`now` is the computation's time; the link is free at `free_at` and has `copied` so many bytes. The computation
+    waited `stalled` ticks of the last pass. `in_use`: the blocks that are computed with now."""
 
     def __init__(self, sizes: Sequence[int], capacity: int | None = None) -> None:
         self.now = self.free_at = self.copied = self.stalled = 0
@@ -36,7 +37,8 @@ class Machine:
     # what a computation does
 
     def run(self, executor: Executor, trace: Trace, compute: Sequence[int], others: Sequence[int] | None = None) -> int:
-        """One pass; each tick computes so long, and others take so much of the tier until the next one has begun. Returns how long it took."""
+        """One pass; each tick computes so long, and others take so much of the tier until the next one has begun.
+        Returns how long it took."""
         began, self.stalled, held = self.now, 0, 0
         self.tier.take("others", 0)
         executor.begin("pass")

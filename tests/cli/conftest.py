@@ -87,7 +87,11 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def begin(*arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "shoal.cli", *map(str, arguments)]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         started.append(process)
         return process

@@ -44,7 +44,18 @@ def test_values_in_brackets_are_printed_as_they_are(shoal, job_file, monkeypatch
     monkeypatch.setattr(doctor, "_missing", lambda package: True)
     doctor.show(doctor._versions(), [], {}, as_json=False)
     run_dir = job_file.parent / "[red]run[/]"
-    answer = shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={run_dir}", "--set", "run.sample=[/]", "--set", "train.steps=1")
+    answer = shoal(
+        "train",
+        job_file,
+        "--nproc",
+        1,
+        "--set",
+        f"run.dir={run_dir}",
+        "--set",
+        "run.sample=[/]",
+        "--set",
+        "train.steps=1",
+    )
     assert "pip install 'shoal[hf]'" in answer.out.replace("\n", "").replace("  ", "")
     assert answer.code == 0 and answer.out.splitlines()[-1] == f"report: {run_dir / 'report.html'}"
     assert '"[/]"' in answer.out and "─ sample ─" in answer.out
@@ -74,9 +85,15 @@ def test_help_lists_the_commands(shoal):
         (["train", "{job}", "--nproc", "1", "--set", "data.tokenizer=bpe:3"], "error: data.tokenizer is 'bpe:3': give"),
         (["train", "{job}", "--nproc", "1", "--set", "data.attend=all"], "error: data.attend is 'all': give"),
         (["train", "{job}", "--nproc", "1", "--set", "train.microbatch=9"], "error: train.microbatch = 9: give"),
-        (["train", "{job}", "--nproc", "1", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
+        (
+            ["train", "{job}", "--nproc", "1", "--set", "train.precision=bf61"],
+            'error: train.precision = "bf61" is not one',
+        ),
         (["plan", "{job}", "--memory", "--set", "train.precision=bf61"], 'error: train.precision = "bf61" is not one'),
-        (["train", "{job}", "--set", 'run.trackers=["wand"]'], 'run.trackers: unknown tracker "wand". Did you mean "wandb"?'),
+        (
+            ["train", "{job}", "--set", 'run.trackers=["wand"]'],
+            'run.trackers: unknown tracker "wand". Did you mean "wandb"?',
+        ),
         (["train", "{job}", "--nproc", "1", "--set", "model.name=llama"], 'is written name = "hf", config ='),
         (["plan", "nowhere.toml", "--memory"], "no such job file: nowhere.toml"),
         (["plan", "{job}", "--memory", "--host", "lots"], "--host = 'lots': give bytes"),
@@ -122,7 +139,10 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
     assert once.code == 0 and once.out == again.out and once.out.startswith("3 + ") and len(once.out) > 5
     assert shoal("generate", run_dir, "--prompt", "3 + ", "--tokens", 20, "--seed", 5).out != once.out
     own = json.loads(shoal("eval", run_dir, "--json").out)
-    assert own["loss"] == pytest.approx(read_metrics(run_dir / "metrics.jsonl").evals[-1].loss, rel=1e-6) and own["accuracy"] is None
+    assert (
+        own["loss"] == pytest.approx(read_metrics(run_dir / "metrics.jsonl").evals[-1].loss, rel=1e-6)
+        and own["accuracy"] is None
+    )
     other = shoal("eval", run_dir, "--data", job_file.parent / "corpus", "--samples", 3)
     assert other.code == 0 and other.out.startswith("loss ") and other.out.endswith(f"a mean of {3 * 16}\n")
 
@@ -140,13 +160,24 @@ def test_from_a_job_to_its_checkpoints_and_weights(shoal, job_file):
 
     with pytest.warns(UserWarning, match="step-00000004 is used"):
         exported = shoal("ckpt", "export", run_dir, job_file.parent / "out")
-    assert exported.out.splitlines()[-1] == str(job_file.parent / "out"), "an import of transformers may say something before"
+    assert exported.out.splitlines()[-1] == str(job_file.parent / "out"), (
+        "an import of transformers may say something before"
+    )
     assert (job_file.parent / "out" / "model.safetensors").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_with_code_3(shoal, job_file):
     answer = shoal(
-        "train", job_file, "--nproc", 1, "--set", "train.optimizer=sgd", "--set", "train.lr=1e30", "--set", "train.clip=0"
+        "train",
+        job_file,
+        "--nproc",
+        1,
+        "--set",
+        "train.optimizer=sgd",
+        "--set",
+        "train.lr=1e30",
+        "--set",
+        "train.clip=0",
     )
     assert answer.code == 3
     assert answer.err.startswith("error: step ")
@@ -177,6 +208,14 @@ def test_the_demo_and_the_examples_are_jobs():
 
     assert load_job(DEMO)[0].train.seconds is not None
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
-    assert {path.stem for path in examples} >= {"gpt_stdlib", "llama_hf", "moe_stdlib", "stages_stdlib", "mlp_spirals", "resnet_shapes", "chess"}
+    assert {path.stem for path in examples} >= {
+        "gpt_stdlib",
+        "llama_hf",
+        "moe_stdlib",
+        "stages_stdlib",
+        "mlp_spirals",
+        "resnet_shapes",
+        "chess",
+    }
     for path in examples:
         load_job(path)

@@ -18,7 +18,18 @@ def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
 
 def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     answer = shoal(
-        "plan", job_file, "--nproc", "8", "--set", "plan.dp=2", "--set", "plan.cp=2", "--set", "plan.tp=2", "--set", "plan.zero=3"
+        "plan",
+        job_file,
+        "--nproc",
+        "8",
+        "--set",
+        "plan.dp=2",
+        "--set",
+        "plan.cp=2",
+        "--set",
+        "plan.tp=2",
+        "--set",
+        "plan.zero=3",
     )
     assert answer.code == 0, answer.err
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]
@@ -35,13 +46,20 @@ def test_without_memory_it_shows_who_holds_what(shoal, job_file):
     wrong = shoal("plan", job_file, "--nproc", "4", "--set", "plan.dp=3")
     assert wrong.code == 2 and "dp = 4" in wrong.err
     large = shoal("plan", job_file, "--nproc", "1024", "--set", "plan.tp=8")
-    assert "1024 rank(s) by number: dp 128 x tp 8" in large.out and len(large.out.splitlines()) < 25 and "1023" in large.out
+    assert (
+        "1024 rank(s) by number: dp 128 x tp 8" in large.out
+        and len(large.out.splitlines()) < 25
+        and "1023" in large.out
+    )
 
 
 def test_a_pipeline_says_how_its_schedule_runs(shoal, job_file):
     stages = ("--nproc", "4", "--set", "plan.pp=4", "--set", "train.global_batch=8", "--set", "train.microbatch=1")
     answer = shoal("plan", job_file, *stages)
-    line = "along pp: other stages of the model, 4 in all; 1f1b, 8 microbatch(es) a step: ranks wait 27.3% of the time for each other, and keep activations of up to 4 microbatches"
+    line = (
+        "along pp: other stages of the model, 4 in all; 1f1b, 8 microbatch(es) a step: ranks wait 27.3% of the time "
+        "for each other, and keep activations of up to 4 microbatches"
+    )
     assert answer.code == 0 and line in " ".join(answer.out.split())
     assert (
         "2 a rank); zbv, 8 microbatch(es) a step: ranks wait 5.9%"
@@ -86,7 +104,16 @@ def test_what_does_not_fit_is_said_with_plans_that_would(shoal, job_file):
     plenty = shoal("plan", job_file, "--memory", "--json", "--nproc", "1", "--host", "1GiB", *chunk)
     least = json.loads(plenty.out)["smallest_device"]
     answer = shoal(
-        "plan", job_file, "--memory", "--nproc", "1", "--host", "1GiB", *chunk, "--set", f"plan.memory.device={least - 1}"
+        "plan",
+        job_file,
+        "--memory",
+        "--nproc",
+        "1",
+        "--host",
+        "1GiB",
+        *chunk,
+        "--set",
+        f"plan.memory.device={least - 1}",
     )
     assert answer.code == 1
     assert "does not fit  plan.memory.device" in answer.out and "1 B are missing" in answer.out
@@ -104,7 +131,8 @@ def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
 
 
 def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
-    """What `shoal plan --memory` costs is dry runs of blocks: the job's own model as it is, larger ones with four blocks."""
+    """What `shoal plan --memory` costs is dry runs of blocks: the job's own model as it is, larger ones with four
+    blocks."""
     from shoal.jobs import plan as asked
     from shoal.planner import SHALLOW, dry_run
 

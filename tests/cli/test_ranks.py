@@ -64,8 +64,11 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     assert len(losses(run_dir)) == row.step + 2
 
 
-def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_from_its_last_checkpoint(start, shoal, job_file, tmp_path):
-    """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at once, and says from where."""
+def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_from_its_last_checkpoint(
+    start, shoal, job_file, tmp_path
+):
+    """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at
+    once, and says from where."""
     run_dir = tmp_path / "run"
     process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=5")
     wait_for_step(process, run_dir, 12)
@@ -94,7 +97,12 @@ def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file,
     command = f"ulimit -f 100; exec {sys.executable} -m shoal.cli train {job_file} --nproc 1 --set model.d_model=64"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 5, done.stderr
-    assert done.stderr.count("error: all 6 steps were trained, but the newest weights are not saved: saving the checkpoint of step 6") == 1
+    assert (
+        done.stderr.count(
+            "error: all 6 steps were trained, but the newest weights are not saved: saving the checkpoint of step 6"
+        )
+        == 1
+    )
     assert "free space there" in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("warning: saving the checkpoint of step") == 3
 
@@ -113,7 +121,9 @@ def test_a_killed_run_with_its_state_on_a_disk_loses_no_update(start, shoal, job
     newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
     answer = shoal("train", job_file, "--nproc", 2, "--set", f"train.steps={seen + 3}", "--set", memory)
     assert answer.code == 0, answer.err
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    steps = [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line
+    ]
     again = steps[steps.index(seen) + 1] if steps[-1] != seen else seen + 1
     assert newest < seen <= again, "from the last update on, not from the checkpoint"
 
@@ -200,6 +210,8 @@ def test_an_export_that_does_not_fit_the_disk_ends_with_code_5_and_leaves_what_w
     command = f"ulimit -f 100; exec {sys.executable} -m shoal.cli ckpt export {tmp_path / 'run'} {tmp_path / 'out'}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 5, done.stderr
-    assert f"error: the weights were not exported to {tmp_path / 'out'}" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        f"error: the weights were not exported to {tmp_path / 'out'}" in done.stderr and "Traceback" not in done.stderr
+    )
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not (tmp_path / "out.tmp").exists()

@@ -100,7 +100,10 @@ def messages() -> list[Tensor]:
     size, rank = dist.get_world_size(), dist.get_rank()
     right, left = (rank + 1) % size, (rank - 1) % size
     got, small = torch.empty(1_000_000), torch.empty(2)
-    sends = [dist.P2POp(dist.isend, torch.full((1_000_000,), float(rank)), right), dist.P2POp(dist.isend, row(2), right)]
+    sends = [
+        dist.P2POp(dist.isend, torch.full((1_000_000,), float(rank)), right),
+        dist.P2POp(dist.isend, row(2), right),
+    ]
     receives = [dist.P2POp(dist.irecv, got, left), dist.P2POp(dist.irecv, small, left)]
     for work in dist.batch_isend_irecv(sends + receives):
         work.wait()
@@ -119,7 +122,8 @@ def sparse() -> list[Tensor]:
 
 
 def any_source() -> list[Tensor]:
-    """Rank 0 hears of all others, each of whose letters has its number; what has another tag stays for whom it is meant."""
+    """Rank 0 hears of all others, each of whose letters has its number; what has another tag stays for whom it is
+    meant."""
     if dist.get_rank() > 0:
         dist.send(torch.full((3,), 100.0 + dist.get_rank()), 0, tag=7)
         dist.send(torch.full((3,), 200.0 + dist.get_rank()), 0, tag=8)
@@ -171,7 +175,11 @@ def same_on_both(world: World, fn: Callable[..., list[Tensor]]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("fn", [reductions, gathers, scatters, messages, sparse, any_source, asynchronous, subgroups], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn",
+    [reductions, gathers, scatters, messages, sparse, any_source, asynchronous, subgroups],
+    ids=lambda fn: fn.__name__,
+)
 def test_the_results_are_those_of_gloo(fn, size):
     assert run_ranks(same_on_both, size, fn) == [[]] * size
 
@@ -330,7 +338,11 @@ def nobody_sends(world: World, how: str) -> str:
 
 @pytest.mark.parametrize(
     "how, said",
-    [("leaves", "rank 1 has closed the group"), ("dies", "process of the group's rank 1 has ended"), ("late", "rank 1 until the timeout")],
+    [
+        ("leaves", "rank 1 has closed the group"),
+        ("dies", "process of the group's rank 1 has ended"),
+        ("late", "rank 1 until the timeout"),
+    ],
 )
 def test_who_waits_for_any_rank_learns_that_none_will_send(how, said):
     with disposable_ranks(nobody_sends, 2, how) as ranks:

@@ -1,4 +1,5 @@
-"""Codecs: bounds by hand and by hypothesis, the same bytes from kernel and torch, nothing non-finite hidden, nothing written beside."""
+"""Codecs: bounds by hand and by hypothesis, the same bytes from kernel and torch, nothing non-finite hidden, nothing
+written beside."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def no_kernels(monkeypatch):
 
 @pytest.mark.fast
 def test_u8_by_hand():
-    """Row 0..255 has scale 1 and minimum 0, so the codes are the values; -1..1 has 2 / 255 and codes 0, 128 (127.5 to even), 255."""
+    """Row 0..255 has scale 1 and minimum 0, so the codes are the values; -1..1 has 2 / 255 and codes 0, 128 (127.5 to
+    even), 255."""
     data = encoded(U8(256), torch.cat((torch.arange(256.0), torch.tensor([-1.0, 0.0, 1.0]))))
     assert data[:8].view(torch.float32).tolist() == [1.0, 0.0]
     assert data[8:264].tolist() == list(range(256))
@@ -133,7 +135,10 @@ def test_kernel_and_torch_agree_to_the_bit(form, dtype, no_kernels):
                 form.decode(data, decoded)
                 form.decode_add(data, total)
                 form.decode_add(data, total, -0.3)
-                results += [data, *(t.view(torch.uint8) for t in (decoded.nan_to_num(nan=-5), total.nan_to_num(nan=-5)))]
+                results += [
+                    data,
+                    *(t.view(torch.uint8) for t in (decoded.nan_to_num(nan=-5), total.nan_to_num(nan=-5))),
+                ]
         return results
 
     native = run()
@@ -154,7 +159,9 @@ def test_kernel_and_torch_agree_on_any_numbers(values):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("values", [[-0.0, 0.0], [0.0, -0.0, -1.0], [-0.0] * 9, [-0.0, 2.0], [1e-38, 2e-38], [1e-36, 3e-36]])
+@pytest.mark.parametrize(
+    "values", [[-0.0, 0.0], [0.0, -0.0, -1.0], [-0.0] * 9, [-0.0, 2.0], [1e-38, 2e-38], [1e-36, 3e-36]]
+)
 @pytest.mark.parametrize("form", [U8(8), U4(8), Sign(8)], ids=str)
 def test_zeros_of_both_signs_and_tiny_ranges_have_one_encoding(form, values, no_kernels):
     data = encoded(form, torch.tensor(values))
@@ -264,7 +271,9 @@ def test_topk_is_exact_whatever_the_sample_says(shape, numel, kernels, no_kernel
     form = TopK(0.01)
     decoded = sent(form, flat)
     kept = torch.topk(flat.abs(), form.entries(numel)).values
-    assert torch.equal(decoded.abs()[decoded != 0].sort(descending=True).values.nan_to_num(), kept[kept != 0].nan_to_num())
+    assert torch.equal(
+        decoded.abs()[decoded != 0].sort(descending=True).values.nan_to_num(), kept[kept != 0].nan_to_num()
+    )
     assert shape == "bad" or torch.equal(decoded[decoded != 0], flat[decoded != 0])
 
 

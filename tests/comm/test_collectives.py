@@ -197,7 +197,8 @@ def test_messages_are_not_numbered_and_call_no_roll():
 
 
 def derivatives(world):
-    """f(w) = reduce(sum_r (r + 1) w^3): gradient 3 w^2 S, second derivative 6 w S, with S the sum over ranks of r + 1."""
+    """f(w) = reduce(sum_r (r + 1) w^3): gradient 3 w^2 S, second derivative 6 w S, with S the sum over ranks of r +
+    1."""
     group = world.everyone
 
     def f(w):

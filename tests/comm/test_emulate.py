@@ -88,7 +88,8 @@ def test_the_average_of_integers_is_refused():
 
 
 def throttled(group: Group, numel: int) -> dict[str, float]:
-    """Seconds slept in each operation, on 8 Mbit/s (a microsecond a byte) with 1 ms latency; rank 1 is three times slower."""
+    """Seconds slept in each operation, on 8 Mbit/s (a microsecond a byte) with 1 ms latency; rank 1 is three times
+    slower."""
     slept: list[float] = []
     link = Throttled(group.transports["cpu"], 8e6, 1e-3, slow={1: 3.0}, sleep=slept.append)
     slow, seconds = Group.of(link), {}

@@ -15,7 +15,13 @@ from tests.pool import run_ranks
 
 def world_on(world: World, hosts: str) -> World:
     """The same ranks, rank r on the host that is the r-th letter."""
-    return World(world.rank, world.size, store=dist.PrefixStore(hosts, world.store), device="cpu", seat=Seat(host_id=hosts[world.rank]))
+    return World(
+        world.rank,
+        world.size,
+        store=dist.PrefixStore(hosts, world.store),
+        device="cpu",
+        seat=Seat(host_id=hosts[world.rank]),
+    )
 
 
 def everything(
@@ -57,7 +63,12 @@ def kinds(world: World) -> list[str]:
     spread = world_on(world, "aabb")
     pair = [0, 1] if world.rank < 2 else [2, 3]
     across = [world.rank % 2, world.rank % 2 + 2]
-    groups = [spread.everyone, spread.group("pair", pair), spread.group("across", across), spread.group("self", [world.rank])]
+    groups = [
+        spread.everyone,
+        spread.group("pair", pair),
+        spread.group("across", across),
+        spread.group("self", [world.rank]),
+    ]
     assert [group.all_reduce(torch.ones(1)).item() for group in groups] == [4, 2, 2, 1]
     return [type(group.transports["cpu"]).__name__ for group in groups]
 
@@ -85,7 +96,9 @@ class Recorder:
 def test_an_all_reduce_carries_only_a_ranks_cut_across():
     """40,000 floats on 2 x 2 ranks: 20,000 a rank go across; of 40,001 the last one goes apart."""
     calls: list[tuple[str, str, int]] = []
-    inside, across, flat = (Recorder(0, size, name, calls) for name, size in (("inside", 2), ("across", 2), ("flat", 4)))
+    inside, across, flat = (
+        Recorder(0, size, name, calls) for name, size in (("inside", 2), ("across", 2), ("flat", 4))
+    )
     transport = Hierarchical(0, [[0, 1], [2, 3]], inside, across, flat)
     transport.all_reduce(torch.ones(40_001), "sum")
     assert calls == [

@@ -78,7 +78,8 @@ def test_nothing_is_recorded_otherwise():
 
 
 def test_beside_an_accelerator_a_stream_keeps_the_order():
-    """Work comes behind what the caller's stream has; whoever waits, waits for the work on the device, and the host goes on."""
+    """Work comes behind what the caller's stream has; whoever waits, waits for the work on the device, and the host
+    goes on."""
     recorder = Recorder()
     with stand_in("cuda", recorder):
         lane = Lane(torch.device("cuda", 0))

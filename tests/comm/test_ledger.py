@@ -1,4 +1,5 @@
-"""The ledger: every operation books its payload and the bytes of the formula, under its group, its name and its purpose."""
+"""The ledger: every operation books its payload and the bytes of the formula, under its group, its name and its
+purpose."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def call_each(group: Group) -> dict[str, Traffic]:
 @pytest.mark.fast
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_operation_books_the_bytes_of_the_formula(size):
-    """A cut has 96 bytes, the whole size x 96. A ring all-reduce sends 2 (size - 1) cuts, the other collectives size - 1 or none."""
+    """A cut has 96 bytes, the whole size x 96. A ring all-reduce sends 2 (size - 1) cuts, the other collectives size -
+    1 or none."""
     one, whole, others = 96, size * 96, (size - 1) * 96
     for rank, booked in enumerate(simulate(size, call_each)):
         root = rank == 1

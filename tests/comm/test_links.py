@@ -27,7 +27,8 @@ def test_a_line_through_the_first_and_the_last_row():
 
 @pytest.mark.fast
 def test_a_slow_link_is_measured_with_few_bytes_and_found_slow():
-    """15 Mbit/s each way: the 256 KiB that an all-reduce of two ranks sends take 0.14 s, and no larger tensor is tried; 32 KiB take 0.018 s."""
+    """15 Mbit/s each way: the 256 KiB that an all-reduce of two ranks sends take 0.14 s, and no larger tensor is tried;
+    32 KiB take 0.018 s."""
 
     def one(group):
         return measure(Group.of(Throttled(group.transports["cpu"], 15e6, 1e-3)), CPU)

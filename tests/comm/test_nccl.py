@@ -57,7 +57,11 @@ a, b, abc = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([1.0, 2.0, 3.
         ("all_reduce", (a, "avg"), [("allreduce", [[1]], dist.ReduceOp.AVG)]),
         ("reduce_scatter", (a, abc, "max"), [("_reduce_scatter_base", [1], [1, 2, 3], dist.ReduceOp.MAX)]),
         ("all_gather", (abc, a), [("_allgather_base", [1, 2, 3], [1])]),
-        ("all_to_all", (abc, abc, [1, 2, 0], (3, 0, 0)), [("alltoall_base", [1, 2, 3], [1, 2, 3], [1, 2, 0], [3, 0, 0])]),
+        (
+            "all_to_all",
+            (abc, abc, [1, 2, 0], (3, 0, 0)),
+            [("alltoall_base", [1, 2, 3], [1, 2, 3], [1, 2, 0], [3, 0, 0])],
+        ),
         ("broadcast", (a, 2), [("broadcast", [1], 2)]),
         ("scatter", (a, abc, 1), [("alltoall_base", [1], [1, 2, 3], [0, 1, 0], [1, 1, 1])]),
         ("scatter", (a, None, 2), [("alltoall_base", [1], [], [0, 0, 1], [0, 0, 0])]),

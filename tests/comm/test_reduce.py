@@ -22,7 +22,9 @@ def reduce_in_c(sources: list[torch.Tensor], op: str, out: torch.Tensor) -> torc
     pointers = (ctypes.c_void_p * len(sources))(*(source.data_ptr() for source in sources))
     codes = [ctypes.c_int64(code) for code in REDUCTIONS[sources[0].dtype, op]]
     outs = (ctypes.c_void_p * 1)(out.data_ptr())
-    kernels.shoal_reduce(outs, ctypes.c_int64(1), pointers, ctypes.c_int64(len(sources)), ctypes.c_int64(out.nbytes), *codes)
+    kernels.shoal_reduce(
+        outs, ctypes.c_int64(1), pointers, ctypes.c_int64(len(sources)), ctypes.c_int64(out.nbytes), *codes
+    )
     return out
 
 
@@ -42,7 +44,22 @@ def assert_like_torch(sources: list[torch.Tensor], op: str, out: torch.Tensor | 
 @pytest.mark.parametrize("op", ["sum", "product", "min", "max", "avg"])
 def test_every_16_bit_number_with_special_ones(dtype, op):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-    for bits in (0x0000, 0x8000, 0x0001, 0x03FF, 0x0400, 0x3555, 0x3C01, 0x3F81, 0x7BFF, 0x7C00, 0x7F80, 0xFF80, 0x7FFF, 0xBC00):
+    for bits in (
+        0x0000,
+        0x8000,
+        0x0001,
+        0x03FF,
+        0x0400,
+        0x3555,
+        0x3C01,
+        0x3F81,
+        0x7BFF,
+        0x7C00,
+        0x7F80,
+        0xFF80,
+        0x7FFF,
+        0xBC00,
+    ):
         other = torch.full((65536,), bits if bits < 32768 else bits - 65536, dtype=torch.int16).view(dtype)
         if op in ("min", "max"):  # which zero is the lesser is left open by torch too
             assert_like_torch([every.abs(), other.abs()], op)

@@ -93,7 +93,8 @@ def test_bools_and_complex_numbers():
 
 
 def in_allocated_memory(world: World) -> dict[str, bool]:
-    """The same operations on allocated and on private tensors; every element in rank order, so the bits must be those of `expected`."""
+    """The same operations on allocated and on private tensors; every element in rank order, so the bits must be those
+    of `expected`."""
     shared = make_shared(world)
     rank, size, cut = world.rank, world.size, 100_000
     whole = shared.allocate(size * cut + 64, torch.float32)
@@ -342,12 +343,15 @@ def call_otherwise(world: World, what: str) -> str:
 @pytest.mark.parametrize("what", ["size", "op", "operation"])
 def test_calls_that_do_not_fit_are_refused_by_all(what):
     zero, one = run_ranks(call_otherwise, 2, what)
-    assert "does not fit what the group's rank 1 called" in zero and "does not fit what the group's rank 0 called" in one
+    assert (
+        "does not fit what the group's rank 1 called" in zero and "does not fit what the group's rank 0 called" in one
+    )
 
 
 def test_a_message_that_does_not_fit_is_refused():
     expected_message = (
-        "recv does not fit what the group's rank 0 called: a message of 16 bytes with tag 2 came, 32 bytes with tag 1 were"
+        "recv does not fit what the group's rank 0 called: a message of 16 bytes with tag 2 came, 32 bytes with tag 1 "
+        "were"
     )
     assert run_ranks(call_otherwise, 2, "message")[1].startswith(expected_message)
 

@@ -77,7 +77,9 @@ def together(*bodies: Callable[[], Any]) -> list[Any]:
 
 def met(bare: dist.Store, *secrets: bytes) -> list[Any]:
     size = len(secrets)
-    return together(*(lambda rank=rank, secret=secret: meet(bare, rank, size, secret, SOON) for rank, secret in enumerate(secrets)))
+    return together(
+        *(lambda rank=rank, secret=secret: meet(bare, rank, size, secret, SOON) for rank, secret in enumerate(secrets))
+    )
 
 
 @pytest.mark.fast
@@ -90,7 +92,11 @@ def test_ranks_that_meet_have_a_key_of_their_own_each_time():
 @pytest.mark.fast
 def test_a_rank_with_another_secret_is_an_error_on_all_ranks():
     for each in met(dist.HashStore(), SECRET, b"another secret of ranks"):
-        assert isinstance(each, LaunchError) and "not signed with its secret" in str(each) and "export SHOAL_SECRET" in str(each)
+        assert (
+            isinstance(each, LaunchError)
+            and "not signed with its secret" in str(each)
+            and "export SHOAL_SECRET" in str(each)
+        )
 
 
 class Recorded(dist.Store):

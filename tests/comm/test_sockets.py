@@ -1,4 +1,5 @@
-"""Collectives over TCP: right for every dtype, in rank order bit by bit, no byte more than the formula, an error where a rank has gone."""
+"""Collectives over TCP: right for every dtype, in rank order bit by bit, no byte more than the formula, an error where
+a rank has gone."""
 
 from __future__ import annotations
 
@@ -203,7 +204,10 @@ def meet_a_stranger(world) -> float:
     store = dist.PrefixStore("stranger", world.store)
     if world.rank == 1:
         host, port = store.get("address/0").decode().split()
-        with socket.create_connection((host, int(port))) as stranger, socket.create_connection((host, int(port))) as mute:
+        with (
+            socket.create_connection((host, int(port))) as stranger,
+            socket.create_connection((host, int(port))) as mute,
+        ):
             stranger.sendall(b"x" * 16 + bytes([0, 0, 0, 1, 0, 0, 0, 0]))
             mute.shutdown(socket.SHUT_WR)
             time.sleep(0.1)
@@ -218,7 +222,8 @@ def test_strangers_are_not_let_in():
 
 
 def meet_the_silent(world, speak: bool) -> float:
-    """Rank 0 has six connections at its door that say nothing, or half a hello, and stay. Returns how long the ranks then took to meet."""
+    """Rank 0 has six connections at its door that say nothing, or half a hello, and stay. Returns how long the ranks
+    then took to meet."""
     store = dist.PrefixStore("silent strangers", world.store)
     strangers = []
     if world.rank == 1:

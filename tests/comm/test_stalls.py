@@ -21,7 +21,8 @@ pytestmark = pytest.mark.alone
 
 
 def lines_of(world: World, tmp: str, on_sockets: bool, message: bool) -> list[str]:
-    """What this rank says while rank 1 is stopped by the test in the middle of a loop of collectives, or rank 0 waits for its message."""
+    """What this rank says while rank 1 is stopped by the test in the middle of a loop of collectives, or rank 0 waits
+    for its message."""
     stalls.STALL_SECONDS, stalls.SIGN_SECONDS, stalls._LOOK_SECONDS = 1.0, 0.2, 0.1
     world = apart(world) if on_sockets else make_world(world.rank, world.size, world.store)
     said: list[str] = []
@@ -54,7 +55,9 @@ def test_a_stopped_rank_is_named_once_and_its_return_is_said(on_sockets, tmp_pat
         (tmp_path / "end").touch()
         first, stopped, third = [rank.result(30) for rank in ranks]
     assert len(first) == 2 and stopped == [] and third == []
-    assert first[0].startswith("shoal: rank 0 has waited 1 s in all_reduce (gradients), collective ") and first[0].endswith(", for rank 1")
+    assert first[0].startswith("shoal: rank 0 has waited 1 s in all_reduce (gradients), collective ") and first[
+        0
+    ].endswith(", for rank 1")
     assert "of group world goes on after" in first[1]
 
 
@@ -109,8 +112,16 @@ def test_when_all_have_come_nothing_is_said_and_a_failure_does_not_go_on():
 
 
 def patience(world: World) -> tuple[float, float, int]:
-    """Of a world whose maker names no time: how long operations wait, how long connecting does, and after how many idle seconds a host is asked for."""
-    world = World(world.rank, world.size, store=world.store, seat=Seat(host_id=f"host {world.rank}"), device="cpu", say=lambda line: None)
+    """Of a world whose maker names no time: how long operations wait, how long connecting does, and after how many idle
+    seconds a host is asked for."""
+    world = World(
+        world.rank,
+        world.size,
+        store=world.store,
+        seat=Seat(host_id=f"host {world.rank}"),
+        device="cpu",
+        say=lambda line: None,
+    )
     mesh = world.everyone.transports["cpu"]._mesh  # type: ignore[attr-defined]
     (connection, *_) = mesh._peers.values()
     return mesh._timeout, mesh._meeting_seconds, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)

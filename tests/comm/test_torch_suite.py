@@ -40,7 +40,11 @@ COLLECTIVES = (
 def worse(wanted: list[str]) -> dict[str, str]:
     """What passes on gloo and not on shm, with what is said there."""
     gloo, shm = (_outcomes(wanted, backend) for backend in ("gloo", "shm"))
-    return {name: shm[name] for name in wanted if gloo[name] == "passed" and shm[name] != "passed" and name not in DIFFERENCES}
+    return {
+        name: shm[name]
+        for name in wanted
+        if gloo[name] == "passed" and shm[name] != "passed" and name not in DIFFERENCES
+    }
 
 
 def _outcomes(wanted: list[str], backend: str) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Two threads of a rank on one group: collectives come one at a time and in the order of the calls, on every carrier."""
+"""Two threads of a rank on one group: collectives come one at a time and in the order of the calls, on every
+carrier."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.comm.test_backend import process_group
 from tests.pool import apart, disposable_ranks, run_ranks
 
 MANY, FEW = 6_000_000, 1_000_000
-"""Elements of the call that is under way, some tens of milliseconds, and of the one that another thread makes meanwhile."""
+"""Elements of the call that is under way, some tens of milliseconds, and of the one that another thread makes
+meanwhile."""
 
 
 def in_the_middle(transport: Any, first: Callable[[], object], second: Callable[[], object]) -> None:
@@ -57,7 +59,9 @@ def sums_of_torch(world: World, first_waits: bool, second_waits: bool, tries: in
     with process_group(world, "shm"):
         transport = dist.group.WORLD._transport  # type: ignore[union-attr]
         for _ in range(tries):
-            one, two, three = (torch.full((n,), v * (world.rank + 1)) for n, v in ((MANY, 1.0), (FEW, 10.0), (FEW, 100.0)))
+            one, two, three = (
+                torch.full((n,), v * (world.rank + 1)) for n, v in ((MANY, 1.0), (FEW, 10.0), (FEW, 100.0))
+            )
             works: list[Any] = []
 
             def reduce(tensor: Tensor, waits: bool, works: list[Any] = works) -> None:
@@ -110,7 +114,8 @@ def test_a_call_that_fails_lets_the_next_one_in():
 
 
 def chained(world: World) -> float:
-    """What a future calls when its work is done makes a call and waits for it, as DDP's PowerSGD hook does; another one is queued by then."""
+    """What a future calls when its work is done makes a call and waits for it, as DDP's PowerSGD hook does; another one
+    is queued by then."""
     with process_group(world, "shm"):
         one, two, three = torch.ones(MANY), torch.ones(3), torch.ones(3)
 

@@ -23,10 +23,15 @@ from tests.pool import run_ranks
 Point = namedtuple("Point", "x y")
 
 VALUES = [
-    None, True, 3, 2**70, -1.5, math.inf, "text \udc80", b"\x00\xff", [], (), {}, [1, (2, [3])], {1: "a", (2, 3): None}, {1, 2}, frozenset({"a"}),
-    torch.bfloat16, torch.device("cuda:1"), torch.Size((2, 3)), Path("runs/a"), Point(1, (2, 3)), OrderedDict(b=1, a=(2,)),
+    None, True, 3, 2**70, -1.5, math.inf, "text \udc80", b"\x00\xff",
+    [], (), {}, [1, (2, [3])], {1: "a", (2, 3): None}, {1, 2}, frozenset({"a"}),
+    torch.bfloat16, torch.device("cuda:1"), torch.Size((2, 3)),
+    Path("runs/a"), Point(1, (2, 3)), OrderedDict(b=1, a=(2,)),
     Layout((4, 4), (Part(Box((0,), (4,)), Box((2,), (4,))),), reduce=("dp", "cp")),
-    Stage({(0, 1): Given((Shape((2,), torch.float16), {"rest": 3}))}, frozenset({Value(0, 1, 2)}), frozenset(), frozenset(), [None]),
+    Stage(
+        {(0, 1): Given((Shape((2,), torch.float16), {"rest": 3}))},
+        frozenset({Value(0, 1, 2)}), frozenset(), frozenset(), [None],
+    ),
 ]  # fmt: skip
 
 
@@ -38,7 +43,9 @@ def test_values_come_back_as_they_were(value):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
+)
 def test_tensors_and_arrays_come_back_bit_by_bit(dtype):
     for tensor in (torch.arange(6).to(dtype).view(2, 3).t(), torch.ones(()).to(dtype), torch.empty(0, 3, dtype=dtype)):
         back = wire.unpack(wire.pack({"a": [tensor]}))["a"][0]
@@ -102,9 +109,12 @@ def test_a_pickle_is_no_message(tmp_path):
 @pytest.mark.parametrize(
     "said",
     [
-        '{"namedtuple": ["os", "system", ["true"]]}', '{"Popen": ["true"]}', '{"array": ["O", [1]]}', '{"tensor": ["float32", [1000000000000]]}',
-        '{"tensor": ["float32", [-1, -4]]}', '{"dtype": "save"}', '{"error": ["SystemExit", "", {"dict": []}]}', "[" * 100_000,
-        '{"node": ["[1, {\\"type\\": \\"collections.defaultdict\\", \\"context\\": \\"{}\\", \\"children_spec\\": []}]", []]}', '{"dict": [[[], 1]]}',
+        '{"namedtuple": ["os", "system", ["true"]]}', '{"Popen": ["true"]}', '{"array": ["O", [1]]}',
+        '{"tensor": ["float32", [1000000000000]]}', '{"tensor": ["float32", [-1, -4]]}', '{"dtype": "save"}',
+        '{"error": ["SystemExit", "", {"dict": []}]}', "[" * 100_000,
+        '{"node": ["[1, {\\"type\\": \\"collections.defaultdict\\", \\"context\\": \\"{}\\", '
+        '\\"children_spec\\": []}]", []]}',
+        '{"dict": [[[], 1]]}',
         '{"Box": [1]}', "1" * 5000,
     ],
     ids=lambda said: said[:20],
@@ -128,7 +138,10 @@ def test_damaged_messages_are_errors_of_ours():
 def refused_on_all(world) -> list[str]:
     said, everyone = [], world.everyone
     values = (Unknown(), torch.empty(1, device="meta"))
-    for ask in (lambda value: everyone.broadcast_object(value, src=1), lambda value: everyone.all_gather_object(value if world.rank else 1)):
+    for ask in (
+        lambda value: everyone.broadcast_object(value, src=1),
+        lambda value: everyone.all_gather_object(value if world.rank else 1),
+    ):
         for value in values:
             try:
                 ask(value)

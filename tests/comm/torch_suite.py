@@ -1,7 +1,8 @@
-"""The collective tests that torch ships in its wheel (torch.testing._internal.distributed), run by standing ranks on one backend after the other.
+"""The collective tests that torch ships in its wheel (torch.testing._internal.distributed), run by standing ranks on
+one backend after the other.
 
-torch itself starts processes anew for each of its 300 tests. Here a rank that the pool keeps calls the test's method, in a process group
-of its own.
+torch itself starts processes anew for each of its 300 tests. Here a rank that the pool keeps calls the test's method,
+in a process group of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ SECONDS = 6
 """How long a collective of a test waits, on either backend."""
 
 MODEL_BY_NAME = "test_accumulate_gradients_no_sync"
-"""How tests begin that make their model for backends that they know by name: told that they run on gloo, they run on any."""
+"""How tests begin that make their model for backends that they know by name: told that they run on gloo, they run on
+any."""
 
 _started = count()
 
 
 @cache
 def suite(backend: str = "gloo") -> ModuleType:
-    """torch's module, imported as for gloo: the tests that it has for gloo alone are those that the other backend shall pass too."""
+    """torch's module, imported as for gloo: the tests that it has for gloo alone are those that the other backend shall
+    pass too."""
     os.environ.update(BACKEND=backend, WORLD_SIZE=os.environ.get("WORLD_SIZE", "3"))
     if find_spec("expecttest") is None:  # torch's TestCase derives from its; what it adds, no test here uses
         sys.modules["expecttest"] = stand_in = ModuleType("expecttest")
@@ -79,7 +82,9 @@ def _outcome(world: World, module: ModuleType, name: str, backend: str) -> str:
     return "passed"
 
 
-def _meet(world: World, name: str, meetings: Iterator[int], wait_for: int | None = None, timeout: float = 2.0 * SECONDS) -> None:
+def _meet(
+    world: World, name: str, meetings: Iterator[int], wait_for: int | None = None, timeout: float = 2.0 * SECONDS
+) -> None:
     """Returns when all ranks have come: as the suite's own barrier, without the backend."""
     assert world.store is not None
     key = f"{name}/{dist.get_backend() if dist.is_initialized() else ''}/{next(meetings)}"
@@ -91,8 +96,11 @@ def _meet(world: World, name: str, meetings: Iterator[int], wait_for: int | None
 @contextmanager
 def _process_group(world: World, backend: str) -> Iterator[None]:
     store = dist.PrefixStore(f"suite{next(_started)}", world.store)
-    dist.distributed_c10d._world.group_count = 0  # names groups; the ranks' counts differ after a test that failed on some
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=SECONDS))
+    # names groups; the ranks' counts differ after a test that failed on some
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=SECONDS)
+    )
     try:
         yield
     finally:
@@ -105,6 +113,10 @@ def merged(answers: list[dict[str, str]]) -> dict[str, str]:
     result = {}
     for name in answers[0]:
         said = [answer[name] for answer in answers]
-        errors = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text != "passed" and not text.startswith("skipped")]
+        errors = [
+            f"rank {rank}: {text}"
+            for rank, text in enumerate(said)
+            if text != "passed" and not text.startswith("skipped")
+        ]
         result[name] = "; ".join(errors) or said[0]
     return result

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from shoal.data import Cursor
-from shoal.data.balanced import BalancedCursor, LoadBalancedBatchSampler, LoadBalancedSampler, balanced_order, sample_costs
+from shoal.data.balanced import (
+    BalancedCursor,
+    LoadBalancedBatchSampler,
+    LoadBalancedSampler,
+    balanced_order,
+    sample_costs,
+)
 from shoal.errors import UserError
 
 costs_lists = st.lists(st.integers(0, 1000), min_size=1, max_size=120)
@@ -166,7 +172,9 @@ def test_batches_by_a_budget_are_equally_many():
             batches[-1].append(i)
         return batches
 
-    samplers = [LoadBalancedBatchSampler(LoadBalancedSampler(range(10), sizes, 2, rank), within_ten) for rank in range(2)]
+    samplers = [
+        LoadBalancedBatchSampler(LoadBalancedSampler(range(10), sizes, 2, rank), within_ten) for rank in range(2)
+    ]
     drawn = [list(DataLoader(list(range(10)), batch_sampler=sampler, collate_fn=list)) for sampler in samplers]
     assert len(drawn[0]) == len(drawn[1]) == len(samplers[0]) == len(samplers[1])
     assert {i for batches in drawn for batch in batches for i in batch} == set(range(10))
@@ -187,7 +195,10 @@ def test_batches_by_a_budget_are_equally_many():
         (lambda: BalancedCursor(np.array([1.0]), 1, 0).ids(-1), "step is -1"),
         (lambda: sample_costs([1, 2], [1.0]), "2 samples"),
         (lambda: LoadBalancedSampler([1, 2], [1.0, 2.0], 2, 2), "rank is 2 of 2"),
-        (lambda: list(LoadBalancedBatchSampler(LoadBalancedSampler([1], [1.0], 1, 0), lambda ids: [])), "no batch for rank 0"),
+        (
+            lambda: list(LoadBalancedBatchSampler(LoadBalancedSampler([1], [1.0], 1, 0), lambda ids: [])),
+            "no batch for rank 0",
+        ),
     ],
 )
 def test_refuses(make, says):

@@ -45,8 +45,17 @@ def values(cached: CachedDataset) -> list[float]:
 
 SAMPLES = [
     {"x": torch.arange(6).view(2, 3), "y": torch.tensor(1.5), "empty": torch.zeros(0, 3)},
-    {"bf16": torch.randn(3).bfloat16(), "bool": torch.tensor([True, False]), "u8": torch.tensor([1, 255], dtype=torch.uint8)},
-    {"array": np.arange(4, dtype=np.int16), "scalar": np.float32(0.1), "flag": np.bool_(True), "strided": np.arange(8)[::2]},
+    {
+        "bf16": torch.randn(3).bfloat16(),
+        "bool": torch.tensor([True, False]),
+        "u8": torch.tensor([1, 255], dtype=torch.uint8),
+    },
+    {
+        "array": np.arange(4, dtype=np.int16),
+        "scalar": np.float32(0.1),
+        "flag": np.bool_(True),
+        "strided": np.arange(8)[::2],
+    },
     {"int": 2**70, "float": 0.1, "nan": float("nan"), "bool": True, "text": "naïve\n\udcff", "none": None},
     {"transposed": torch.arange(6).view(2, 3).T, "expanded": torch.ones(1).expand(5)},
     {},
@@ -160,7 +169,9 @@ def test_several_processes_fill_and_read_one_store(tmp_path):
         shared,
         CachedDataset(dataset, name="squares", path=tmp_path),
     ]  # two forked copies of one, and one of its own
-    processes = [CONTEXT.Process(target=_fill, args=(c, order, answers)) for c, order in zip(caches, orders, strict=True)]
+    processes = [
+        CONTEXT.Process(target=_fill, args=(c, order, answers)) for c, order in zip(caches, orders, strict=True)
+    ]
     for process in processes:
         process.start()
     found = sorted(sum(answers.get(timeout=30)) for _ in processes)

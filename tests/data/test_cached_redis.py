@@ -142,7 +142,8 @@ def test_keys_are_spread_and_stay_when_a_server_is_added(servers):
     moved = len(servers[1].keys())
     assert 10 <= moved <= 30
     assert both.computed == moved  # the rest was found where it was
-    assert values(CachedDataset(both, name="squares", url=urls[::-1])) == EXPECTED  # the order of the servers is no matter
+    # the order of the servers is no matter
+    assert values(CachedDataset(both, name="squares", url=urls[::-1])) == EXPECTED
     assert both.computed == moved
 
 

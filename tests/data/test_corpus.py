@@ -22,7 +22,9 @@ def folder(tmp_path):
     """b.txt, sub/a.jsonl with an empty and a null document, and a file of another kind."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("bee\n")
-    (tmp_path / "sub" / "a.jsonl").write_text('{"text": "one", "n": 1}\n\n{"text": ""}\n{"text": null}\n{"text": "zwölf"}\n')
+    (tmp_path / "sub" / "a.jsonl").write_text(
+        '{"text": "one", "n": 1}\n\n{"text": ""}\n{"text": null}\n{"text": "zwölf"}\n'
+    )
     (tmp_path / "notes.md").write_text("not read")
     return tmp_path
 
@@ -177,7 +179,10 @@ def test_the_byte_that_is_not_utf_8_is_found(tmp_path, suffix, before):
     path = tmp_path / f"bad.{suffix}"
     path.write_bytes(whole + b"\n" + '{"text": "Grün"}\n'.encode("latin-1") + line)
     offset = path.read_bytes().index(b"Gr\xfcn") + 2
-    with pytest.raises(UserError, match=rf"bad\.{suffix} is not UTF-8: byte 0xfc at offset {offset:,}, in line {whole.count(10) + 2:,} \("):
+    with pytest.raises(
+        UserError,
+        match=rf"bad\.{suffix} is not UTF-8: byte 0xfc at offset {offset:,}, in line {whole.count(10) + 2:,} \(",
+    ):
         documents(path)
     mended = subprocess.run(["iconv", "-f", "LATIN1", "-t", "UTF-8", path], capture_output=True, check=True).stdout
     path.write_bytes(mended)

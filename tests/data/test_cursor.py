@@ -104,7 +104,8 @@ def test_places_and_neighbours_are_uniform(samples):
         first, second = permute(np.arange(2, dtype=np.uint64), samples, ("test", epoch))
         pairs[first, second] += 1
     singles, expected = pairs.sum(axis=1), epochs / samples
-    assert (((singles - expected) ** 2) / expected).sum() < samples - 1 + 5 * math.sqrt(2 * (samples - 1))  # chi-square, 5 sigma
+    # chi-square, 5 sigma
+    assert (((singles - expected) ** 2) / expected).sum() < samples - 1 + 5 * math.sqrt(2 * (samples - 1))
     distinct = pairs[~np.eye(samples, dtype=bool)]
     expected = epochs / len(distinct)
     assert (((distinct - expected) ** 2) / expected).sum() < len(distinct) - 1 + 5 * math.sqrt(2 * (len(distinct) - 1))

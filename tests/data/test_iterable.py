@@ -108,11 +108,15 @@ def test_a_streaming_dataset_of_hugging_face():
 
     def make() -> IterableSource:
         return IterableSource(
-            datasets.Dataset.from_dict({"x": list(range(7))}).to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=1)
+            datasets.Dataset.from_dict({"x": list(range(7))})
+            .to_iterable_dataset(num_shards=2)
+            .shuffle(seed=1, buffer_size=1)
         )
 
     whole = seen(make().batches(2, epochs=3))
-    assert [sorted(x for _, e, _, values in whole if e == epoch for x in values) for epoch in range(3)] == [list(range(7))] * 3
+    assert [sorted(x for _, e, _, values in whole if e == epoch for x in values) for epoch in range(3)] == [
+        list(range(7))
+    ] * 3
     for stop in (1, 4, 6):
         first, second = make(), make()
         head = seen(islice(first.batches(2, epochs=3), stop))

@@ -39,7 +39,9 @@ def test_batches_follow_the_cursor_and_load_what_is_asked():
 
 @pytest.mark.fast
 def test_own_collate():
-    batch = next(map_batches(Squares(5), Cursor(5, 2, seed=0), collate=lambda samples: {"n": torch.tensor(len(samples))}))
+    batch = next(
+        map_batches(Squares(5), Cursor(5, 2, seed=0), collate=lambda samples: {"n": torch.tensor(len(samples))})
+    )
     assert batch.load([0, 1, 2])["n"].item() == 3
 
 

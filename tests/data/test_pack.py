@@ -73,7 +73,9 @@ def test_every_token_is_a_label_once(data, sequence):
         patch.setattr(shards, "SHARD_TOKENS", 10)
         by_row = packed(texts, Path(cache), chosen, sequence=sequence)
         by_document = packed(texts, Path(cache), chosen, sequence=sequence, attend="document")
-    labels, within = [torch.cat([rows[i]["labels"] for i in range(len(rows))]).tolist() for rows in (by_row, by_document)]
+    labels, within = [
+        torch.cat([rows[i]["labels"] for i in range(len(rows))]).tolist() for rows in (by_row, by_document)
+    ]
     filling = [-100] * (len(labels) - len(stream) + 1)
     assert len(filling) < sequence
     assert labels == stream[1:] + filling

@@ -26,7 +26,9 @@ def no_corpus() -> Corpus:
 
 
 def contents(opened: Shards) -> list[list[int]]:
-    return [opened.read(start, stop).tolist() for start, stop in zip(opened.offsets[:-1], opened.offsets[1:], strict=True)]
+    return [
+        opened.read(start, stop).tolist() for start, stop in zip(opened.offsets[:-1], opened.offsets[1:], strict=True)
+    ]
 
 
 EXPECTED = [[*text.encode(), EOS] for text in TEXTS]

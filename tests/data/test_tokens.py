@@ -129,7 +129,8 @@ def test_refuses(tmp_path):
 
 
 def test_a_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(bpe, tmp_path):
-    """Also of the text that spells the end of a document, which is no end there; and what was loaded from it is saved alike."""
+    """Also of the text that spells the end of a document, which is no end there; and what was loaded from it is saved
+    alike."""
     transformers = pytest.importorskip("transformers")
     text = "def read(self):\n\t# \u00e9\u20ac \U0001f41f \x00<|endoftext|> end  "
     for number, each in enumerate((bpe, ByteTokenizer())):
@@ -140,9 +141,14 @@ def test_a_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(bpe, tmp_
         assert (again.vocab_size, again.eos) == (each.vocab_size, each.eos)
         theirs = transformers.AutoTokenizer.from_pretrained(directory)
         plain = text.replace("<|endoftext|>", "")
-        assert theirs.encode(plain, add_special_tokens=False) == each.encode(plain) and theirs.decode(each.encode(plain)) == plain
+        assert (
+            theirs.encode(plain, add_special_tokens=False) == each.encode(plain)
+            and theirs.decode(each.encode(plain)) == plain
+        )
         assert theirs.eos_token_id == each.eos
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
-        assert save_tokenizer(again, directory) and {path.name: path.read_bytes() for path in directory.iterdir()} == files
+        assert (
+            save_tokenizer(again, directory) and {path.name: path.read_bytes() for path in directory.iterdir()} == files
+        )
         if each is bpe:
             assert again.fingerprint == each.fingerprint

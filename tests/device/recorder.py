@@ -1,4 +1,5 @@
-"""A stand-in for `torch.cuda` that keeps what it is asked for, in order; tensors of its devices stay those of the CPU."""
+"""A stand-in for `torch.cuda` that keeps what it is asked for, in order; tensors of its devices stay those of the
+CPU."""
 
 from __future__ import annotations
 

@@ -31,12 +31,15 @@ class Net(nn.Module):
 
 
 class Normed(Net):
-    """The same with BatchNorm, of each microbatch, in it; and so large, and registered in such an order, that chunks may be cut anew after the first step."""
+    """The same with BatchNorm, of each microbatch, in it; and so large, and registered in such an order, that chunks
+    may be cut anew after the first step."""
 
     def __init__(self) -> None:
         super().__init__()
         wide, first, second = 16_000, self.inward, self.body
-        self.outward = nn.Sequential(nn.Linear(HIDDEN, wide, bias=False), nn.BatchNorm1d(wide), nn.Linear(wide, OUTPUTS))
+        self.outward = nn.Sequential(
+            nn.Linear(HIDDEN, wide, bias=False), nn.BatchNorm1d(wide), nn.Linear(wide, OUTPUTS)
+        )
         del self.inward, self.body
         self.body, self.inward = second, first  # registered last, though their gradients come last
 
@@ -50,10 +53,18 @@ def microbatch(step: int, rank: int, number: int) -> dict[str, Tensor]:
 def through_the_door(
     world: World, config: Any, steps: int, hosts: bool = False, after: Callable | None = None, factory: Any = Net
 ) -> dict[str, Any]:
-    """Trains; what each step said, and the weights before and after. `hosts`: as if each rank were on one of its own."""
+    """Trains; what each step said, and the weights before and after. `hosts`: as if each rank were on one of its
+    own."""
     torch.manual_seed(5)
     model, optimizer = initialize_engine(factory, None, config, world=apart(world) if hosts else world)
-    seen: dict[str, Any] = {"before": model.state_dict(), "losses": [], "norms": [], "scales": [], "skipped": [], "lrs": []}
+    seen: dict[str, Any] = {
+        "before": model.state_dict(),
+        "losses": [],
+        "norms": [],
+        "scales": [],
+        "skipped": [],
+        "lrs": [],
+    }
     try:
         for step in range(steps):
             for number in range(model.gradient_accumulation_steps()):

@@ -50,7 +50,11 @@ def test_every_stage_accumulates_to_the_numbers_of_a_plain_loop(stage, ranks, ho
 def in_small_chunks(world, asked) -> dict:
     with mock.patch("shoal.assembly.memory.chunk_bytes", lambda *_: 50_000):  # else by what the link was measured to do
         return through_the_door(
-            world, asked, 5, factory=Normed, after=lambda model, _: [chunk.slots[0].name for chunk in model.engine.parts.chunks]
+            world,
+            asked,
+            5,
+            factory=Normed,
+            after=lambda model, _: [chunk.slots[0].name for chunk in model.engine.parts.chunks],
         )
 
 
@@ -61,7 +65,9 @@ def test_running_statistics_and_chunks_that_are_cut_anew(stage):
     for mine in seen:
         assert_alike(mine, expected, rtol=2e-4)
     assert float(seen[0]["after"]["outward.1.num_batches_tracked"]) == 20
-    assert seen[0]["more"][0] == ("outward.2.bias" if stage == "0" else "inward.bias"), "recorded order, or expected order"
+    assert seen[0]["more"][0] == ("outward.2.bias" if stage == "0" else "inward.bias"), (
+        "recorded order, or expected order"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -86,7 +92,8 @@ def test_low_precisions_stay_near_fp32(precision):
 @pytest.mark.parametrize(
     ("table", "plain"),
     [
-        ({"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.3}}, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.3)),
+        ({"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.3}},
+         lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0.3)),
         ({"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.3, "adam_w_mode": False}},
          lambda ps: torch.optim.Adam(ps, lr=1e-2, weight_decay=0.3)),
         ({"type": "AdamW", "params": {"lr": 1e-2}}, lambda ps: torch.optim.AdamW(ps, lr=1e-2, weight_decay=0)),
@@ -105,7 +112,9 @@ def test_optimizer_state_on_nvme(tmp_path):
     on = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     seen = run_ranks(through_the_door, 2, config(zero_optimization=on), 6)[0]
     assert_alike(seen, by_torch(seen["before"], adamw, 6, 2), rtol=1e-4)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"] and list(tmp_path.glob("rank-0/generation.*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"] and list(
+        tmp_path.glob("rank-0/generation.*")
+    )
     with pytest.raises(UserError, match="needs nvme_path, a directory"):
         initialize_engine(
             Net,
@@ -154,7 +163,8 @@ def _named(given) -> dict:
     [
         (
             (48, 4, 5),
-            "train_batch_size = 48, train_micro_batch_size_per_gpu = 4, gradient_accumulation_steps = 5 on 2 rank(s) do not fit",
+            "train_batch_size = 48, train_micro_batch_size_per_gpu = 4, gradient_accumulation_steps = 5 on 2 rank(s) "
+            "do not fit",
         ),
         ((50, 4, None), "here 50 is not 4 x 6 x 2"),
         ((7, None, None), "here 7 is not 3 x 1 x 2"),
@@ -200,11 +210,19 @@ def test_batch_sizes_that_contradict_each_other_are_one_error(given, message):
         ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction = False is refused"),
         ({"optimizer": {}}, "the configuration names no optimizer"),
         (
-            {"optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}}, "gradient_clipping": "auto", "bf16": {"enabled": "auto"}},
-            "for gradient_clipping (its max_grad_norm); optimizer.params.lr (its learning_rate); optimizer.params.betas (its [adam_beta1, adam_beta2]); "
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto"}},
+                "gradient_clipping": "auto",
+                "bf16": {"enabled": "auto"},
+            },
+            "for gradient_clipping (its max_grad_norm); optimizer.params.lr (its learning_rate); "
+            "optimizer.params.betas (its [adam_beta1, adam_beta2]); "
             "bf16.enabled (its bf16)",
         ),
-        ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu (its per_device_train_batch_size)"),
+        (
+            {"train_micro_batch_size_per_gpu": "auto"},
+            "train_micro_batch_size_per_gpu (its per_device_train_batch_size)",
+        ),
         ({"zero_optimization": {"stage": "auto"}}, 'zero_optimization.stage = "auto": only the Trainer'),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}}, "is refused by torch: "),
         ({"optimizer": [1]}, "optimizer = [1]: this key of DeepSpeed's configuration is a table"),
@@ -226,9 +244,18 @@ def test_values_auto_that_the_file_itself_defines_are_filled_in():
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 8}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 8},
+        },
     }
-    written = {**given, "scheduler": {"type": "WarmupDecayLR", "params": {**given["scheduler"]["params"], "warmup_min_lr": 0, "warmup_max_lr": 3e-3}}}
+    written = {
+        **given,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {**given["scheduler"]["params"], "warmup_min_lr": 0, "warmup_max_lr": 3e-3},
+        },
+    }
     found = []
     for each in (given, written):
         settings = _settings(config(**each), World.single("cpu"))

@@ -1,4 +1,5 @@
-"""A loop that the caller owns: accumulation, forwards outside of steps, rates that the caller changes, and what it must not do."""
+"""A loop that the caller owns: accumulation, forwards outside of steps, rates that the caller changes, and what it must
+not do."""
 
 from __future__ import annotations
 
@@ -176,11 +177,18 @@ def test_forward_and_backward_are_keyed_and_nothing_between():
 
 
 def outputs_of(world, hosts: bool, **plan) -> tuple[list[float], dict, int]:
-    """Losses and weights where the model gives outputs, and the caller computes the loss and reads a weight itself; how many chunks pass."""
+    """Losses and weights where the model gives outputs, and the caller computes the loss and reads a weight itself; how
+    many chunks pass."""
     world = apart(world) if hosts else world
     spread = Plan(dp=world.size, exchange={"name": "allreduce", "chunk_bytes": 4096}, **plan)
     engine = Engine(
-        Mixed, callers_loss, partial(torch.optim.SGD, lr=0.1), spread, global_batch=world.size, microbatch=1, world=world
+        Mixed,
+        callers_loss,
+        partial(torch.optim.SGD, lr=0.1),
+        spread,
+        global_batch=world.size,
+        microbatch=1,
+        world=world,
     )
     model = Model(engine)
     draw, losses = torch.Generator().manual_seed(4), []

@@ -68,7 +68,8 @@ def test_gradient_clipping_clamps_elements(ranks):
 
 
 def by_torch_in_fp16(before, steps: int, ranks: int, scales: list[float]) -> tuple[list[float], list[bool]]:
-    """A plain loop with fp16 weights over fp32 masters, scaled by `scales`; what it lost at each step, and which overflowed."""
+    """A plain loop with fp16 weights over fp32 masters, scaled by `scales`; what it lost at each step, and which
+    overflowed."""
     master, model = Net(), Net().half()
     master.load_state_dict(before)
     optimizer, losses, overflows = adam(master.parameters()), [], []
@@ -118,13 +119,17 @@ def test_without_a_configuration_patrickstars_defaults_hold():
 
 
 def of_the_chunks(model, optimizer) -> tuple:
-    return [chunk.size for chunk in model.engine.parts.chunks], model.engine.plan.to_dict(), model.engine.optimizer._host is not None
+    return (
+        [chunk.size for chunk in model.engine.parts.chunks],
+        model.engine.plan.to_dict(),
+        model.engine.optimizer._host is not None,
+    )
 
 
 def test_the_plan_is_chunk_memory_with_the_chunk_size_in_elements():
-    sizes, plan, on_host = run_ranks(through_the_door, 1, without("fp16", default_chunk_size=700), 1, False, of_the_chunks)[0][
-        "more"
-    ]
+    sizes, plan, on_host = run_ranks(
+        through_the_door, 1, without("fp16", default_chunk_size=700), 1, False, of_the_chunks
+    )[0]["more"]
     assert plan == {"zero": 3, "memory": {}, "exchange": {"name": "allreduce", "chunk_bytes": 2800}}
     assert len(sizes) > 1 and all(size < 1500 for size in sizes) and on_host
 
@@ -140,7 +145,10 @@ def test_the_plan_is_chunk_memory_with_the_chunk_size_in_elements():
         ({"client": {"opts": 3}}, "client.opts = 3: this key of PatrickStar's configuration is a table"),
         ({"gradient_clipping": "1"}, "gradient_clipping = '1': give a number"),
         ({"default_chunk_size": 0}, "default_chunk_size = 0: give the number of elements"),
-        ({"optimizer": {"type": "Adma"}}, 'optimizer.type = "Adma": PatrickStar has Adam and AdamW. Did you mean "Adam"?'),
+        (
+            {"optimizer": {"type": "Adma"}},
+            'optimizer.type = "Adma": PatrickStar has Adam and AdamW. Did you mean "Adam"?',
+        ),
         (
             {"default_chunk_size": 1, "train_batch_size": 8},
             "default_chunk_size is a key of PatrickStar's configuration, train_batch_size",

@@ -18,14 +18,16 @@ TABLE = [
     ("WarmupDecayLR", {"total_num_steps": 9, "warmup_max_lr": 0.1, "warmup_num_steps": 3},
      [0, 0, 0.063093, 0.1, 0.1, 0.083333, 0.066667, 0.05, 0.033333, 0.016667, 0, 0]),
     ("WarmupCosineLR",
-     {"total_num_steps": 9, "warmup_num_steps": 3, "cos_min_ratio": 0.1, "warmup_min_ratio": 0.2, "warmup_type": "linear"},
+     {"total_num_steps": 9, "warmup_num_steps": 3, "cos_min_ratio": 0.1, "warmup_min_ratio": 0.2,
+      "warmup_type": "linear"},
      [0, 0.04, 0.093333, 0.146667, 0.187942, 0.155, 0.11, 0.065, 0.032058, 0.02, 0.02]),
     ("OneCycle",
-     {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 3, "decay_lr_rate": 0.5,
-      "decay_step_size": 2, "decay_mom_rate": 0.1},
+     {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 3,
+      "decay_lr_rate": 0.5, "decay_step_size": 2, "decay_mom_rate": 0.1},
      [0.01, 0.0325, 0.055, 0.0775, 0.1, 0.07, 0.04, 0.01, 0.008, 0.006667, 0.005714]),
     ("OneCycle",
-     {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 6, "cycle_first_stair_count": 2},
+     {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "cycle_second_step_size": 6,
+      "cycle_first_stair_count": 2},
      [0.01, 0.01, 0.055, 0.055, 0.1, 0.055, 0.055, 0.055, 0.01, 0.01]),
     ("LRRangeTest", {"lr_range_test_min_lr": 0.01, "lr_range_test_step_size": 3, "lr_range_test_staircase": True},
      [0.01, 0.01, 0.01, 0.02, 0.02, 0.02, 0.03]),
@@ -62,7 +64,9 @@ def test_one_cycle_moves_adams_first_beta_the_other_way_and_a_state_dict_goes_on
     assert {second for _, second in betas} == {0.99}
     other = adam()
     schedule("OneCycle", parameters)(other).load_state_dict(running.state_dict())
-    assert [other.param_groups[0][key] for key in ("lr", "betas")] == [optimizer.param_groups[0][key] for key in ("lr", "betas")]
+    assert [other.param_groups[0][key] for key in ("lr", "betas")] == [
+        optimizer.param_groups[0][key] for key in ("lr", "betas")
+    ]
 
 
 @pytest.mark.fast

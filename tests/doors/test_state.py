@@ -122,7 +122,9 @@ def optimizer_state(world, plan: str) -> tuple[list[float], list[float], bool]:
     other.lr_scheduler.load_state_dict(schedule)
     again = train(world, other, other_optimizer, 3)
     if model.engine.loss_scale is not None:
-        went_on, again = (losses + each.engine.loss_scale.state() for losses, each in ((went_on, model), (again, other)))
+        went_on, again = (
+            losses + each.engine.loss_scale.state() for losses, each in ((went_on, model), (again, other))
+        )
     refused = False
     if world.size > 1:
         theirs = world.everyone.broadcast_object(state)

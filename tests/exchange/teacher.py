@@ -1,4 +1,5 @@
-"""A student network that learns a teacher's outputs: small, convex enough to compare algorithms on, quick enough for many of them."""
+"""A student network that learns a teacher's outputs: small, convex enough to compare algorithms on, quick enough for
+many of them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ INPUTS, HIDDEN, OUTPUTS, SAMPLES, GLOBAL_BATCH = 12, 24, 4, 96, 16
 
 
 def student() -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
+    return nn.Sequential(
+        nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)
+    )
 
 
 def data(samples: int = SAMPLES) -> list[dict[str, Tensor]]:
@@ -44,7 +47,9 @@ SGD = partial(torch.optim.SGD, lr=0.05)
 
 def engine(world: World, exchange: Any, optimizer: Any = ADAMW, zero: int = 0, **more: Any) -> Engine:
     options: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "microbatch": 2, "dropout": "fused", "clip": 1.0, **more}
-    return Engine(student, regression, optimizer, Plan(dp=world.size, exchange=exchange, zero=zero), world=world, **options)
+    return Engine(
+        student, regression, optimizer, Plan(dp=world.size, exchange=exchange, zero=zero), world=world, **options
+    )
 
 
 def train(world: World, exchange: Any, steps: int = 20, optimizer: Any = ADAMW, **more: Any) -> Trace:

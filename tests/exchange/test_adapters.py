@@ -53,7 +53,9 @@ def train(rank: int, exchange: Any, late: float = 0.0, accumulate: int = 1, **op
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str
+)
 def test_all_reduce_is_what_ddp_does_bit_by_bit(options):
     plain, ours = ranks(train, 2, None, **options), ranks(train, 2, "allreduce", **options)
     for (_, expected), (_, got) in zip(plain, ours, strict=True):
@@ -87,7 +89,9 @@ def test_algorithms_train_as_the_exact_one_does(exchange, tolerance, exact):
 
 
 @pytest.mark.parametrize(
-    ("backend", "exchange"), [("gloo", {"name": "powersgd", "start": 1, "min_compression": 1.0}), ("shm", "topk")], ids=str
+    ("backend", "exchange"),
+    [("gloo", {"name": "powersgd", "start": 1, "min_compression": 1.0}), ("shm", "topk")],
+    ids=str,
 )
 def test_delays_of_each_rank_never_mismatch(backend, exchange):
     """What breaks torch's own PowerSGD hook: buckets that are ready at different times on different ranks."""
@@ -97,7 +101,8 @@ def test_delays_of_each_rank_never_mismatch(backend, exchange):
 
 
 class Given(nn.Module):
-    """The gradient of its parameters is what it is called with. Used in another order than registered, so that DDP's buckets change."""
+    """The gradient of its parameters is what it is called with. Used in another order than registered, so that DDP's
+    buckets change."""
 
     def __init__(self, shapes: list[tuple[int, ...]]) -> None:
         super().__init__()
@@ -193,7 +198,8 @@ def resume(rank: int, exchange: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_a_hook_goes_on_from_its_saved_state():
-    """PowerSGD works by parameter, so other buckets give the same bits; without its state it would start with exact sums again."""
+    """PowerSGD works by parameter, so other buckets give the same bits; without its state it would start with exact
+    sums again."""
     for straight, resumed in ranks(resume, 2, {"name": "powersgd", "rank": 2, "start": 2, "min_compression": 1.0}):
         assert torch.equal(straight, resumed)
 
@@ -203,7 +209,9 @@ def loads_another(rank: int) -> None:
     loss_of(saving, rank, 0).backward()
     other, into = hooked(network(), "powersgd")
     into.load_state_dict(state.state_dict())
-    with pytest.raises(UserError, match="saved state holds residual, this algorithm needs residual, q: load what the same one"):
+    with pytest.raises(
+        UserError, match="saved state holds residual, this algorithm needs residual, q: load what the same one"
+    ):
         loss_of(other, rank, 0).backward()
 
 
@@ -371,7 +379,10 @@ def test_sparse_gradients_are_refused():
         ("qadam", "place of the optimizer's step"),
         ("onebit_adam", "place of the optimizer's step"),
         *((name, "exchange weights") for name in ("decentralized", "low_precision_decentralized", "async_average")),
-        *((name, "exchange weights") for name in ("local_sgd", "post_local_sgd", "diloco", "streaming_diloco", "islands")),
+        *(
+            (name, "exchange weights")
+            for name in ("local_sgd", "post_local_sgd", "diloco", "streaming_diloco", "islands")
+        ),
         ("none", "apart"),
     ],
 )
@@ -399,7 +410,8 @@ def test_every_algorithm_is_either_served_or_refused():
 
 
 def scaled_accounts(rank: int, exchange: Any) -> tuple[Tensor, Tensor]:
-    """(sum of what all gave, sum of what was applied and is kept) under a loss scale that a GradScaler would change from step to step; the third step overflows."""
+    """(sum of what all gave, sum of what was applied and is kept) under a loss scale that a GradScaler would change
+    from step to step; the third step overflows."""
     ddp = DistributedDataParallel(Given(SHAPES), bucket_cap_mb=SMALL)
     scale = 1.0
     state, hook = as_ddp_hook(exchange, ddp, loss_scale=lambda: scale)

@@ -1,4 +1,5 @@
-"""Adasum of the replicas' steps, against Horovod's optimizer worked by hand: each replica steps from the common weights, start + adasum of the steps is what all go on with."""
+"""Adasum of the replicas' steps, against Horovod's optimizer worked by hand: each replica steps from the common
+weights, start + adasum of the steps is what all go on with."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def train(world, option: Any, optimizer: Any, **more: Any) -> tuple[dict[str, Te
     return before, after
 
 
-def by_hand(before: dict[str, Tensor], optimizer: Any, ranks: int, clip: float | None = None, batch: int = BATCH) -> dict[str, Tensor]:
+def by_hand(
+    before: dict[str, Tensor], optimizer: Any, ranks: int, clip: float | None = None, batch: int = BATCH
+) -> dict[str, Tensor]:
     samples = [{key: value.double() for key, value in row.items()} for row in data()]
     lone = Engine(student, regression, optimizer, Plan(), global_batch=batch, precision="fp64")
     batches = [list(each.ids) for each in lone.batches(samples, steps=STEPS)]
@@ -118,7 +121,8 @@ def test_under_adam_deltas_go_further_than_gradients():
 
 
 def bad_on_one(world, precision: str) -> tuple[list[bool], bool]:
-    """Whether each step was skipped, and whether all is finite: in the second step a gradient of rank 1 overflows, and its loss does not."""
+    """Whether each step was skipped, and whether all is finite: in the second step a gradient of rank 1 overflows, and
+    its loss does not."""
     torch.set_num_threads(1)
 
     def loss(model, batch):
@@ -126,7 +130,9 @@ def bad_on_one(world, precision: str) -> tuple[list[bool], bool]:
         return total + batch["bad"].sum() * model[4].bias.square().sum(), count
 
     rows = [{**row, "bad": torch.tensor(0.0)} for row in data()]
-    engine = Engine(student, loss, ADAMW, Plan(dp=world.size, exchange="adasum"), global_batch=4, precision=precision, world=world)
+    engine = Engine(
+        student, loss, ADAMW, Plan(dp=world.size, exchange="adasum"), global_batch=4, precision=precision, world=world
+    )
     skipped = []
     for batch in engine.batches(rows, steps=4):
         if world.rank == 1 and batch.step == 1:
@@ -145,7 +151,10 @@ def test_all_skip_a_step_that_overflows_on_one():
 
 @pytest.mark.parametrize(
     ("more", "says"),
-    [({"zero": 1}, "of = \"gradients\""), ({"exchange": {"name": "adasum", "of": "weights"}}, 'combines "gradients" or "deltas"')],
+    [
+        ({"zero": 1}, 'of = "gradients"'),
+        ({"exchange": {"name": "adasum", "of": "weights"}}, 'combines "gradients" or "deltas"'),
+    ],
 )
 def test_what_does_not_fit_is_refused_by_name(more, says):
     def run(world) -> None:

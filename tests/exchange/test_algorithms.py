@@ -1,4 +1,5 @@
-"""Every algorithm by its name: it trains, on any number of ranks, with accumulation, clipping, short batches; the same bits everywhere."""
+"""Every algorithm by its name: it trains, on any number of ranks, with accumulation, clipping, short batches; the same
+bits everywhere."""
 
 from __future__ import annotations
 
@@ -27,7 +28,19 @@ SETTINGS: dict[str, dict] = {
     "diloco": {"every": 5, "outer_momentum": 0.5},
     "streaming_diloco": {"every": 8, "overlap": 1, "fragments": 2},
 }
-EQUAL = ["allreduce", "hierarchical", "fp16", "bf16", "bytegrad", "powersgd", "topk", "adasum", "delayed", "qadam", "onebit_adam"]
+EQUAL = [
+    "allreduce",
+    "hierarchical",
+    "fp16",
+    "bf16",
+    "bytegrad",
+    "powersgd",
+    "topk",
+    "adasum",
+    "delayed",
+    "qadam",
+    "onebit_adam",
+]
 """Algorithms whose replicas are the same bits after every step."""
 
 
@@ -45,7 +58,9 @@ def test_it_learns_as_the_exact_sum_does(name, size):
     """From 0.26: one process ends at 0.0144, a replica alone at 0.018."""
     traces = simulate_world(size, train, setting(name), 60)
     assert traces[0].evaluation < (0.05 if "diloco" in name else 0.026), [trace.evaluation for trace in traces]
-    assert all(trace.evaluation == traces[0].evaluation for trace in traces), "evaluation is of the mean, the same on every rank"
+    assert all(trace.evaluation == traces[0].evaluation for trace in traces), (
+        "evaluation is of the mean, the same on every rank"
+    )
     if name in EQUAL:
         assert all(trace.losses == traces[0].losses for trace in traces)
         if "adam" not in name:  # which clips each replica's gradient by its own norm
@@ -58,7 +73,8 @@ def test_it_learns_as_the_exact_sum_does(name, size):
     "name", [name for name in ALGORITHMS if name not in ("none", "async_average", "hierarchical", "islands")]
 )
 def test_batches_that_are_short_and_ranks_without_work(name):
-    """Ten samples in microbatches of two on four ranks: one rank has two microbatches; of an epoch's last six one has none."""
+    """Ten samples in microbatches of two on four ranks: one rank has two microbatches; of an epoch's last six one has
+    none."""
     traces = simulate_world(4, partial(train, global_batch=10), setting(name), 30)
     assert traces[0].evaluation < 0.1
 
@@ -78,7 +94,9 @@ def test_threads_give_the_bits_of_real_ranks(name):
 def test_near_lossless_algorithms_follow_the_exact_sum(name, optimizer):
     exact_losses = simulate_world(1, train, "allreduce", 20, optimizer)[0].losses
     losses = simulate_world(4, train, setting(name), 20, optimizer)[0].losses
-    assert losses == pytest.approx(exact_losses, rel={"fp16": 1e-3, "bf16": 5e-3, "hierarchical": 1e-5, "bytegrad": 2e-2}[name])
+    assert losses == pytest.approx(
+        exact_losses, rel={"fp16": 1e-3, "bf16": 5e-3, "hierarchical": 1e-5, "bytegrad": 2e-2}[name]
+    )
 
 
 def test_codec_and_error_feedback_are_parameters():

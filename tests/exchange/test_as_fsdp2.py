@@ -17,7 +17,8 @@ from tests.exchange.torch_loops import STEPS, evaluate, loss_of, network, ranks,
 
 
 def train_sharded(rank: int, exchange: Any, shards: int | None = None, **options: Any) -> Any:
-    """(loss on fresh samples, full weights, bytes sent) after STEPS steps; `shards`: of hybrid sharding, ranks a copy."""
+    """(loss on fresh samples, full weights, bytes sent) after STEPS steps; `shards`: of hybrid sharding, ranks a
+    copy."""
     shape = (dist.get_world_size(),) if shards is None else (dist.get_world_size() // shards, shards)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model = network()
@@ -60,8 +61,8 @@ def test_fsdp_trains_through_half_precision(exchange, tolerance, sharded):
 
 
 def test_fsdp_sends_what_the_codec_makes_of_the_gradients(through_bytes):
-    """Of two ranks each sends half a gradient a layer and step, 8 bytes a row of 1024 and one an element. Layers of 12 x 32 + 32, 32 x 32 + 32
-    twice, 32 x 4 + 4: halves of 208, 528, 528 and 66 elements, each less than a row."""
+    """Of two ranks each sends half a gradient a layer and step, 8 bytes a row of 1024 and one an element. Layers of 12
+    x 32 + 32, 32 x 32 + 32 twice, 32 x 4 + 4: halves of 208, 528, 528 and 66 elements, each less than a row."""
     for _, _, wire in through_bytes:
         assert wire == STEPS * sum(8 + half for half in (208, 528, 528, 66))
 
@@ -96,7 +97,8 @@ def test_nan_is_not_hidden_under_fsdp():
 
 
 def own_factor(rank: int) -> float:
-    """The largest difference of the gradients with the caller's divisor of 1 from those of plain FSDP, relative to the largest."""
+    """The largest difference of the gradients with the caller's divisor of 1 from those of plain FSDP, relative to the
+    largest."""
     gradients = []
     for exchange in (None, "fp16"):
         model = network()

@@ -32,7 +32,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, and blocks of which two share a weight, with hooks from the constructor on. `made` are their handles."""
+    """An embedding, and blocks of which two share a weight, with hooks from the constructor on. `made` are their
+    handles."""
 
     def __init__(self, before: dict[str, Any], after: dict[str, Any], sparse: bool = False) -> None:
         super().__init__()
@@ -110,7 +111,8 @@ def train(
 
 @cache
 def plain(microbatch: int = 2, with_after: bool = True) -> dict[str, Tensor]:
-    """The same by torch: a hook sees the gradient of each microbatch's mean, which counts by its share of the counts."""
+    """The same by torch: a hook sees the gradient of each microbatch's mean, which counts by its share of the
+    counts."""
     world = World.single(torch.device("cpu"))
     running = Engine(partial(Net, {}, {}), loss, SGD, global_batch=8, microbatch=2, precision="fp64", world=world)
     module = Net({}, {}).double()
@@ -148,7 +150,9 @@ def test_hooks_do_what_they_do_in_plain_torch(size, plan, late):
     check(run_ranks(train, size, plan, late), plain())
 
 
-@pytest.mark.parametrize(("size", "plan"), [(2, {"zero": 2}), (2, {"zero": 3}), (1, {"memory": {"update": "deferred"}})])
+@pytest.mark.parametrize(
+    ("size", "plan"), [(2, {"zero": 2}), (2, {"zero": 3}), (1, {"memory": {"update": "deferred"}})]
+)
 def test_hooks_where_no_whole_gradient_is_kept(size, plan):
     check(run_ranks(partial(train, after={}), size, plan), plain(with_after=False))
     check(run_ranks(partial(train, microbatch=8 // size), size, plan), plain(8 // size))
@@ -216,9 +220,16 @@ def refused(world: World, name: str, plan: dict[str, Any]) -> str:
 
 
 def test_hooks_that_a_plan_cannot_serve_are_refused_by_name():
-    names = [name for name, _ in GPT(GPTConfig(vocab_size=WORDS, sequence=8, layers=2, d_model=8, heads=2)).named_parameters()]
+    names = [
+        name
+        for name, _ in GPT(GPTConfig(vocab_size=WORDS, sequence=8, layers=2, d_model=8, heads=2)).named_parameters()
+    ]
     matrix = next(name for name in names if "0" in name and name.endswith("weight") and "norm" not in name)
-    for plan, why in (({"pp": 2}, "only the last stage"), ({"tp": 2}, "a part of it"), ({"cp": 2}, "its part of the rows")):
+    for plan, why in (
+        ({"pp": 2}, "only the last stage"),
+        ({"tp": 2}, "a part of it"),
+        ({"cp": 2}, "its part of the rows"),
+    ):
         one, other = run_ranks(refused, 2, matrix, plan)
         assert one == other and one.startswith(f"{matrix} has a hook") and why in one
     with pytest.raises(RankError, match=r"changed the gradient, other than by zeros.*Take register_hook"):
@@ -246,7 +257,9 @@ def test_hooks_in_a_loop_of_the_callers():
     """They see the gradient of the loss that it gives."""
     seen: list[Tensor] = []
     world = World.single(torch.device("cpu"))
-    running = Engine(partial(Net, {"out.weight": seen.append}, {}), loss, SGD, global_batch=3, microbatch=1, world=world)
+    running = Engine(
+        partial(Net, {"out.weight": seen.append}, {}), loss, SGD, global_batch=3, microbatch=1, world=world
+    )
     loop, samples = running.loop(3), data()[:3]
     for sample in samples:
         mean = F.cross_entropy(loop(sample["x"]), sample["y"])

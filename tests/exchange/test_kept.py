@@ -1,4 +1,5 @@
-"""What error feedback keeps back: over any steps, what was applied and what is kept are the mean gradients, whatever the steps' counts."""
+"""What error feedback keeps back: over any steps, what was applied and what is kept are the mean gradients, whatever
+the steps' counts."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def samples() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
     common = torch.randn(ROWS, COLUMNS, generator=draw)
     each = torch.randn(SAMPLES, ROWS, COLUMNS, generator=draw)
-    return [{"x": common + row, "bad": torch.zeros(()), "count": torch.tensor(i % 5 + 1.0)} for i, row in enumerate(each)]
+    return [
+        {"x": common + row, "bad": torch.zeros(()), "count": torch.tensor(i % 5 + 1.0)} for i, row in enumerate(each)
+    ]
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -73,11 +76,14 @@ def truth(ids: list[int]) -> Tensor:
 
 
 def account(world, option: dict[str, Any], sizes: list[int], **more: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(moved by SGD with lr 1, what this rank keeps, the truth): of steps of so many samples; a size below 0 is a step in which nothing counts."""
+    """(moved by SGD with lr 1, what this rank keeps, the truth): of steps of so many samples; a size below 0 is a step
+    in which nothing counts."""
     torch.set_num_threads(1)
     options: dict[str, Any] = {"global_batch": 48, "microbatch": 3, **more}
     bad = options.pop("bad", {})
-    engine = Engine(Given, loss, partial(torch.optim.SGD, lr=1.0), Plan(dp=world.size, exchange=option), world=world, **options)
+    engine = Engine(
+        Given, loss, partial(torch.optim.SGD, lr=1.0), Plan(dp=world.size, exchange=option), world=world, **options
+    )
     wanted, start = torch.zeros(ROWS, COLUMNS, dtype=torch.float64), 0
     for step, size in enumerate(sizes):
         ids = [(start + i) % SAMPLES for i in range(abs(size))]
@@ -113,7 +119,11 @@ def check(option: dict[str, Any], sizes: list[int], ranks: int = 2, **more: Any)
 @example(sizes=[23, 22] * 6)
 @example(sizes=[46, 23] * 4)
 @example(sizes=[7, -4, 5])
-@given(sizes=st.lists(st.integers(1, 48).map(lambda n: n if n % 9 else -n), min_size=2, max_size=10).filter(lambda s: s[-1] > 0 and s[0] > 0))
+@given(
+    sizes=st.lists(st.integers(1, 48).map(lambda n: n if n % 9 else -n), min_size=2, max_size=10).filter(
+        lambda s: s[-1] > 0 and s[0] > 0
+    )
+)
 def test_applied_and_kept_are_the_truth(name, sizes):
     """-n: n samples of which none counts: nothing is applied, and nothing is lost."""
     check(KEEPING[name], sizes)
@@ -133,26 +143,33 @@ def test_what_goes_on_between_ranks_does_not_matter():
 
 
 def gives_its_rank(world, qadam: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(the weight, what this rank keeps) after a frozen step in which every sample's gradient is the same: what is kept does not depend on the number of replicas."""
+    """(the weight, what this rank keeps) after a frozen step in which every sample's gradient is the same: what is kept
+    does not depend on the number of replicas."""
     torch.set_num_threads(1)
-    engine = Engine(Given, loss, partial(torch.optim.Adam, lr=0.1), Plan(dp=world.size, exchange=qadam), global_batch=8, world=world)
+    engine = Engine(
+        Given, loss, partial(torch.optim.Adam, lr=0.1), Plan(dp=world.size, exchange=qadam), global_batch=8, world=world
+    )
     for step in range(3):
         engine.step(batch_of(step, list(range(8))))
-    kept = sum(state.tensors["weight"].double() for name, state in engine.parts.exchange.state().items() if "residual" in name)
+    kept = sum(
+        state.tensors["weight"].double() for name, state in engine.parts.exchange.state().items() if "residual" in name
+    )
     weight = engine.optimizer.parameters["weight"].detach().clone()
     engine.close()
     return weight, kept
 
 
 def test_what_momentum_keeps_is_of_the_mean_of_any_number_of_replicas():
-    """The momentum of two replicas and of four is about the same mean, so what the codec keeps back of it is of one size, and a resize may hand it on."""
+    """The momentum of two replicas and of four is about the same mean, so what the codec keeps back of it is of one
+    size, and a resize may hand it on."""
     qadam = {"name": "qadam", "warmup": 1, "codec": {"name": "sign", "row": 64}}
     sizes = [float(sum(kept for _, kept in simulate_world(ranks, gives_its_rank, qadam)).norm()) for ranks in (2, 4)]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.35)
 
 
 def test_residuals_of_older_checkpoints_are_brought_to_the_unit():
-    """They were of sums divided by a power of two near the count, 32 for 23; those of momentum of the sum over replicas."""
+    """They were of sums divided by a power of two near the count, 32 for 23; those of momentum of the sum over
+    replicas."""
     extra = {"per_sample": 1.0, "global_batch": 23, "plan": {"dp": 4}}
     states = {"residual": State({"w": torch.ones(2)}, "split"), "q": State({"w": torch.ones(2)}, "mean")}
     from_older(states, extra, own_gradients=False)

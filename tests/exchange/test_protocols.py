@@ -25,7 +25,8 @@ def draws(rank: int, numel: int, round_: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * round_ + rank))
 
 
-# ---------------------------------------------------------------------------------------------------------------- scatter-gather
+# ----------------------------------------------------------------------------------------------------------------
+# scatter-gather
 
 
 @pytest.mark.parametrize(("numel", "size"), [(0, 3), (1, 2), (1024, 2), (5000, 2), (5000, 3), (4096, 4)])
@@ -57,7 +58,9 @@ def test_what_error_feedback_keeps_is_what_was_not_sent(size):
     for rank, (applied, _, summed) in enumerate(results):
         assert torch.equal(applied, results[0][0])
         mine = cuts_of(numel, size)[rank]
-        assert not summed[: mine.start].any() and not summed[mine.stop :].any(), "a rank keeps what it lost of its own cut"
+        assert not summed[: mine.start].any() and not summed[mine.stop :].any(), (
+            "a rank keeps what it lost of its own cut"
+        )
 
 
 def test_a_gradient_that_is_not_finite_is_seen_by_all():
@@ -100,7 +103,8 @@ def test_bytes_on_the_wire_are_the_formula():
     assert simulate(size, run) == [2 * 3 * encoded] * size
 
 
-# ---------------------------------------------------------------------------------------------------------------------- adasum
+# ----------------------------------------------------------------------------------------------------------------------
+# adasum
 
 
 def reference(vectors: list[list[Tensor]]) -> list[Tensor]:
@@ -155,7 +159,8 @@ def test_adasum_averages_what_agrees_and_adds_what_is_orthogonal():
     assert simulate(2, run, [[3.0, 0.0], [0.0, 4.0]])[0] == [3.0, 4.0]
 
 
-# --------------------------------------------------------------------------------------------------------------- decentralized
+# ---------------------------------------------------------------------------------------------------------------
+# decentralized
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -220,13 +225,16 @@ def test_a_ring_knows_its_neighbours_replicas_bit_by_bit(size):
             assert torch.equal(right, results[(rank + 1) % size][step][0])
 
 
-# ----------------------------------------------------------------------------------------------------------------- local steps
+# -----------------------------------------------------------------------------------------------------------------
+# local steps
 
 
 def test_diloco_with_one_step_and_no_momentum_is_parameter_averaging():
     outer = {"name": "diloco", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "codec": "fp32", "guard": 0.0}
     for ours, averaged in zip(
-        simulate_world(3, train, outer, 12), simulate_world(3, train, {"name": "local_sgd", "every": 1}, 12), strict=True
+        simulate_world(3, train, outer, 12),
+        simulate_world(3, train, {"name": "local_sgd", "every": 1}, 12),
+        strict=True,
     ):
         for name, value in averaged.weights.items():
             torch.testing.assert_close(ours.weights[name], value, rtol=0, atol=1e-5)
@@ -255,7 +263,9 @@ def test_diloco_s_outer_step_is_torch_s_sgd_with_nesterov():
             if (batch.step + 1) % 3 == 0:
                 anchor.grad = anchor.detach() - inner[0]
                 outer.step()
-                pairs.append((anchor.detach().clone(), torch.cat([chunk.master for chunk in running.parts.chunks]).clone()))
+                pairs.append(
+                    (anchor.detach().clone(), torch.cat([chunk.master for chunk in running.parts.chunks]).clone())
+                )
         running.close()
         return pairs
 
@@ -297,12 +307,16 @@ def test_delayed_gradients_are_those_of_the_weights_a_step_before():
             torch.testing.assert_close(weight, value, rtol=1e-5, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------- Adam, compressed
+# ------------------------------------------------------------------------------------------------------------- Adam,
+# compressed
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1), partial(ADAMW, weight_decay=0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1), partial(ADAMW, weight_decay=0.1)]
+)
 def test_qadam_without_loss_is_adam_with_a_frozen_variance(optimizer):
-    """fp32 on the wire, no feedback: m = mean of the replicas' momenta, x -= lr m' / (sqrt(v frozen / (1 - b2^T)) + eps)."""
+    """fp32 on the wire, no feedback: m = mean of the replicas' momenta, x -= lr m' / (sqrt(v frozen / (1 - b2^T)) +
+    eps)."""
 
     def by_hand(world) -> dict[str, Tensor]:
         torch.set_num_threads(1)
@@ -336,7 +350,8 @@ def test_qadam_without_loss_is_adam_with_a_frozen_variance(optimizer):
             torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the others
+# ------------------------------------------------------------------------------------------------------------------ the
+# others
 
 
 def test_powersgd_of_full_rank_is_the_exact_sum():
@@ -362,11 +377,15 @@ def test_topk_sends_everything_in_the_end():
 
     results = simulate_world(3, run)
     torch.testing.assert_close(
-        results[0][0] + sum(residual for _, residual, _ in results), sum(given for _, _, given in results), rtol=0, atol=1e-3
+        results[0][0] + sum(residual for _, residual, _ in results),
+        sum(given for _, _, given in results),
+        rtol=0,
+        atol=1e-3,
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- asynchronous
+# ----------------------------------------------------------------------------------------------------------------
+# asynchronous
 
 
 def slow_on_rank_one(world, steps_of_fast: int) -> tuple[float, int, Tensor]:
@@ -410,7 +429,8 @@ def test_a_replica_waits_when_the_bound_is_reached():
     assert fast == slow
 
 
-# -------------------------------------------------------------------------------------------------------------------- islands
+# --------------------------------------------------------------------------------------------------------------------
+# islands
 
 
 def test_an_island_updates_as_one_and_meets_the_others_as_one():

@@ -38,7 +38,9 @@ def setting(dtype: torch.dtype = torch.float32) -> tuple[Reducer, Watching, dict
     parameters = {name: nn.Parameter(chunk.data) for name, chunk in zip(names, chunks, strict=True)}
     optimizer = ChunkOptimizer(torch.optim.SGD, chunks, parameters, ParamGroups([{}], dict.fromkeys(names, 0)))
     world, watching, lane = World.single(CPU), Watching(), Lane(CPU)
-    watching.attach(Replica(chunks, world.everyone, lane, optimizer, lambda name, places: world.group(name, list(places))))
+    watching.attach(
+        Replica(chunks, world.everyone, lane, optimizer, lambda name, places: world.group(name, list(places)))
+    )
     return Reducer(parameters, watching), watching, parameters, lane, chunks
 
 

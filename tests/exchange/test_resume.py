@@ -1,4 +1,5 @@
-"""Checkpoints under every algorithm: the run goes on as if it had not stopped; with other ranks, nothing that waited is lost."""
+"""Checkpoints under every algorithm: the run goes on as if it had not stopped; with other ranks, nothing that waited is
+lost."""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def loss(model: nn.Module, batch) -> tuple[Tensor, Tensor]:
 def rows_of_words() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
     return [
-        {"ids": torch.randint(0, 60, (4,), generator=draw), "labels": torch.randint(0, 3, (), generator=draw)} for _ in range(24)
+        {"ids": torch.randint(0, 60, (4,), generator=draw), "labels": torch.randint(0, 3, (), generator=draw)}
+        for _ in range(24)
     ]
 
 
@@ -68,7 +69,9 @@ def train(world, factory, optimizer, exchange="allreduce") -> tuple[list[float],
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer", [partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)]
+)
 def test_sparse_gradients_train_as_dense_ones(optimizer, size):
     dense = simulate_world(1, train, partial(Bag, sparse=False), optimizer)[0]
     for sparse in simulate_world(size, train, partial(Bag, sparse=True), optimizer):
@@ -80,7 +83,8 @@ def test_sparse_gradients_train_as_dense_ones(optimizer, size):
 
 def test_only_rows_travel():
     dense, sparse = (
-        simulate_world(2, train, partial(Bag, sparse=kind), partial(torch.optim.SGD, lr=0.1))[0][3] for kind in (False, True)
+        simulate_world(2, train, partial(Bag, sparse=kind), partial(torch.optim.SGD, lr=0.1))[0][3]
+        for kind in (False, True)
     )
     assert sparse < dense / 2, "at most 12 of 200 words a rank and step"
 
@@ -92,7 +96,9 @@ def test_sparse_adam_gets_rows_and_leaves_the_others_alone(size):
     factory, data = Words, rows_of_words()
 
     def reference(world) -> Tensor:
-        running = Engine(factory, loss, partial(torch.optim.SparseAdam, lr=0.1), global_batch=6, dropout="fused", world=world)
+        running = Engine(
+            factory, loss, partial(torch.optim.SparseAdam, lr=0.1), global_batch=6, dropout="fused", world=world
+        )
         module = Words()
         module.words.weight.data.copy_(running.parameters["words.weight"])
         optimizer = torch.optim.SparseAdam(list(module.parameters()), lr=0.1)
@@ -172,7 +178,12 @@ def seen_by_autograd(world, microbatch: int) -> tuple[list[bool], dict[str, Tens
     """Whether gradients were rows when they came, and what became of the weights of words."""
     torch.set_num_threads(1)
     running = Engine(
-        partial(Bag, sparse=False), loss, partial(torch.optim.SGD, lr=0.1), global_batch=6, microbatch=microbatch, world=world
+        partial(Bag, sparse=False),
+        loss,
+        partial(torch.optim.SGD, lr=0.1),
+        global_batch=6,
+        microbatch=microbatch,
+        world=world,
     )
     rows: list[bool] = []
     weight = running.parameters["words.weight"]
@@ -196,7 +207,12 @@ def test_gradients_by_rows_are_those_of_plain_torch():
 
     def plain(world) -> dict[str, Tensor]:
         running = Engine(
-            partial(Bag, sparse=False), loss, partial(torch.optim.SGD, lr=0.1), global_batch=6, microbatch=2, world=world
+            partial(Bag, sparse=False),
+            loss,
+            partial(torch.optim.SGD, lr=0.1),
+            global_batch=6,
+            microbatch=2,
+            world=world,
         )
         module = Bag(sparse=False)
         module.load_state_dict({name: value.detach().clone() for name, value in running.parameters.items()})

@@ -42,7 +42,8 @@ def test_where_the_cut_is_part_of_the_mathematics_it_stays():
 
 @pytest.mark.fast
 def test_departure_worked_by_hand():
-    """a (1) with b (3) leave when both are in, c (4) after them: in the order a, b, c at 4/8 and 8/8, in the order b, c, a both at 8/8."""
+    """a (1) with b (3) leave when both are in, c (4) after them: in the order a, b, c at 4/8 and 8/8, in the order b,
+    c, a both at 8/8."""
     parameters = [("a", torch.Size([16]), KEY), ("b", torch.Size([48]), KEY), ("c", torch.Size([64]), KEY)]
     cut = assign(parameters, 64 * 4, 4)
     assert [[slot.name for slot in slots] for _, slots in cut] == [["a", "b"], ["c"]]
@@ -84,7 +85,9 @@ def train(world, exchange, optimizer, precision, clip, directory=None) -> tuple[
     torch.manual_seed(0)
     give_a_link(world)
     plan = Plan(dp=world.size, exchange=exchange)
-    make = partial(Engine, Scrambled, regression, optimizer, plan, global_batch=8, precision=precision, clip=clip, world=world)
+    make = partial(
+        Engine, Scrambled, regression, optimizer, plan, global_batch=8, precision=precision, clip=clip, world=world
+    )
     engine = make(schedule=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 2))
     mine = dict(engine.module.named_parameters())
     numbers = []
@@ -129,8 +132,8 @@ OPTIMIZERS = {
     ],
 )
 def test_chunks_go_in_the_order_of_gradients_and_compute_the_same_bits(exchange, optimizer, precision):
-    """Against the cut as registered, which a fixed size keeps: losses and weights bit by bit, the parameters the same objects. The last bit
-    of the norm, a sum in fp64 over the chunks, may differ; fp64 weights see it where it clips."""
+    """Against the cut as registered, which a fixed size keeps: losses and weights bit by bit, the parameters the same
+    objects. The last bit of the norm, a sum in fp64 over the chunks, may differ; fp64 weights see it where it clips."""
     arguments = (OPTIMIZERS[optimizer], precision, 0.5)
     tuned = run_ranks(train, 2, exchange, *arguments)
     fixed = run_ranks(train, 2, {"name": exchange, "chunk_bytes": 2**20}, *arguments)

@@ -25,7 +25,9 @@ def ranks(
     return run_ranks(_in_process_group, size, fn, backend, args, options, timeout=timeout)
 
 
-def _in_process_group(world: World, fn: Callable[..., Any], backend: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+def _in_process_group(
+    world: World, fn: Callable[..., Any], backend: str, args: Sequence[Any], options: dict[str, Any]
+) -> Any:
     torch.set_num_threads(1)
     store = dist.PrefixStore("adapters", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=30))

@@ -1,4 +1,5 @@
-"""Broken inputs made of sound ones: by structure (other types, huge numbers, keys that are gone or new, deep lists) and by bytes. Seeded."""
+"""Broken inputs made of sound ones: by structure (other types, huge numbers, keys that are gone or new, deep lists) and
+by bytes. Seeded."""
 
 from __future__ import annotations
 
@@ -17,8 +18,10 @@ MEMORY = 1 << 30
 """Bytes that all tries may add to what the process has at most."""
 
 ODD: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.0, -0.5, 1e-300, 1e308, float("inf"), float("-inf"), float("nan"), "",
-    "auto", "x", "../../x", "/etc/passwd", "\x00", "\u00e9" * 50, "9" * 5000, [], [0.9], [None], [[]], ["x"], {}, {"name": "x"}, {"a": {"b": {"c": 1}}}, {"name": 3},
+    None, True, False, 0, -1, 1, 7, 2**31, 2**63, 2**64, -(2**70), 10**400,
+    0.0, -0.5, 1e-300, 1e308, float("inf"), float("-inf"), float("nan"),
+    "", "auto", "x", "../../x", "/etc/passwd", "\x00", "\u00e9" * 50, "9" * 5000,
+    [], [0.9], [None], [[]], ["x"], {}, {"name": "x"}, {"a": {"b": {"c": 1}}}, {"name": 3},
 )  # fmt: skip
 
 
@@ -75,7 +78,9 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
         elif what == 2:
             found[at:at] = bytes(draw.randrange(256) for _ in range(draw.randint(1, 8)))
         elif what == 3:
-            found[at:at] = draw.choice([b"\xff\xfe", b"[" * 3000, b"9" * 5000, b"\x00", b"-", b"1e999", b'"', b"{", b"\n"])
+            found[at:at] = draw.choice(
+                [b"\xff\xfe", b"[" * 3000, b"9" * 5000, b"\x00", b"-", b"1e999", b'"', b"{", b"\n"]
+            )
         elif what == 4 and draw.randrange(4) == 0:
             del found[at:]
         elif at < len(found):

@@ -38,19 +38,28 @@ from tests.fuzz.mutate import bounded, damaged, mutated, tries
 ROOT = Path(__file__).parents[2]
 LENGTHS = [pytest.param(200, id="part"), pytest.param(2000, id="whole", marks=pytest.mark.matrix)]
 
-JOBS = [tomllib.loads((ROOT / "examples" / name).read_text()) for name in ("gpt_stdlib.toml", "moe_stdlib.toml", "stages_stdlib.toml")] + [
+EXAMPLES = ("gpt_stdlib.toml", "moe_stdlib.toml", "stages_stdlib.toml")
+JOBS = [tomllib.loads((ROOT / "examples" / name).read_text()) for name in EXAMPLES] + [
     {
         "model": {"name": "gpt", "preset": "1m", "layers": 2},
-        "data": {"source": "stdlib", "tokenizer": "bytes", "sequence": 64, "validation": 0.1, "attend": "row", "field": "text"},
+        "data": {
+            "source": "stdlib", "tokenizer": "bytes", "sequence": 64, "validation": 0.1, "attend": "row",
+            "field": "text",
+        },
         "train": {
-            "steps": 3, "epochs": 1.5, "seconds": 60.0, "global_batch": 8, "microbatch": 2, "precision": {"name": "fp16", "hysteresis": 1},
-            "optimizer": {"name": "sgd", "momentum": 0.9}, "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup": 3, "clip": 1.0, "seed": 0,
+            "steps": 3, "epochs": 1.5, "seconds": 60.0, "global_batch": 8, "microbatch": 2,
+            "precision": {"name": "fp16", "hysteresis": 1}, "optimizer": {"name": "sgd", "momentum": 0.9},
+            "lr": 1e-3, "weight_decay": 0.1, "schedule": "cosine", "warmup": 3, "clip": 1.0, "seed": 0,
         },
         "plan": {
-            "dp": 2, "pp": 1, "tp": 1, "cp": 1, "ep": 1, "zero": 2, "shard": 2, "exchange": {"name": "allreduce", "chunk_bytes": 65536}, "compile": "inductor",
+            "dp": 2, "pp": 1, "tp": 1, "cp": 1, "ep": 1, "zero": 2, "shard": 2,
+            "exchange": {"name": "allreduce", "chunk_bytes": 65536}, "compile": "inductor",
             "recompute": {"name": "some", "every": 2}, "memory": {"device": "1GiB", "disk": {"path": "runs/x"}},
         },
-        "run": {"dir": "runs/x", "nproc": 2, "eval_every": 3, "save_every": 4, "keep": 2, "resume": "auto", "trackers": ["tensorboard"], "sample": "a"},
+        "run": {
+            "dir": "runs/x", "nproc": 2, "eval_every": 3, "save_every": 4, "keep": 2, "resume": "auto",
+            "trackers": ["tensorboard"], "sample": "a",
+        },
     }
 ]  # fmt: skip
 
@@ -83,38 +92,57 @@ def test_jobs(number: int, tmp_path: Path) -> None:
 
 DEEPSPEED = [
     {
-        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "steps_per_print": 10,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True, "adam_w_mode": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}},
-        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+        "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0, "steps_per_print": 10,
+        "optimizer": {"type": "Adam", "params": {
+            "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True,
+            "adam_w_mode": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10, "total_num_steps": 100}},
+        "fp16": {
+            "enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
         "bf16": {"enabled": False},
         "zero_optimization": {
-            "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/x", "pin_memory": True}, "offload_param": {"device": "cpu"},
-            "overlap_comm": True, "stage3_max_live_parameters": 1e9, "mics_shard_size": -1,
+            "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/x", "pin_memory": True},
+            "offload_param": {"device": "cpu"}, "overlap_comm": True, "stage3_max_live_parameters": 1e9,
+            "mics_shard_size": -1,
         },
         "wandb": {"enabled": False},
     },
     {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}, "scheduler": {
-        "type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 10, "decay_lr_rate": 0.1, "cycle_momentum": True}}},
+        "type": "OneCycle", "params": {
+            "cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 10, "decay_lr_rate": 0.1,
+            "cycle_momentum": True}}},
     {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {
-        "type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}}},
+        "type": "WarmupCosineLR", "params": {
+            "total_num_steps": 20, "warmup_num_steps": 3, "warmup_type": "linear", "cos_min_ratio": 0.1}}},
     {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {
-        "type": "LRRangeTest", "params": {"lr_range_test_step_size": 20, "lr_range_test_step_rate": 3, "lr_range_test_staircase": True}}},
+        "type": "LRRangeTest", "params": {
+            "lr_range_test_step_size": 20, "lr_range_test_step_rate": 3, "lr_range_test_staircase": True}}},
     {
-        "train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"reduce_bucket_size": "auto"},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"reduce_bucket_size": "auto"},
+        "scheduler": {"type": "WarmupLR", "params": {
+            "warmup_num_steps": 3, "warmup_min_lr": "auto", "warmup_max_lr": "auto"}},
     },
 ]  # fmt: skip
 PATRICKSTAR = {
-    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True}},
-    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+    "optimizer": {"type": "Adam", "params": {
+        "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True}},
+    "fp16": {
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 1000, "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
     "default_chunk_size": 1024, "release_after_init": True, "use_cpu_embedding": False, "gradient_clipping": 1.0,
     "client": {"mem_tracer": {"overall_gpu_mem_ratio": 0.8, "use_fake_dist": False}, "opts": {"with_mem_cache": True}},
 }  # fmt: skip
 
 
 def use(config: Any) -> None:
-    """The configuration in Shoal's terms, and what an engine makes of them at once: optimizer, schedule over some steps, precision."""
+    """The configuration in Shoal's terms, and what an engine makes of them at once: optimizer, schedule over some
+    steps, precision."""
     settings = _settings(config, World.single("cpu"))
     optimizer = settings.optimizer([torch.nn.Parameter(torch.ones(2))])
     precision(settings.engine["precision"])
@@ -156,7 +184,9 @@ def test_schedules(number: int, tmp_path: Path) -> None:
         data = damaged(SCHEDULE, draw)
         if draw.randrange(2):
             words = SCHEDULE.split()
-            words[draw.randrange(10, len(words))] = draw.choice([b"F0:9999999999", b"F99999999:0", b"B0:0", b"U0:0", b"F0:" + b"9" * 5000, b"W1:1", b"I1:1"])
+            words[draw.randrange(10, len(words))] = draw.choice(
+                [b"F0:9999999999", b"F99999999:0", b"B0:0", b"U0:0", b"F0:" + b"9" * 5000, b"W1:1", b"I1:1"]
+            )
             data = b" ".join(words[10:16]) + b"\n" + b" ".join(words[16:])
         file.write_bytes(data)
         with bounded(data), suppress(UserError):
@@ -168,7 +198,10 @@ def test_schedules(number: int, tmp_path: Path) -> None:
 def sound_checkpoint(directory: Path) -> tuple[Path, list[Want]]:
     state = {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
     save_alone(directory, 3, state, extra={"step": 3, "user": {"a": 1}})
-    wants = [Want(name, tuple(value.shape), Box.whole(tuple(value.shape)), torch.empty_like(value)) for name, value in state.items()]
+    wants = [
+        Want(name, tuple(value.shape), Box.whole(tuple(value.shape)), torch.empty_like(value))
+        for name, value in state.items()
+    ]
     return directory / "step-00000003", wants
 
 
@@ -207,11 +240,28 @@ def test_manifests(number: int, tmp_path: Path) -> None:
 
 def a_pickle(metadata: Any, draw: random.Random) -> bytes:
     """The index with fields that are something else."""
-    odd = (None, 3, -1, 2**70, "x", "../x", (), [], {}, (1, 2), ("a",), torch.float16, MetadataIndex("w", None), torch.Size((9, 9)))
+    odd = (
+        None,
+        3,
+        -1,
+        2**70,
+        "x",
+        "../x",
+        (),
+        [],
+        {},
+        (1, 2),
+        ("a",),
+        torch.float16,
+        MetadataIndex("w", None),
+        torch.Size((9, 9)),
+    )
     for _ in range(draw.randint(1, 3)):
         entries = list(metadata.state_dict_metadata.values()) if isinstance(metadata.state_dict_metadata, dict) else []
         infos = list(metadata.storage_data.values()) if isinstance(metadata.storage_data, dict) else []
-        chunks = [chunk for entry in entries if isinstance(getattr(entry, "chunks", None), list) for chunk in entry.chunks]
+        chunks = [
+            chunk for entry in entries if isinstance(getattr(entry, "chunks", None), list) for chunk in entry.chunks
+        ]
         holder = draw.choice([metadata, *entries, *infos, *chunks])
         if not getattr(holder, "__dict__", None):
             continue

@@ -57,7 +57,15 @@ def make_job(corpus: Path, tmp_path: Path) -> Callable[..., Job]:
         model: dict[str, Any] | None = None,
         **train: Any,
     ) -> Job:
-        values = {"steps": 6, "global_batch": 8, "microbatch": 2, "lr": 1e-2, "schedule": "constant", "warmup": 0, **train}
+        values = {
+            "steps": 6,
+            "global_batch": 8,
+            "microbatch": 2,
+            "lr": 1e-2,
+            "schedule": "constant",
+            "warmup": 0,
+            **train,
+        }
         return Job(
             model={**MODEL, **(model or {})},
             train=Train(**values),

@@ -42,7 +42,8 @@ def test_the_directory_is_taken_inside_and_free_after_it(tmp_path, impatient):
     with locked(tmp_path, group):
         assert holder_of(tmp_path) == Holder.here()
         with pytest.raises(
-            UserError, match=rf"in use by process {os.getpid()} on host .*: wait for it, end it, or give another run.dir"
+            UserError,
+            match=rf"in use by process {os.getpid()} on host .*: wait for it, end it, or give another run.dir",
         ):
             locked(tmp_path, group).__enter__()
     assert not (tmp_path / NAME).exists()

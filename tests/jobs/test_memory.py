@@ -1,4 +1,5 @@
-"""What a run writes of its memory: levels by role, bytes moved beside the planned, the report; with `plan.memory` and without."""
+"""What a run writes of its memory: levels by role, bytes moved beside the planned, the report; with `plan.memory` and
+without."""
 
 from __future__ import annotations
 

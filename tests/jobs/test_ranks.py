@@ -119,7 +119,12 @@ def test_spread_experts_train_write_and_go_on_together(quick, make_job, tmp_path
 def test_the_timeline_has_every_rank(make_job, tmp_path):
     run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], make_job())
     spans = [json.loads(line) for line in (tmp_path / "run" / "timeline.jsonl").read_text().splitlines()]
-    assert {(span["rank"], span["lane"]) for span in spans} >= {(0, "compute"), (1, "compute"), (0, "comm"), (1, "comm")}
+    assert {(span["rank"], span["lane"]) for span in spans} >= {
+        (0, "compute"),
+        (1, "compute"),
+        (0, "comm"),
+        (1, "comm"),
+    }
     assert {span["lane"] for span in spans} <= {"compute", "comm", "wait", "queue"}
 
 

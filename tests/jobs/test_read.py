@@ -26,10 +26,22 @@ SMALL = {"model": MODEL, "train": {"steps": 5}}
         ("train", {"steps": 1, "lr": "fast"}, "train.lr in the job: expected a number, not the text 'fast'"),
         ("train", {"steps": 1.5}, "train.steps in the job: expected a whole number, not the number 1.5"),
         ("train", {"steps": True}, "train.steps in the job: expected a whole number, not true or false True"),
-        ("train", {"steps": 1, "sync_bn": 1}, "train.sync_bn in the job: expected true or false, not the whole number 1"),
-        ("train", {"steps": 1, "optimizer": ["sgd"]}, "train.optimizer in the job: expected a text or a table, not the list"),
+        (
+            "train",
+            {"steps": 1, "sync_bn": 1},
+            "train.sync_bn in the job: expected true or false, not the whole number 1",
+        ),
+        (
+            "train",
+            {"steps": 1, "optimizer": ["sgd"]},
+            "train.optimizer in the job: expected a text or a table, not the list",
+        ),
         ("run", {"trackers": "wandb"}, "run.trackers in the job: expected a list of texts, not the text 'wandb'"),
-        ("plan", {"ep": 2, "dp": 3}, "plan.ep = 2: experts are spread over dp x cp = 3 x 1 = 3 ranks, so it is one of [1, 3]"),
+        (
+            "plan",
+            {"ep": 2, "dp": 3},
+            "plan.ep = 2: experts are spread over dp x cp = 3 x 1 = 3 ranks, so it is one of [1, 3]",
+        ),
         ("plan", {"zero": 4}, "plan.zero = 4 is not implemented yet (ZeRO sharding)"),
         ("plan", {"dp": "2"}, "plan.dp in the job: expected a whole number"),
         ("train", {}, "nothing says when to stop"),
@@ -63,7 +75,8 @@ def test_the_command_line_wins_over_the_file_and_every_value_has_an_origin(tmp_p
     path = tmp_path / "first.toml"
     path.write_text('[model]\nname = "gpt"\npreset = "1m"\n[train]\nsteps = 5\nlr = 1e-3\n')
     job, origins = load_job(
-        path, ["train.lr=2e-3", "train.precision=bf16", "model.layers=3", 'run.sample="def x"', "plan.exchange.name=none"]
+        path,
+        ["train.lr=2e-3", "train.precision=bf16", "model.layers=3", 'run.sample="def x"', "plan.exchange.name=none"],
     )
     assert (job.train.steps, job.train.lr, job.train.precision, job.model["layers"]) == (5, 2e-3, "bf16", 3)
     assert job.plan.exchange == {"name": "none"}
@@ -89,7 +102,10 @@ def test_an_assignment_is_checked_like_the_file():
 
 
 VALUES = st.recursive(
-    st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), inner, max_size=3)
@@ -98,7 +114,10 @@ VALUES = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), VALUES, max_size=4), st.floats(1e-9, 1e9))
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), VALUES, max_size=4),
+    st.floats(1e-9, 1e9),
+)
 def test_what_is_written_as_toml_reads_back(model, lr):
     job = Job(
         model={**model, "name": "gpt"},

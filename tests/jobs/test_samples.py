@@ -1,4 +1,5 @@
-"""Jobs whose model reads no text: arrays, images, generated sets; what follows from the data, and what does not go together."""
+"""Jobs whose model reads no text: arrays, images, generated sets; what follows from the data, and what does not go
+together."""
 
 from __future__ import annotations
 
@@ -136,7 +137,11 @@ def test_arrays_of_bytes_are_images(quick, of, alone, tmp_path, shape):
     [
         ({"name": "mlp", "sizes": [5, 3]}, {}, r"has inputs of shape \(4,\), model.name = 'mlp' takes 5 numbers"),
         ({"name": "mlp", "sizes": [4, 2]}, {}, "has 3 classes, the last of model.sizes is 2: give 3"),
-        ({"name": "mlp", "sizes": [4, 1], "task": "regression"}, {}, "has labels, and model.name = 'mlp' is trained on targets"),
+        (
+            {"name": "mlp", "sizes": [4, 1], "task": "regression"},
+            {},
+            "has labels, and model.name = 'mlp' is trained on targets",
+        ),
         (MLP, {"labels": None, "targets": np.zeros(200)}, 'give model.task = "regression"'),
         ({"name": "resnet", "depth": 20}, {}, r"shape \(4,\), model.name = 'resnet' takes images of 3 channels"),
         ({"name": "chess"}, {"labels": None, "targets": np.zeros(200)}, "takes 773 numbers"),
@@ -156,7 +161,10 @@ def test_keys_of_the_other_kind_and_sources_that_are_none_are_refused(quick, of,
     (tmp_path / "broken.npz").write_bytes(b"no archive")
     (tmp_path / "empty").mkdir()
     for job, message in (
-        (replace(of(MLP, "spirals"), data=Data(source="spirals", tokenizer="bpe:300")), "data.tokenizer = 'bpe:300' is of text"),
+        (
+            replace(of(MLP, "spirals"), data=Data(source="spirals", tokenizer="bpe:300")),
+            "data.tokenizer = 'bpe:300' is of text",
+        ),
         (make_job(data={"size": 32}), "data.size = 32 is of images"),
         (of(MLP, "/nowhere.npz"), "no such file or folder"),
         (of(MLP, tmp_path / "broken.npz"), "broken.npz cannot be read"),

@@ -32,7 +32,9 @@ def kinds(run_dir: str) -> list[str]:
 
 
 def test_a_run_leaves_its_directory_complete(make_job, alone, capsys):
-    job = make_job(run={"sample": "3 + ", "eval_every": 3, "save_every": 2, "norms_every": 4, "trackers": ["tensorboard"]})
+    job = make_job(
+        run={"sample": "3 + ", "eval_every": 3, "save_every": 2, "norms_every": 4, "trackers": ["tensorboard"]}
+    )
     outcome = train(job, {"train.steps": "file"}, alone)
     run_dir = Path(job.run.dir)
     assert (outcome.step, outcome.reason, outcome.signal) == (6, "all 6 steps were trained", None)
@@ -100,7 +102,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(quick, make
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
-def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint_and_a_report(quick, make_job, alone, monkeypatch, number, name):
+def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint_and_a_report(
+    quick, make_job, alone, monkeypatch, number, name
+):
     before = signal.getsignal(number)
     taken = record.Recorder.step
 
@@ -202,7 +206,9 @@ def test_what_a_job_gives_now_wins_and_is_said(quick, make_job, alone, tmp_path)
     }
     (tmp_path / "more").mkdir()
     for number in range(4):
-        (tmp_path / "more" / f"{number}.txt").write_text("".join(f"{i} + {number} = {i + number}\n" for i in range(900)))
+        (tmp_path / "more" / f"{number}.txt").write_text(
+            "".join(f"{i} + {number} = {i + number}\n" for i in range(900))
+        )
     options = {"data": {"source": str(tmp_path / "more")}, "model": {"dropout": 0.1}}
     elsewhere = make_job(run={"dir": str(tmp_path / "b"), "resume": str(tmp_path / "run")}, **options, **now)
     train(elsewhere, {}, World.single("cpu"))
@@ -219,12 +225,18 @@ def test_what_a_job_gives_now_wins_and_is_said(quick, make_job, alone, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": {"d_model": 32}}, r"model.d_model = 32, but the checkpoint was trained with 16, and that cannot change"),
+        (
+            {"model": {"d_model": 32}},
+            r"model.d_model = 32, but the checkpoint was trained with 16, and that cannot change",
+        ),
         ({"model": {"heads": 4}}, r"model.heads = 4, but"),
         ({"seed": 1}, r"train.seed = 1, but the checkpoint was trained with 0.*held out"),
         ({"data": {"validation": 0.3}}, r"data.validation = 0.3, but"),
         ({"data": {"tokenizer": "bpe:300"}, "model": {"vocab_size": 300}}, r"model.vocab_size = 300, but"),
-        ({"data": {"tokenizer": "bpe:257"}}, r"data.tokenizer = 'bpe:257' gives other ids than the tokenizer.*\('bytes'\)"),
+        (
+            {"data": {"tokenizer": "bpe:257"}},
+            r"data.tokenizer = 'bpe:257' gives other ids than the tokenizer.*\('bytes'\)",
+        ),
     ],
 )
 def test_what_a_trained_model_cannot_follow_is_refused_by_name(quick, make_job, alone, changes, message):
@@ -270,8 +282,16 @@ def test_a_last_checkpoint_that_fails_is_the_end_of_a_run(quick, make_job, alone
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"data": {"source": "/nowhere/at/all.txt"}}, UserError, "no such file, directory or glob: /nowhere/at/all.txt"),
-        ({"data": {"sequence": 16}, "model": {"sequence": 8}}, UserError, "data.sequence = 16 is longer than the 8 tokens"),
+        (
+            {"data": {"source": "/nowhere/at/all.txt"}},
+            UserError,
+            "no such file, directory or glob: /nowhere/at/all.txt",
+        ),
+        (
+            {"data": {"sequence": 16}, "model": {"sequence": 8}},
+            UserError,
+            "data.sequence = 16 is longer than the 8 tokens",
+        ),
         ({"model": {"vocab_size": 100}}, UserError, "give model.vocab_size = 257"),
         (
             {"model": {"sequence": "long"}, "data": {"sequence": None}},
@@ -340,8 +360,11 @@ def test_weights_are_exported_from_a_run_alone(quick, make_job, alone, tmp_path)
         export_checkpoint(tmp_path / "bare", tmp_path / "out", Path(job.run.dir) / "resolved.toml")
 
 
-def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(quick, make_job, alone, tmp_path, monkeypatch):
-    """What the refusal says: a BPE of another corpus has other ids, the run's own one goes on; also where the cache has gone."""
+def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(
+    quick, make_job, alone, tmp_path, monkeypatch
+):
+    """What the refusal says: a BPE of another corpus has other ids, the run's own one goes on; also where the cache has
+    gone."""
     job = make_job(steps=1, data={"tokenizer": "bpe:280"}, run={"eval_samples": 0})
     train(job, {}, alone)
     assert evaluate_run(tmp_path / "run")[0].loss == pytest.approx(records_of(job).evals[-1].loss, rel=1e-6)
@@ -350,7 +373,9 @@ def test_a_run_keeps_its_tokenizer_which_another_source_can_be_trained_with(quic
         (tmp_path / "more" / f"{number}.txt").write_text("".join(f"word {i} + {number}\n" for i in range(900)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another cache"))
     other = {"source": str(tmp_path / "more")}
-    with pytest.raises(UserError, match=r"data.tokenizer = 'bpe:280' gives other ids.*Give the directory 'tokenizer' of the run"):
+    with pytest.raises(
+        UserError, match=r"data.tokenizer = 'bpe:280' gives other ids.*Give the directory 'tokenizer' of the run"
+    ):
         train(make_job(steps=2, data={**other, "tokenizer": "bpe:280"}), {}, World.single("cpu"))
     job = make_job(steps=2, data={**other, "tokenizer": str(tmp_path / "run" / "tokenizer")})
     assert train(job, {}, World.single("cpu")).step == 2

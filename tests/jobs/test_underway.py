@@ -26,7 +26,13 @@ def test_each_thing_is_told_as_it_begins(quick, make_job, alone, tmp_path, monke
     with tell_what_is_under_way(True):
         train(job, world=alone)
     said = capsys.readouterr().out
-    expected = ["training a tokenizer of 270 ids on", "tokenising", "building the model", "evaluating", "the first step"]
+    expected = [
+        "training a tokenizer of 270 ids on",
+        "tokenising",
+        "building the model",
+        "evaluating",
+        "the first step",
+    ]
     assert sorted(expected, key=said.index) == expected
     with tell_what_is_under_way(True):
         train(job, world=alone)
@@ -77,7 +83,12 @@ def test_the_look_before_the_first_step_is_a_short_one(quick, make_job, alone) -
 
 
 def test_a_line_comes_before_torch_does() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nsys.argv = ['shoal', 'train', 'job.toml']\nfrom shoal.cli import main\nmain()"
+    code = (
+        "import sys\nsys.modules['torch'] = None\nsys.argv = ['shoal', 'train', 'job.toml']\n"
+        "from shoal.cli import main\nmain()"
+    )
     for rank, said in (("0", "job.toml: importing torch\n"), ("1", "")):
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": rank})
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": rank}
+        )
         assert ended.stdout == said and "torch" in ended.stderr

@@ -61,7 +61,11 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 FOUND = {
     "nothing set": ({}, None, SINGLE),
     "an address alone is no rank": (AT_10_0_0_1, None, SINGLE),
-    "TF_CONFIG of one task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}'}, None, SINGLE),
+    "TF_CONFIG of one task": (
+        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}'},
+        None,
+        SINGLE,
+    ),
     "TF_CONFIG beside RANK": (
         {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"},
         None,
@@ -80,7 +84,11 @@ FOUND = {
         Identity(0, 1, 0, 1, "tcp://127.0.0.1:4000", 0, "shoal run"),
     ),
     "shoal run inside Slurm": (SLURM | SHOAL, None, Identity(1, 2, 1, 2, "tcp://127.0.0.1:4000", 0, "shoal run")),
-    "by hand": (PLAIN, None, Identity(3, 4, None, None, "tcp://10.0.0.1:29501", 0, "the environment", rank0_serves=True)),
+    "by hand": (
+        PLAIN,
+        None,
+        Identity(3, 4, None, None, "tcp://10.0.0.1:29501", 0, "the environment", rank0_serves=True),
+    ),
     "by hand, env://": (
         PLAIN,
         "env://",
@@ -143,7 +151,11 @@ FOUND = {
         "tcp://[::1]:7000?rank=0&world_size=3",
         Identity(0, 3, None, None, "tcp://[::1]:7000", 0, "tcp://", rank0_serves=True),
     ),
-    "file://": ({}, "file:///shared/run7?rank=2&size=3", Identity(2, 3, None, None, "file:///shared/run7", 0, "file://")),
+    "file://": (
+        {},
+        "file:///shared/run7?rank=2&size=3",
+        Identity(2, 3, None, None, "file:///shared/run7", 0, "file://"),
+    ),
     "file:// with local places": (
         {},
         "file:///shared/run7?rank=2&size=4&local_rank=0&local_size=2",

@@ -33,7 +33,11 @@ def test_frames_of_torch_are_folded_and_those_of_the_user_stay() -> None:
     assert "in shape_error\n    torch.nn.Linear(3, 2)(torch.zeros(1, 4))" in failure.traceback
     assert " frames in torch\n" in failure.traceback and "torch/nn/modules" not in failure.traceback
     assert failure.traceback.rstrip().endswith(failure.message)
-    assert "shapes cannot be multiplied" in failure.message and (failure.rank, failure.exit_code, failure.lost_peer) == (
+    assert "shapes cannot be multiplied" in failure.message and (
+        failure.rank,
+        failure.exit_code,
+        failure.lost_peer,
+    ) == (
         2,
         1,
         False,
@@ -101,7 +105,12 @@ def test_rank_list(ranks: list[int], text: str) -> None:
 
 
 def failure(
-    rank: int, seconds: float, message: str = "ValueError: bad", traceback: str = "", exit_code: int = 1, lost_peer: bool = False
+    rank: int,
+    seconds: float,
+    message: str = "ValueError: bad",
+    traceback: str = "",
+    exit_code: int = 1,
+    lost_peer: bool = False,
 ) -> Failure:
     return Failure(rank, "h", seconds, message, traceback, exit_code, lost_peer)
 
@@ -125,7 +134,8 @@ VERDICTS = {
             ending(2, stopped=True),
             ending(3, 0, seconds=6.0),
         ],
-        "error: rank 1 on host h ended with exit code 0 while the others were still at work: every rank runs the script to its end "
+        "error: rank 1 on host h ended with exit code 0 while the others were still at work: every rank runs the "
+        "script to its end "
         "(look for sys.exit or return)\nrank 0: lost its peer: gone\nrank 2: stopped by the launcher",
         4,
     ),
@@ -152,7 +162,8 @@ VERDICTS = {
             ending(1, -9, seconds=1.5),
             ending(2, -15, stopped=True),
         ],
-        "error: rank 1 on host h was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer: look at `dmesg`, "
+        "error: rank 1 on host h was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer: look at "
+        "`dmesg`, "
         "take a smaller microbatch or fewer ranks\nrank 0: lost its peer: gone\nrank 2: stopped by the launcher",
         4,
     ),

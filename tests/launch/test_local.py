@@ -41,7 +41,8 @@ def test_ranks_meet_and_know_their_place_and_arguments(script, tmp_path: Path, c
         "import torch, shoal.launch, helper\n"
         "world = shoal.launch.join()\n"
         "total = world.everyone.all_reduce(torch.tensor([1 + world.rank]))\n"
-        "print(world.rank, world.size, world.local_rank, world.local_size, total.item(), sys.argv[1:], os.environ['OMP_NUM_THREADS'], __name__)\n"
+        "print(world.rank, world.size, world.local_rank, world.local_size, total.item(), sys.argv[1:], "
+        "os.environ['OMP_NUM_THREADS'], __name__)\n"
     )
     (tmp_path / "helper.py").write_text("")  # a script imports what lies beside it
     assert launch([*program, "--lr", "3"], 2, run_dir=tmp_path / "run", threads=1) == 0
@@ -64,7 +65,9 @@ def test_a_script_made_for_torchrun_runs_and_modules_do(script, tmp_path: Path, 
 
 
 def test_a_rank_that_raises_is_shown_first_and_the_others_are_ended(script, capfd) -> None:
-    program = script("print('before', flush=True)\nif rank == 1:\n    raise ValueError('bad sample 7')\ntime.sleep(600)\n")
+    program = script(
+        "print('before', flush=True)\nif rank == 1:\n    raise ValueError('bad sample 7')\ntime.sleep(600)\n"
+    )
     assert launch(program, 3) == 1
     out, err = capfd.readouterr()
     assert out == "before\n"
@@ -88,7 +91,10 @@ def test_the_rank_at_fault_goes_before_those_that_lost_it(script, capfd) -> None
     assert launch(program, 2) == 4
     lines = capfd.readouterr().err.splitlines()
     first = next(line for line in lines if line.startswith("error:"))
-    assert "rank 1 on host" in first and "was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer" in first
+    assert (
+        "rank 1 on host" in first
+        and "was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer" in first
+    )
     assert lines[-1].startswith("rank 0: lost its peer: ")
 
 

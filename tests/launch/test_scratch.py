@@ -20,13 +20,22 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-MAKE = "import time; from shoal.launch.scratch import scratch\nwith scratch('run') as folder:\n    (folder / 'rank0.json').touch(); print(folder, flush=True); time.sleep(60)"
+MAKE = (
+    "import time; from shoal.launch.scratch import scratch\nwith scratch('run') as folder:\n"
+    "    (folder / 'rank0.json').touch(); print(folder, flush=True); time.sleep(60)"
+)
 
 
 @pytest.mark.fast
 def test_the_folder_of_a_killed_process_goes_at_the_next_start_and_that_of_a_living_one_stays(temporary: Path) -> None:
     processes = [
-        subprocess.Popen([sys.executable, "-c", MAKE], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(temporary)}) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", MAKE],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(temporary)},
+        )
+        for _ in range(2)
     ]
     try:
         killed, living = (Path(process.stdout.readline().strip()) for process in processes)  # type: ignore[union-attr]
@@ -44,7 +53,9 @@ def test_the_folder_of_a_killed_process_goes_at_the_next_start_and_that_of_a_liv
 
 
 @pytest.mark.fast
-def test_only_folders_of_dead_processes_of_this_user_and_namespace_go(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_folders_of_dead_processes_of_this_user_and_namespace_go(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     namespace = scratch_module._namespace()
     own = (os.getpid(), scratch_module._started(os.getpid()))
     dead = temporary / f"shoal-run-{namespace}-{2**22 + 1}-5-abc"

@@ -57,7 +57,9 @@ def test_a_single_process_needs_no_store() -> None:
 
 @pytest.mark.fast
 def test_missing_ranks_are_named() -> None:
-    with pytest.raises(LaunchError, match=rf"rank 0 of 4 on {HOST} waited 1 s at tcp://127.0.0.1:\d+; missing: rank 1-3\."):
+    with pytest.raises(
+        LaunchError, match=rf"rank 0 of 4 on {HOST} waited 1 s at tcp://127.0.0.1:\d+; missing: rank 1-3\."
+    ):
         connect(at(free_port(), 0, 4), timeout=1.0)
 
 
@@ -67,7 +69,9 @@ def test_a_port_that_is_taken() -> None:
         other.bind(("0.0.0.0", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"rank 0 on {HOST}: port {port} cannot be opened .* choose another MASTER_PORT"):
+        with pytest.raises(
+            LaunchError, match=rf"rank 0 on {HOST}: port {port} cannot be opened .* choose another MASTER_PORT"
+        ):
             connect(at(port, 0, 2), timeout=5.0)
 
 
@@ -75,7 +79,8 @@ def test_a_port_that_is_taken() -> None:
 def test_nobody_listens() -> None:
     port = free_port()
     message = (
-        rf"rank 1 of 2 on {HOST} did not reach the store at 127.0.0.1:{port} within 1 s .*refused.* Check that rank 0 runs there"
+        rf"rank 1 of 2 on {HOST} did not reach the store at 127.0.0.1:{port} within 1 s .*refused.* Check that rank 0 "
+        r"runs there"
     )
     with pytest.raises(LaunchError, match=message):
         connect(at(port, 1, 2), timeout=1.0)
@@ -146,7 +151,11 @@ def ending(seconds: float, how: str) -> tuple[float, list[tuple[int, str]]]:
     for rank in range(2):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, "-c", LEAVES, str(seconds), how]
-        ranks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        ranks.append(
+            subprocess.Popen(
+                command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        )
     said = [rank.communicate(timeout=60)[0] for rank in ranks]
     return time.monotonic() - started, [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
 

@@ -70,7 +70,8 @@ def test_count_of_any_configuration(**fields):
 
 @pytest.mark.fast
 def test_flops_by_hand():
-    # One block: qkv 32 x 96, out 32 x 32, MLP 2 x 32 x 128 = 12288; two of them and the head 61 x 32 = 26528 weights, 6 FLOPs each.
+    # One block: qkv 32 x 96, out 32 x 32, MLP 2 x 32 x 128 = 12288; two of them and the head 61 x 32 = 26528 weights, 6
+    # FLOPs each.
     # Scores and their use: 2 products x 2 FLOPs x 3 (forward, backward twice) x 2 layers x width 32 x 8 tokens.
     assert flops_per_token(GPT2, 8) == 6 * 26_528 + 12 * 2 * 32 * 8
 

@@ -112,7 +112,11 @@ def test_mixture_of_experts_returns_its_balance_loss():
 
 def test_config_comes_from_a_file_a_directory_or_a_table(tmp_path):
     path = tmp_path / "config.json"
-    published = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "auto_map": {"AutoModelForCausalLM": "x.Y"},
+    }
     path.write_text(json.dumps({**CONFIGS["llama"], **published}))
     for source in (path, str(tmp_path), CONFIGS["llama"]):
         model = from_config(source, vocab_size=257)()
@@ -160,7 +164,8 @@ def test_transformers_missing_is_explained(monkeypatch):
 
 
 def test_flops_by_hand():
-    # GPT-2: two blocks of 12 x 32^2, head 61 x 32; Mixtral: attention 3072, router 128, half of the experts 3 x 4 x 32 x 48.
+    # GPT-2: two blocks of 12 x 32^2, head 61 x 32; Mixtral: attention 3072, router 128, half of the experts 3 x 4 x 32
+    # x 48.
     assert flops_per_token(config_of(CONFIGS["gpt2"]))(8) == 6 * (2 * 12 * 1024 + 1952) + 12 * 2 * 32 * 8
     assert flops_per_token(config_of(CONFIGS["mixtral"]))(8) == 6 * (2 * (3072 + 128 + 9216) + 1952) + 12 * 2 * 32 * 8
 
@@ -178,7 +183,9 @@ def test_export_of_a_large_model_is_in_parts(tmp_path, monkeypatch):
     cfg = GPTConfig(vocab_size=61, sequence=32, layers=2, d_model=32, heads=4)
     save = transformers.GPT2LMHeadModel.save_pretrained
     monkeypatch.setattr(
-        transformers.GPT2LMHeadModel, "save_pretrained", lambda self, d, **kw: save(self, d, **{**kw, "max_shard_size": "40KB"})
+        transformers.GPT2LMHeadModel,
+        "save_pretrained",
+        lambda self, d, **kw: save(self, d, **{**kw, "max_shard_size": "40KB"}),
     )
     gpt = GPT(cfg).eval()
     export_hf(cfg, gpt.state_dict(), tmp_path)

@@ -39,7 +39,9 @@ def test_the_loss_is_at_least_fp32(given, used):
     logits = torch.randn(1, 4, 7).to(getattr(torch, given))
     mb = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
     assert causal_lm(Echo(logits), mb)[0].dtype == getattr(torch, used)
-    assert classification(nn.Identity(), {"inputs": logits[0], "labels": mb["labels"][0]})[0].dtype == getattr(torch, used)
+    assert classification(nn.Identity(), {"inputs": logits[0], "labels": mb["labels"][0]})[0].dtype == getattr(
+        torch, used
+    )
 
 
 def test_a_batch_without_labels_is_zero():

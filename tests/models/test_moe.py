@@ -47,7 +47,9 @@ def test_each_token_is_the_weighed_sum_of_its_experts(mlp, per_token, gate):
         scores = logits.softmax(0) if gate == "softmax" else logits.sigmoid()
         best = scores.argsort(descending=True)[:per_token]
         weights = scores[best] / (scores[best].sum() if per_token > 1 else 1.0)
-        expected = sum(weight * expert(moe.experts, int(number), token) for number, weight in zip(best, weights, strict=True))
+        expected = sum(
+            weight * expert(moe.experts, int(number), token) for number, weight in zip(best, weights, strict=True)
+        )
         torch.testing.assert_close(found, expected)
 
 
@@ -115,7 +117,10 @@ def test_dropped_pairs_count_nothing_and_capacity_is_of_the_microbatch():
 @pytest.mark.parametrize("size", [8, 6], ids=["grouped", "one by one"])
 def test_products_by_expert(dtype, size):
     counts = [3, 0, 4, 2]
-    rows, weights = torch.randn(9, 8, dtype=dtype, requires_grad=True), torch.randn(4, size, 8, dtype=dtype, requires_grad=True)
+    rows, weights = (
+        torch.randn(9, 8, dtype=dtype, requires_grad=True),
+        torch.randn(4, size, 8, dtype=dtype, requires_grad=True),
+    )
     y = by_expert(rows, weights, counts)
     expected = torch.cat([part @ weight.T for part, weight in zip(rows.split(counts), weights, strict=True)])
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]

@@ -54,7 +54,12 @@ def model(name: str) -> nn.Module:
     if name.endswith("+lora"):
         built.requires_grad_(False)
         for layer in built.model.layers:
-            for owner, key in [(layer.self_attn, "q_proj"), (layer.self_attn, "v_proj"), (layer.self_attn, "o_proj"), (layer.mlp, "down_proj")]:
+            for owner, key in [
+                (layer.self_attn, "q_proj"),
+                (layer.self_attn, "v_proj"),
+                (layer.self_attn, "o_proj"),
+                (layer.mlp, "down_proj"),
+            ]:
                 setattr(owner, key, LoRA(getattr(owner, key)))
     return built
 

@@ -1,6 +1,5 @@
 """ResNet, LSTM, MLP and the chess network."""
 
-
 import pytest
 import torch
 
@@ -17,7 +16,8 @@ def parameters(model):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    # 18, 34, 50: torchvision's counts. 20: 269,722 with parameterless shortcuts, and two projections with BatchNorm: 576 + 2,176.
+    # 18, 34, 50: torchvision's counts. 20: 269,722 with parameterless shortcuts, and two projections with BatchNorm:
+    # 576 + 2,176.
     ("depth", "classes", "count"),
     [(18, 1000, 11_689_512), (34, 1000, 21_797_672), (50, 1000, 25_557_032), (20, 10, 272_474)],
 )
@@ -43,7 +43,9 @@ def test_lstm_equals_a_stack_of_torch():
     model = LSTM(LSTMConfig(vocab_size=11, embedding=6, hidden=8, layers=2)).double()
     stack = torch.nn.LSTM(6, 8, num_layers=2, batch_first=True).double()
     weights = {
-        f"{name[:-1]}{index}": tensor for index, block in enumerate(model.blocks) for name, tensor in block.state_dict().items()
+        f"{name[:-1]}{index}": tensor
+        for index, block in enumerate(model.blocks)
+        for name, tensor in block.state_dict().items()
     }
     stack.load_state_dict(weights)
     ids = torch.randint(0, 11, (3, 7))
@@ -72,7 +74,11 @@ def test_mlp_by_hand():
         model.layers[0].bias.zero_()
         model.layers[3].bias.fill_(0.5)
     assert model(torch.tensor([[3.0, 1.0], [1.0, 3.0]])).tolist() == [[4.5], [0.5]]
-    for wrong, message in [(([4],), "at least the inputs"), (([4, 0],), "sizes=0"), (([4, 2], "tan"), 'Did you mean "tanh"')]:
+    for wrong, message in [
+        (([4],), "at least the inputs"),
+        (([4, 0],), "sizes=0"),
+        (([4, 2], "tan"), 'Did you mean "tanh"'),
+    ]:
         with pytest.raises(UserError, match=message):
             MLP(*wrong)
 

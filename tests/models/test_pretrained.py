@@ -1,4 +1,5 @@
-"""Trained weights of transformers, under every plan the same as `from_pretrained` and a plain loop; adapters of peft."""
+"""Trained weights of transformers, under every plan the same as `from_pretrained` and a plain loop; adapters of
+peft."""
 
 from __future__ import annotations
 
@@ -254,7 +255,9 @@ def test_adapters_do_not_hide_what_the_model_takes(llama):
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
     total, _ = causal_lm(model, batch)
     assert float(total) == pytest.approx(float(causal_lm(model.get_base_model(), batch)[0]))
-    assert float(total) != pytest.approx(float(causal_lm(model, {**batch, "position_ids": torch.arange(8)[None]})[0]), rel=1e-4)
+    assert float(total) != pytest.approx(
+        float(causal_lm(model, {**batch, "position_ids": torch.arange(8)[None]})[0]), rel=1e-4
+    )
 
 
 def cut_adapters(world, directory: str) -> str:

@@ -25,8 +25,18 @@ def test_gpt_from_a_preset_and_settings():
 @pytest.mark.parametrize(
     ("table", "loss", "inputs", "shape"),
     [
-        ({"name": "gpt", "vocab_size": 9, "sequence": 8, "layers": 1, "d_model": 8, "heads": 2}, "causal_lm", (2, 8), (2, 8, 9)),
-        ({"name": "bert", "vocab_size": 9, "sequence": 8, "layers": 1, "d_model": 8, "heads": 2}, "masked_lm", (2, 8), (2, 8, 9)),
+        (
+            {"name": "gpt", "vocab_size": 9, "sequence": 8, "layers": 1, "d_model": 8, "heads": 2},
+            "causal_lm",
+            (2, 8),
+            (2, 8, 9),
+        ),
+        (
+            {"name": "bert", "vocab_size": 9, "sequence": 8, "layers": 1, "d_model": 8, "heads": 2},
+            "masked_lm",
+            (2, 8),
+            (2, 8, 9),
+        ),
         ({"name": "lstm", "vocab_size": 9, "hidden": 8}, "causal_lm", (2, 8), (2, 8, 9)),
         ({"name": "resnet", "depth": 20, "classes": 4}, "classification", (2, 3, 8, 8), (2, 4)),
         ({"name": "mlp", "sizes": [6, 5, 4], "dropout": 0}, "classification", (2, 6), (2, 4)),
@@ -47,7 +57,13 @@ def test_each_model_is_built_with_its_loss(table, loss, inputs, shape):
 
 def test_hf_with_a_setting_of_its_own():
     pytest.importorskip("transformers")
-    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     model = build({"name": "hf", "config": config, "vocab_size": 99, "max_position_embeddings": 64})
     assert (model.vocab_size, model.sequence) == (99, 64)
     assert model.factory().lm_head.weight.shape == (99, 32)
@@ -90,14 +106,24 @@ def test_a_wrong_table_is_explained(table, message):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", "llama"), ("meta-llama/Llama-3.2-1B", "llama"), ("gpt-2", "gpt2"), ("qwen2-moe", "qwen2_moe"), ("Mistral-7B", "mistral")],
+    [
+        ("llama", "llama"),
+        ("meta-llama/Llama-3.2-1B", "llama"),
+        ("gpt-2", "gpt2"),
+        ("qwen2-moe", "qwen2_moe"),
+        ("Mistral-7B", "mistral"),
+    ],
 )
 def test_a_name_of_transformers_is_told_how_to_be_written(name, kind):
     transformers = pytest.importorskip("transformers")
     with pytest.raises(UserError, match=rf'written name = "hf", config = \{{model_type = "{kind}"\}}') as refused:
         build({"name": name})
-    table = tomllib.loads(re.search(r'name = "hf".*?(?=, config)', str(refused.value))[0] + f'\nconfig = {{model_type = "{kind}"}}')
-    assert isinstance(transformers.AutoConfig.for_model(kind), type(build({**table, "num_hidden_layers": 1}).factory.args[0]))
+    table = tomllib.loads(
+        re.search(r'name = "hf".*?(?=, config)', str(refused.value))[0] + f'\nconfig = {{model_type = "{kind}"}}'
+    )
+    assert isinstance(
+        transformers.AutoConfig.for_model(kind), type(build({**table, "num_hidden_layers": 1}).factory.args[0])
+    )
 
 
 def test_a_name_of_nobody_s_gets_no_such_hint():

@@ -80,7 +80,11 @@ def test_sync_bn_equals_one_process_with_the_whole_batch(size):
 @pytest.mark.fast
 def test_batchnorm_needs_a_microbatch_or_sync_bn():
     sgd = partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(UserError, match="microbatch is not given, and the model has BatchNorm, whose result depends on which samples share one: give it"):
+    with pytest.raises(
+        UserError,
+        match="microbatch is not given, and the model has BatchNorm, "
+        "whose result depends on which samples share one: give it",
+    ):
         Engine(Net, classification, sgd, global_batch=4)
     with pytest.raises(UserError, match="microbatch = 2 with sync_bn"):
         Engine(Net, classification, sgd, global_batch=4, microbatch=2, sync_bn=True)

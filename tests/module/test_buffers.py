@@ -109,7 +109,9 @@ ODD = {
 def train(world: World, rule: Any, steps: int = 3, plan: Any = None, **options: Any) -> dict[str, Tensor]:
     """Global batches of seven make four microbatches, of which the ranks have unequal numbers."""
     options = {"global_batch": 7, "microbatch": 2, "precision": "fp64", **options}
-    running = Engine(partial(Writes, rule), regression, ADAMW, Plan(**{"dp": world.size, **(plan or {})}), world=world, **options)
+    running = Engine(
+        partial(Writes, rule), regression, ADAMW, Plan(**{"dp": world.size, **(plan or {})}), world=world, **options
+    )
     for batch in running.batches(vectors(), steps=steps):
         running.step(batch)
     found = {name: buffer.clone() for name, buffer in running.module.named_buffers()}

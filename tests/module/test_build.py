@@ -77,7 +77,9 @@ def test_distributions_are_those_of_a_plain_build(values):
     assert values["linear.weight"].abs().max() <= 1 / 8 and values["linear.weight"].std() == pytest.approx(
         0.125 / 3**0.5, rel=0.05
     )
-    assert values["scaled"].mean() == pytest.approx(1.0, abs=0.002) and values["scaled"].std() == pytest.approx(0.02, rel=0.1)
+    assert values["scaled"].mean() == pytest.approx(1.0, abs=0.002) and values["scaled"].std() == pytest.approx(
+        0.02, rel=0.1
+    )
     assert values["truncated"].abs().max() <= 0.15 and values["truncated"].std() > 0.05
     torch.testing.assert_close(values["orthogonal"] @ values["orthogonal"].T, torch.eye(12))
     assert values["lstm.weight_hh_l0"].abs().max() <= 8**-0.5
@@ -145,7 +147,10 @@ class Shares(nn.Module):
         self.rotation, self.back = nn.Parameter(rotation.clone()), nn.Parameter(torch.linalg.inv(rotation))
         order = torch.randperm(17)
         self.order = [order]  # not a buffer
-        self.permuted, self.inverse = nn.Parameter(torch.arange(17.0)[order]), nn.Parameter(torch.argsort(order).float())
+        self.permuted, self.inverse = (
+            nn.Parameter(torch.arange(17.0)[order]),
+            nn.Parameter(torch.argsort(order).float()),
+        )
         features = torch.randn(3, 8)
         self.sine, self.cosine = nn.Module(), nn.Module()
         self.sine.register_buffer("features", features * 1.0)
@@ -166,7 +171,10 @@ class Shares(nn.Module):
 def shared() -> dict[str, torch.Tensor]:
     built = build(Shares, seed=0)
     assert built.how == "recorded"
-    return {name: built.value(name, tensor) for name, tensor in [*built.module.named_parameters(), *built.module.named_buffers()]}
+    return {
+        name: built.value(name, tensor)
+        for name, tensor in [*built.module.named_parameters(), *built.module.named_buffers()]
+    }
 
 
 def test_what_is_drawn_once_is_one_value_wherever_it_flows(shared):
@@ -308,7 +316,11 @@ def test_complex_numbers_as_pairs_train_as_in_torch(precision):
     engine = Engine(ready, regression, adamw, global_batch=4, precision=precision, world=World.single("cpu"))
     losses = [engine.step(batch).loss for batch in engine.batches(samples, steps=3)]
     engine.close()
-    batch, optimizer, expected = {k: torch.stack([s[k] for s in samples]) for k in samples[0]}, adamw(whole.parameters()), []
+    batch, optimizer, expected = (
+        {k: torch.stack([s[k] for s in samples]) for k in samples[0]},
+        adamw(whole.parameters()),
+        [],
+    )
     for _ in range(3):
         total, count = regression(whole, batch)
         expected.append(float(total / count))

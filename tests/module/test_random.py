@@ -207,11 +207,16 @@ def test_dropout_of_whole_channels_is_refused_by_name():
 
 def test_without_a_compiler_the_fallback_gives_the_same():
     code = (
-        "import torch; from shoal.module.random.philox import _keyed_drop, mix; from shoal.native import library; assert library() is None;"
+        "import torch; from shoal.module.random.philox import _keyed_drop, mix; from shoal.native import library; "
+        "assert library() is None;"
         "print(_keyed_drop(torch.ones(2, 40), 0.5, mix(torch.arange(2)), 0).long().flatten().tolist())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "SHOAL_NATIVE": "0"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "SHOAL_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     kept = keep_native(2, 40, mix(torch.arange(2)), 1 << 31).long().flatten() * 2
     assert done.stdout.strip() == str(kept.tolist())

@@ -26,7 +26,8 @@ def gpt() -> GPT:
 
 
 def kept(option: object, steps: int = 2) -> tuple[int, list[int]]:
-    """Bytes that autograd keeps of one forward, weights not counted, and which blocks are computed again; in the last of `steps` forwards."""
+    """Bytes that autograd keeps of one forward, weights not counted, and which blocks are computed again; in the last
+    of `steps` forwards."""
     torch.manual_seed(0)
     model = gpt()
     recompute = Recompute(recomputable(model), option)  # type: ignore[arg-type]
@@ -52,13 +53,16 @@ def test_what_is_kept():
     everything, none = kept("none")
     full, blocks = kept("full")
     assert none == [] and blocks == list(range(LAYERS))
-    # torch's checkpoint keeps the inputs beside autograd, which sees nothing of the blocks but the head and the embedding
+    # torch's checkpoint keeps the inputs beside autograd, which sees nothing of the blocks but the head and the
+    # embedding
     assert full < 0.2 * everything
     half, which = kept({"name": "blocks", "every": 2})
     assert which == [0, 2] and full < half < everything
     budget, which = kept({"name": "budget", "keep": 0.5})
     assert 1 <= len(which) < LAYERS and budget < 0.75 * everything
-    assert kept({"name": "budget", "keep": 1})[1] == [] and kept({"name": "budget", "keep": 0})[1] == list(range(LAYERS))
+    assert kept({"name": "budget", "keep": 1})[1] == [] and kept({"name": "budget", "keep": 0})[1] == list(
+        range(LAYERS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,10 @@ def test_what_is_kept():
         ({"name": "blocks"}, "give either which = [places] or every = 2"),
         ({"name": "blocks", "every": -1}, "give either which = [places] or every = 2"),
         ({"name": "blocks", "which": [9]}, "which = [9]: the model has the blocks 0 to 3"),
-        ({"name": "selective", "save": ["matmull"]}, "save = ['matmull']: give a list of matmul, attention, convolution"),
+        (
+            {"name": "selective", "save": ["matmull"]},
+            "save = ['matmull']: give a list of matmul, attention, convolution",
+        ),
         ({"name": "budget", "keep": 2}, "keep = 2: give the part of the bytes to keep, 0 to 1"),
         ({"name": "budget", "part": 2}, "unexpected keyword argument 'part'"),
     ],
@@ -114,8 +121,8 @@ def test_a_block_that_is_called_twice_draws_the_same_again(dropout):
 
 
 class Moody(nn.Module):
-    """Blocks with what a second forward could get wrong: buffers that are read and changed, in place and re-bound, dropout, a hook that changes the
-    input, arguments called like those of torch's checkpoint."""
+    """Blocks with what a second forward could get wrong: buffers that are read and changed, in place and re-bound,
+    dropout, a hook that changes the input, arguments called like those of torch's checkpoint."""
 
     def __init__(self, dropout: float = 0.3) -> None:
         super().__init__()
@@ -163,7 +170,9 @@ def test_a_second_forward_finds_all_as_the_first(option, dropout):
     plain, again = (trained(Moody, Plan(recompute=each), dropout=dropout) for each in ("none", option))
     assert again[:2] == plain[:2]
     assert all(torch.equal(value, again[2][name]) for name, value in plain[2].items())
-    assert all(float(value) == 8 for name, value in again[2].items() if name.endswith("count")), "two microbatches of four steps"
+    assert all(float(value) == 8 for name, value in again[2].items() if name.endswith("count")), (
+        "two microbatches of four steps"
+    )
 
 
 @pytest.mark.parametrize("option", ["full", {"name": "budget", "keep": 0.3}], ids=str)
@@ -227,7 +236,10 @@ SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 CACHING = {
     "bloom": ("Bloom", "ForCausalLM", SIZES),
     "falcon": ("Falcon", "ForCausalLM", {**SIZES, "alibi": True}),
-    "t5": ("T5", "ForConditionalGeneration", {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}),
+    "t5": ("T5", "ForConditionalGeneration", {
+        "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }),
 }  # fmt: skip
 
 
@@ -240,7 +252,9 @@ def caching(kind: str) -> nn.Module:
 def of_its_logits(model: nn.Module, mb: dict) -> tuple[torch.Tensor, torch.Tensor]:
     more = {"decoder_input_ids": mb["input_ids"]} if model.config.is_encoder_decoder else {}
     logits = model(input_ids=mb["input_ids"], **more).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (mb["labels"] >= 0).sum()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), mb["labels"].flatten(), reduction="sum"), (
+        mb["labels"] >= 0
+    ).sum()
 
 
 @pytest.mark.parametrize("kind", CACHING)
@@ -248,7 +262,8 @@ def test_a_second_forward_finds_no_cache(kind):
     losses = []
     for option in ("none", "full"):
         engine = Engine(
-            partial(caching, kind), of_its_logits, partial(torch.optim.AdamW, lr=1e-3), Plan(recompute=option), global_batch=2, world=World.single("cpu")
+            partial(caching, kind), of_its_logits, partial(torch.optim.AdamW, lr=1e-3), Plan(recompute=option),
+            global_batch=2, world=World.single("cpu"),
         )  # fmt: skip
         losses.append([engine.step(batch).loss for batch in engine.batches(text()[:4], steps=2)])
         engine.close()

@@ -86,7 +86,9 @@ def link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
-@pytest.mark.parametrize("damage", [keep, empty, cut, flip, lose_checksum, open_to_others, link], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "damage", [keep, empty, cut, flip, lose_checksum, open_to_others, link], ids=lambda fn: fn.__name__
+)
 def test_what_is_not_whole_is_built_anew(folder, damage):
     build = Builder()
     assert loaded(build) == (7, [])
@@ -136,7 +138,9 @@ def another_users_parent(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [open_folder, linked_folder, file_in_its_place, another_user, another_users_parent], ids=lambda fn: fn.__name__
+    "spoil",
+    [open_folder, linked_folder, file_in_its_place, another_user, another_users_parent],
+    ids=lambda fn: fn.__name__,
 )
 def test_a_folder_that_cannot_be_trusted_is_replaced_by_a_private_one_and_that_is_said(folder, spoil):
     spoil(folder)
@@ -158,7 +162,9 @@ def test_if_that_one_is_taken_too_it_is_a_fresh_one(folder):
 
 def test_ranks_that_come_at_once_build_once(folder):
     build, answers = Builder(), []
-    threads = [threading.Thread(target=lambda: answers.append(cache.load("kernels-test", build).answer())) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: answers.append(cache.load("kernels-test", build).answer())) for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -24,13 +24,15 @@ PAGES = 2**20 // mmap.PAGESIZE
 
 
 def faults(how: str, what: str) -> int:
-    """Page faults of eight steps, after one to warm up: each takes 480 MiB in blocks up to 28 MiB, or one block of 96 MiB."""
+    """Page faults of eight steps, after one to warm up: each takes 480 MiB in blocks up to 28 MiB, or one block of 96
+    MiB."""
     done = subprocess.run([sys.executable, "-c", CODE, how, what], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
 
 def test_later_steps_fault_in_few_pages():
-    """All eight together not a quarter of what one step takes; glibc as it stands faults in the second step anew, and some of the others."""
+    """All eight together not a quarter of what one step takes; glibc as it stands faults in the second step anew, and
+    some of the others."""
     assert faults("kept", "steps") < 480 * PAGES / 4
     assert faults("given back", "steps") > 0.9 * 480 * PAGES
 

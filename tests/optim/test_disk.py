@@ -27,7 +27,9 @@ NADAM = partial(torch.optim.NAdam, lr=3e-3)
 
 def make(path: Path, precision="fp32", optimizer=teacher.ADAMW, **memory) -> Engine:
     plan = Plan(memory={"disk": {"path": str(path)}, **memory}, exchange=EXCHANGE)
-    return Engine(gpt, causal_lm, optimizer, plan, global_batch=12, microbatch=4, precision=precision, clip=0.5, dropout="fused")
+    return Engine(
+        gpt, causal_lm, optimizer, plan, global_batch=12, microbatch=4, precision=precision, clip=0.5, dropout="fused"
+    )
 
 
 def losses(engine: Engine, steps: int) -> list[float]:
@@ -90,7 +92,9 @@ def test_the_host_holds_as_much_as_it_may(tmp_path):
         assert losses(engine, 4) == whole[0]
         assert engine.parts.host.most_in_all <= host
         pages.append(len(engine.parts.pager.pages))
-        assert engine.parts.pager.bytes_read == 3 * sum(page.moving for page in engine.parts.pager.pages), "not before there is state"
+        assert engine.parts.pager.bytes_read == 3 * sum(page.moving for page in engine.parts.pager.pages), (
+            "not before there is state"
+        )
         engine.close()
     assert pages == sorted(pages, reverse=True) and pages[0] > pages[-1] > 0
 
@@ -98,7 +102,9 @@ def test_the_host_holds_as_much_as_it_may(tmp_path):
 def test_what_the_host_keeps_of_pages_is_counted(tmp_path):
     engine = make(tmp_path)
     losses(engine, 2)
-    assert engine.parts.host.held["optimizer state in turn"] == sum(memory.nbytes for memory in engine.parts.pager._buffers)
+    assert engine.parts.host.held["optimizer state in turn"] == sum(
+        memory.nbytes for memory in engine.parts.pager._buffers
+    )
     state = [value for value in engine.optimizer.torch.state.values() if value["exp_avg"].numel() > 1]
     assert state and all(value["exp_avg"].untyped_storage().nbytes() == 4 for value in state), "NaN of one element"
     engine.close()
@@ -127,7 +133,8 @@ def test_save_load_and_recover(tmp_path, precision):
 
 def test_who_looks_at_masters_in_between_may_change_them(tmp_path):
     engines = [make(tmp_path / "a", "bf16"), Engine(
-        gpt, causal_lm, teacher.ADAMW, Plan(exchange=EXCHANGE), global_batch=12, microbatch=4, precision="bf16", clip=0.5, dropout="fused",
+        gpt, causal_lm, teacher.ADAMW, Plan(exchange=EXCHANGE), global_batch=12, microbatch=4, precision="bf16",
+        clip=0.5, dropout="fused",
     )]  # fmt: skip
     seen = []
     for engine in engines:
@@ -178,12 +185,21 @@ print("lived")
 
 @pytest.mark.parametrize(
     ("where", "number", "precision"),
-    [("write", 20, "fp32"), ("write", 45, "bf16"), ("write", 35, "fp32"), ("replace", 1, "bf16"), ("replace", 3, "fp32")],
+    [
+        ("write", 20, "fp32"),
+        ("write", 45, "bf16"),
+        ("write", 35, "fp32"),
+        ("replace", 1, "bf16"),
+        ("replace", 3, "fp32"),
+    ],
 )
 def test_killed_in_the_middle_of_an_update(tmp_path, where, number, precision):
     whole = train(None, {}, precision)[0]
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), where, str(number), precision], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CHILD, str(tmp_path), where, str(number), precision],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert child.returncode == -signal.SIGKILL and "lived" not in child.stdout, child.stderr
     engine = make(tmp_path, precision)
@@ -223,7 +239,8 @@ losses(engine, 1)
 
 @pytest.mark.parametrize("loads", [True, False], ids=["load", "fresh start"])
 def test_what_an_older_record_says_is_withdrawn_before_its_files_are_written(tmp_path, loads):
-    """After a load in mid-run, and where a run begins anew on a path of an old one, the older record is the only one."""
+    """After a load in mid-run, and where a run begins anew on a path of an old one, the older record is the only
+    one."""
     disk = tmp_path / "disk"
     if not loads:
         engine = make(disk)
@@ -328,7 +345,10 @@ def test_a_full_disk_is_found_before_training(tmp_path):
         f'from tests.optim.test_disk import make; make("{tmp_path}")\''
     )
     child = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=120
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert "No space left on device" in child.stderr and "bytes are needed there" in child.stderr, child.stderr
 

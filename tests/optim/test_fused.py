@@ -1,4 +1,5 @@
-"""Optimizers over flat storage: the bits of the optimizer over the parameters, in weights and in state, whatever is left out when."""
+"""Optimizers over flat storage: the bits of the optimizer over the parameters, in weights and in state, whatever is
+left out when."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ SHAPES = ((7, 9), (5,), (), (0,), (33,), (2, 3, 4), (1,))
 
 
 class Lion(torch.optim.Optimizer):
-    """A custom elementwise optimizer with a Python count, a count in the group, and state that is bound anew (`rebind`)."""
+    """A custom elementwise optimizer with a Python count, a count in the group, and state that is bound anew
+    (`rebind`)."""
 
     def __init__(self, params, lr=1e-2, weight_decay=0.0, rebind=False):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rebind": rebind, "updates": 0})
@@ -88,7 +90,9 @@ FACTORIES: dict[str, Callable] = {
 class Pair:
     """The same parameters twice, plain and flat, with the same gradients."""
 
-    def __init__(self, factory, shapes: Sequence[tuple] = SHAPES, block: int | None = 16, groups: int = 1, dtype=torch.float32):
+    def __init__(
+        self, factory, shapes: Sequence[tuple] = SHAPES, block: int | None = 16, groups: int = 1, dtype=torch.float32
+    ):
         self.generator = torch.Generator().manual_seed(1)
         start = [torch.randn(shape, generator=self.generator).to(dtype) for shape in shapes]
         self.plain, self.mine = ([nn.Parameter(value.clone()) for value in start] for _ in range(2))
@@ -149,7 +153,10 @@ def test_fp64_and_groups():
 
 @pytest.mark.parametrize("name", ["momentum", "adamw", "nadam", "adagrad", "lion", "lion rebinding"])
 @settings(max_examples=15)
-@given(steps=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=1, max_size=5), block=st.sampled_from([8, 50, 1000]))
+@given(
+    steps=st.lists(st.sets(st.integers(0, len(SHAPES) - 1)), min_size=1, max_size=5),
+    block=st.sampled_from([8, 50, 1000]),
+)
 def test_parameters_without_a_gradient_are_left_alone(name, steps, block):
     pair = Pair(FACTORIES[name], block=block)
     for left_out in steps:
@@ -179,7 +186,8 @@ def test_pieces_are_cut_only_where_histories_part():
 @pytest.mark.parametrize("name", FACTORIES)
 @pytest.mark.parametrize("source", ["flat", "plain"])
 def test_state_goes_on_from_either(name, source):
-    """A checkpoint of the flat optimizer is one of the optimizer over the parameters, also when histories have parted."""
+    """A checkpoint of the flat optimizer is one of the optimizer over the parameters, also when histories have
+    parted."""
     first = Pair(FACTORIES[name])
     for left_out in ((), (1, 4), ()):
         first.step(left_out)

@@ -74,4 +74,10 @@ def test_what_is_not_finite_is_not_hidden(form):
     weights = torch.empty(8, dtype=torch.bfloat16)
     g[0], g[1] = float("nan"), float("inf")
     adam_update(p, g, m, v, 1, decoupled=True, weights=weights, **OPTIONS)
-    assert p[0].isnan() and weights[0].isnan() and not v[1].isfinite() and p[2:].isfinite().all() and weights[2:].isfinite().all()
+    assert (
+        p[0].isnan()
+        and weights[0].isnan()
+        and not v[1].isfinite()
+        and p[2:].isfinite().all()
+        and weights[2:].isfinite().all()
+    )

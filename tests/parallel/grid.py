@@ -48,7 +48,10 @@ class Grid:
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
-    return {axis: int(at) for axis, at in zip(sizes, torch.unravel_index(torch.tensor(rank), tuple(sizes.values())), strict=True)}
+    return {
+        axis: int(at)
+        for axis, at in zip(sizes, torch.unravel_index(torch.tensor(rank), tuple(sizes.values())), strict=True)
+    }
 
 
 def on_grid(sizes: Mapping[str, int], fn: Callable[[Grid], Result]) -> list[Result]:
@@ -81,7 +84,9 @@ def given_out(whole: torch.Tensor, placement: Placement, grid: Grid) -> torch.Te
     return value.clone()
 
 
-def check_placed(placement: Placement, sizes: Mapping[str, int], held: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def check_placed(
+    placement: Placement, sizes: Mapping[str, int], held: list[torch.Tensor], wanted: list[torch.Tensor]
+) -> None:
     """`held` by the ranks are the pieces `wanted`: of summands their sums are."""
     sums: dict[tuple[int, ...], torch.Tensor] = {}
     keys = []

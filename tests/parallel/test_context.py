@@ -1,4 +1,5 @@
-"""Context parallel on its own: who has which tokens, and attention over rows that are shared against attention over whole ones."""
+"""Context parallel on its own: who has which tokens, and attention over rows that are shared against attention over
+whole ones."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def test_each_token_of_a_row_is_of_one_rank_and_knows_its_place(size, ring):
     seen, positions = [], []
     for rank in range(size):
         here = context(size, rank, ring)
-        found = here.cut({"input_ids": rows, "labels": rows + 1, "weights": torch.zeros(2), "pictures": torch.zeros(2, 24, 3)})
+        found = here.cut(
+            {"input_ids": rows, "labels": rows + 1, "weights": torch.zeros(2), "pictures": torch.zeros(2, 24, 3)}
+        )
         assert torch.equal(found["labels"], found["input_ids"] + 1) and found["weights"].shape == (2,)
         assert found["pictures"].shape == (2, 24 // size, 3)
         assert torch.equal(found["position_ids"], found["input_ids"] % 24), "its place in the whole row"
@@ -86,7 +89,8 @@ def shared(world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype
     draw = torch.Generator().manual_seed(0)
     T, heads = 4 * 6 * world.size, 2 * world.size
     q, k, v, grad = (
-        torch.randn(2, h, T, 8, generator=draw, dtype=torch.float64).to(dtype) for h in (heads, kv_heads, kv_heads, heads)
+        torch.randn(2, h, T, 8, generator=draw, dtype=torch.float64).to(dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
     )
     ids = {"input_ids": torch.zeros(2, T, dtype=torch.int64)}
     if documents:
@@ -98,7 +102,9 @@ def shared(world, kind: str, causal: bool, documents: bool, kv_heads: int, dtype
     if documents:
         mask = ids["document_ids"][:, None, :, None] == ids["document_ids"][:, None, None, :]
         mask = mask.tril() if causal else mask
-    expected = F.scaled_dot_product_attention(*whole, mask, is_causal=causal and mask is None, enable_gqa=kv_heads != heads)
+    expected = F.scaled_dot_product_attention(
+        *whole, mask, is_causal=causal and mask is None, enable_gqa=kv_heads != heads
+    )
     expected.backward(grad)
     group = world.group("cp", list(range(world.size)))
     lane = Lane(CPU, world.ledger) if kind == "ring" else None

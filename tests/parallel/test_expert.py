@@ -41,7 +41,8 @@ def tokens(rank: int, lost: bool = False) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def whole(size: int, lost: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], list[torch.Tensor]]:
-    """What one device gives each rank's tokens; the gradients of the experts, and of the tokens, of the sum of squares."""
+    """What one device gives each rank's tokens; the gradients of the experts, and of the tokens, of the sum of
+    squares."""
     made, outputs, inputs = experts(), [], []
     for rank in range(size):
         x, index, weights = tokens(rank, lost)
@@ -131,11 +132,21 @@ def refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) -> str
         ),
         ("moe-capacity", {"dp": 2}, {"microbatch": None}, "experts have a capacity, which is of one microbatch"),
         ("moe", {"dp": 2, "ep": 2}, {"tensor_rules": {"blocks.*.mlp.expert": "experts"}}, "no module of such a name"),
-        ("moe", {"dp": 2, "ep": 2}, {"tensor_rules": {"blocks.*.mlp.shared": "experts"}}, "it does not say by `num_experts`"),
+        (
+            "moe",
+            {"dp": 2, "ep": 2},
+            {"tensor_rules": {"blocks.*.mlp.shared": "experts"}},
+            "it does not say by `num_experts`",
+        ),
         ("moe", {"dp": 2}, {"microbatch": None}, "experts have a balance loss, which is of one microbatch"),
         ("mixtral", {"dp": 2}, {"microbatch": None}, "experts have a balance loss, which is of one microbatch"),
         ("moe-capacity", {"dp": 2, "exchange": "diloco"}, {}, "take a balance loss instead"),
-        ("moe", {"dp": 4, "ep": 2, "exchange": {"name": "hierarchical", "ranks_per_host": 2}}, {}, "hosts count as they are"),
+        (
+            "moe",
+            {"dp": 4, "ep": 2, "exchange": {"name": "hierarchical", "ranks_per_host": 2}},
+            {},
+            "hosts count as they are",
+        ),
         ("moe", {"dp": 2, "ep": 2, "exchange": "diloco"}, {}, "tokens of one would go to experts of another"),
         ("moe", {"dp": 2, "ep": 2, "exchange": "qadam"}, {}, "come from tokens of several"),
         ("moe", {"dp": 2, "ep": 2, "exchange": "adasum"}, {}, "it weighs replicas by products of whole parameters"),
@@ -183,7 +194,8 @@ def test_exchange_algorithms_go_on_over_those_who_have_the_same_experts(exchange
 
 
 def derivatives(world, plan: dict[str, Any]) -> tuple[Any, ...]:
-    model = partial(GPT, GPTConfig(61, 12, 2, 32, 4, moe=MoEConfig(4, 4)))  # every expert sees every token: no choice that jumps
+    # every expert sees every token: no choice that jumps
+    model = partial(GPT, GPTConfig(61, 12, 2, 32, 4, moe=MoEConfig(4, 4)))
     options = {"global_batch": 12, "microbatch": 3, "precision": "fp64", "world": world}
     running = Engine(model, causal_lm, ADAMW, Plan(**plan), **options)
     return derivatives_of(running, "gpt")

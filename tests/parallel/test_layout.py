@@ -90,7 +90,8 @@ def test_replicated_layout_is_one_part_over_the_whole_tensor() -> None:
 
 
 def test_fused_qkv_is_three_parts() -> None:
-    """Rank 1 of 2 holds the second half of q, k and v (2 rows each) of a fused 12-row weight, adjacent in its own tensor."""
+    """Rank 1 of 2 holds the second half of q, k and v (2 rows each) of a fused 12-row weight, adjacent in its own
+    tensor."""
     world = torch.arange(12 * 2).reshape(12, 2)
     parts = tuple(Part(Box((2 * i, 0), (2, 2)), Box((4 * i + 2, 0), (2, 2))) for i in range(3))
     layout = Layout((12, 2), parts)
@@ -130,7 +131,9 @@ def test_what_a_rank_has_of_a_cut_parameter_goes_out_and_comes_back(case, data):
     assert sorted(seen) == sorted(own.flatten()[start:stop].tolist())
     back = torch.full(shape, -1)
     layout.put_into(back, own)
-    assert sorted(back[back >= 0].tolist()) == sorted(own.flatten().tolist()) and torch.equal(layout.own_part(back), own)
+    assert sorted(back[back >= 0].tolist()) == sorted(own.flatten().tolist()) and torch.equal(
+        layout.own_part(back), own
+    )
 
 
 def test_a_layout_that_holds_all_gives_the_tensor_itself():

@@ -38,7 +38,9 @@ def placements(ndim: int, axes: tuple[str, ...]) -> list[Placement]:
             for number in order:
                 if places[number] >= 0:
                     dims[places[number]] += (axes[number],)
-            found.add(Placement(tuple(dims), frozenset(axis for axis, place in zip(axes, places, strict=True) if place == -2)))
+            found.add(
+                Placement(tuple(dims), frozenset(axis for axis, place in zip(axes, places, strict=True) if place == -2))
+            )
     return sorted(found, key=str)
 
 
@@ -122,7 +124,10 @@ def tangents_and_second_derivatives(world: World) -> None:
     costs = measured_costs(groups, torch.device("cpu"))
     source, target = Placement.of(2, {0: "dp"}), Placement.of(2, {1: "dp"})
     values, directions = numbered((4, 6)), numbered((4, 6)).flip(1)
-    rows, columns = (slice(2 * world.rank, 2 * world.rank + 2),), (slice(None), slice(3 * world.rank, 3 * world.rank + 3))
+    rows, columns = (
+        (slice(2 * world.rank, 2 * world.rank + 2),),
+        (slice(None), slice(3 * world.rank, 3 * world.rank + 3)),
+    )
     move = Redistribution((4, 6), source, target, groups, costs)
     x, v = values[rows].clone(), directions[rows].clone()
     result, tangent = torch.func.jvp(move, (x,), (v,))
@@ -171,7 +176,10 @@ def test_ways_that_are_known():
     aside = ["all_to_all b", "slice a", "all_to_all b"]
     assert names(route(asked, Placement.of(2, {0: "b"}), Placement.of(2, {0: "a b"}), COSTS)) == aside
     line = question((4096 * 4096,), {"a": 2, "b": 4})
-    assert names(route(line, Placement.of(1, {0: "b"}), Placement.of(1, {0: "a b"}), COSTS)) == ["slice a", "permute b a"]
+    assert names(route(line, Placement.of(1, {0: "b"}), Placement.of(1, {0: "a b"}), COSTS)) == [
+        "slice a",
+        "permute b a",
+    ]
     short = question((64, 64), {"a": 2, "b": 4})
     assert names(route(short, Placement.of(2, {}, "a"), Placement.of(2, {1: "a"}), COSTS)) == ["reduce_scatter a"]
     assert names(route(short, Placement.of(2, {}, "a b"), whole, COSTS)) == ["all_reduce a b"]
@@ -180,7 +188,8 @@ def test_ways_that_are_known():
 
 @pytest.mark.fast
 def test_costs_decide():
-    """A sum over a fast axis inside a host and a slow one across: where messages are long it pays to sum cut pieces across."""
+    """A sum over a fast axis inside a host and a slow one across: where messages are long it pays to sum cut pieces
+    across."""
     inside_first = ["reduce_scatter b", "all_reduce a", "all_gather b"]
     slow_outside = AxisCosts({"a": 1e-5, "b": 1e-5}, {"a": 1e8, "b": 1e10})
     short, long = (question((rows, 64), {"a": 2, "b": 4}) for rows in (4, 65536))
@@ -207,7 +216,10 @@ def least(asked: Question, source: Placement, wanted: frozenset[str], costs: Axi
 def test_no_way_is_cheaper(shape):
     asked = question(shape, {"a": 2, "b": 3})
     for source in placements(2, ("a", "b")):
-        best = {wanted: least(asked, source, wanted, COSTS) for wanted in {each.partial for each in placements(2, ("a", "b"))}}
+        best = {
+            wanted: least(asked, source, wanted, COSTS)
+            for wanted in {each.partial for each in placements(2, ("a", "b"))}
+        }
         for target in placements(2, ("a", "b")):
             assert cost_of(asked, source, route(asked, source, target, COSTS), COSTS) == pytest.approx(
                 best[target.partial][target], rel=1e-9
@@ -244,7 +256,9 @@ def ways_of_dtensor(world, shape: tuple[int, ...]) -> list[tuple[Placement, Plac
 
 
 def ours(placed) -> Placement:
-    cuts = {dim: " ".join(axis for axis, each in zip("abc", placed, strict=True) if each == Shard(dim)) for dim in (0, 1)}
+    cuts = {
+        dim: " ".join(axis for axis, each in zip("abc", placed, strict=True) if each == Shard(dim)) for dim in (0, 1)
+    }
     return Placement.of(2, cuts, " ".join(axis for axis, each in zip("abc", placed, strict=True) if each.is_partial()))
 
 
@@ -275,7 +289,9 @@ def test_never_dearer_than_dtensor():
     asked = question(shape, THREE)
     for costs in (COSTS, WHOLE):
         for source, target, theirs in ways:
-            mine, other = (cost_of(asked, source, steps, costs) for steps in (route(asked, source, target, costs), theirs))
+            mine, other = (
+                cost_of(asked, source, steps, costs) for steps in (route(asked, source, target, costs), theirs)
+            )
             assert mine <= other * (1 + 1e-9), f"{source} to {target}"
             cheaper += mine < other * 0.99
     assert cheaper > 20, "or this compares nothing"

@@ -33,7 +33,9 @@ PHI3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
 MODELS = {
     "gpt": partial(GPT, GPTConfig(**SIZE)),
     "gpt-all-tokens": partial(GPT, GPTConfig(**SIZE)),
-    "gpt-rotary": partial(GPT, GPTConfig(**SIZE, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, tied=False)),
+    "gpt-rotary": partial(
+        GPT, GPTConfig(**SIZE, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, tied=False)
+    ),
     "bert": partial(Bert, BertConfig(**SIZE, dropout=0.0)),
     "llama": lambda: from_config(LLAMA)(),
     "mixtral": lambda: from_config(MIXTRAL)(),
@@ -107,7 +109,8 @@ def region_of(world) -> Region:
 
 
 def cut_and_whole(world, name: str) -> tuple[float, float, dict[str, float], int, dict]:
-    """Loss whole and cut, the largest difference of each gradient as a part of it, parameters kept, and what the engine would save."""
+    """Loss whole and cut, the largest difference of each gradient as a part of it, parameters kept, and what the engine
+    would save."""
     whole = filled(build(MODELS[name], 0))
     expected = objective(whole)
     expected.backward()
@@ -146,7 +149,10 @@ def test_a_cut_model_computes_what_the_whole_one_does(name, size):
         assert torch.equal(together, value)
         assert layouts[0].alike or sum(each[4][key][1].numel() for each in answers) == value.numel()
     matrices = sum(value.numel() for value in whole.values() if value.dim() > 1)
-    assert max(kept for *_, kept, _ in answers) < sum(map(torch.numel, whole.values())) - matrices * (size - 1) / size * 0.85
+    assert (
+        max(kept for *_, kept, _ in answers)
+        < sum(map(torch.numel, whole.values())) - matrices * (size - 1) / size * 0.85
+    )
 
 
 class Encoder(nn.Module):
@@ -218,7 +224,9 @@ def test_rules_that_do_not_fit_say_so(rules, message):
 
 def test_heads_among_which_ranks_do_not_divide_are_refused_with_what_would_do():
     built = build(MODELS["gpt"], 0)
-    with pytest.raises(UserError, match=r"4 heads, which do not come out even among tp = 16 ranks: take one of \[1, 2, 4\]"):
+    with pytest.raises(
+        UserError, match=r"4 heads, which do not come out even among tp = 16 ranks: take one of \[1, 2, 4\]"
+    ):
         cut_among(built, silent(16), rules_for(built.module))
 
 
@@ -254,7 +262,9 @@ def test_a_star_is_one_part_of_a_name_and_two_are_any_number(pattern, there, not
 
 def test_a_table_shows_what_each_layer_became():
     built = build(MODELS["gpt-rotary"], 0)
-    sliced = cut_among(built, silent(2), rules_for(built.module, {"": "whole", "*.1.mlp.down": "whole", "*.1.mlp.*": "whole"}))
+    sliced = cut_among(
+        built, silent(2), rules_for(built.module, {"": "whole", "*.1.mlp.down": "whole", "*.1.mlp.*": "whole"})
+    )
     rows = [" ".join(line.split()) for line in str(sliced.layers).splitlines()]
     assert rows[0] == "layer kind whole on a rank"
     assert "token_embedding vocabulary 61 x 32 31 x 32" in rows
@@ -269,7 +279,9 @@ def test_a_table_shows_what_each_layer_became():
 # logits
 
 
-def logits_of(world, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ShardedLogits, torch.Tensor, torch.Tensor]:
+def logits_of(
+    world, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, ShardedLogits, torch.Tensor, torch.Tensor]:
     """Logits [5, 7], the same cut, whole ones of which gradients are asked, and targets with one that is ignored."""
     draw = torch.Generator().manual_seed(0)
     whole = torch.randn(5, 7, generator=draw, dtype=torch.float64).mul_(3).to(dtype).requires_grad_()
@@ -281,7 +293,8 @@ def logits_of(world, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, 
 
 
 def losses(world, reduction: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """By each way to a loss: its value, the one of whole logits, and by how much gradients differ, first and second ones."""
+    """By each way to a loss: its value, the one of whole logits, and by how much gradients differ, first and second
+    ones."""
     results = []
     for way in ("cross_entropy", "nll", "smoothed", "unknown"):
         whole, cut, local, target = logits_of(world)
@@ -344,7 +357,12 @@ def test_forward_mode_passes_through_cut_logits():
 def looks(world) -> None:
     whole, cut, _, _ = logits_of(world, torch.bfloat16)
     assert cut.shape == whole.shape and cut.size(-1) == 7 and cut.dim() == cut.ndim == 2
-    assert cut.dtype == torch.bfloat16 and cut.float().dtype == torch.float32 and cut.is_floating_point() and cut.requires_grad
+    assert (
+        cut.dtype == torch.bfloat16
+        and cut.float().dtype == torch.float32
+        and cut.is_floating_point()
+        and cut.requires_grad
+    )
     three = cut.view(5, 1, 7)
     assert isinstance(three, ShardedLogits) and three.shape == (5, 1, 7)
     assert isinstance(three.flatten(0, -2), ShardedLogits) and three.view(-1, 7).shape == (5, 7)
@@ -378,7 +396,9 @@ def clip() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     words = {"vocab_size": 61, "max_position_embeddings": 16, "eos_token_id": 60, **tower}
-    config = transformers.CLIPConfig(text_config=words, vision_config={"image_size": 16, "patch_size": 8, **tower}, projection_dim=16)
+    config = transformers.CLIPConfig(
+        text_config=words, vision_config={"image_size": 16, "patch_size": 8, **tower}, projection_dim=16
+    )
     return transformers.CLIPModel(config)
 
 
@@ -392,7 +412,10 @@ def of_pairs(world, tp: int) -> list[tuple[float, float]]:
     draw = torch.Generator().manual_seed(0)
     ends = torch.tensor([60])
     pairs = [
-        {"input_ids": torch.cat([torch.randint(0, 60, (7,), generator=draw), ends]), "pixel_values": torch.randn(3, 16, 16, generator=draw)}
+        {
+            "input_ids": torch.cat([torch.randint(0, 60, (7,), generator=draw), ends]),
+            "pixel_values": torch.randn(3, 16, 16, generator=draw),
+        }
         for _ in range(4)
     ]
     engine = Engine(clip, contrast, partial(torch.optim.SGD, lr=1e-2), Plan(tp=tp), global_batch=4, world=world)

@@ -57,7 +57,10 @@ def text(vocabulary: int = 61, sequence: int = 12) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     rows = torch.randint(0, vocabulary, (SAMPLES, sequence + 1), generator=draw)
     ignored = torch.rand(SAMPLES, sequence, generator=draw) < torch.rand(SAMPLES, 1, generator=draw) * 0.4
-    return [{"input_ids": row[:-1], "labels": row[1:].masked_fill(mask, -100)} for row, mask in zip(rows, ignored, strict=True)]
+    return [
+        {"input_ids": row[:-1], "labels": row[1:].masked_fill(mask, -100)}
+        for row, mask in zip(rows, ignored, strict=True)
+    ]
 
 
 def images() -> list[dict[str, Tensor]]:
@@ -70,7 +73,9 @@ def images() -> list[dict[str, Tensor]]:
 
 def vectors() -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(3)
-    return [{"inputs": torch.randn(10, generator=draw), "targets": torch.randn(3, generator=draw)} for _ in range(SAMPLES)]
+    return [
+        {"inputs": torch.randn(10, generator=draw), "targets": torch.randn(3, generator=draw)} for _ in range(SAMPLES)
+    ]
 
 
 class SometimesUnused(nn.Module):
@@ -126,7 +131,13 @@ LLAMA = {
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 GPT2 |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+}
 
 
 def _gpt(**fields: Any) -> GPT:
@@ -136,7 +147,10 @@ def _gpt(**fields: Any) -> GPT:
 CASES: dict[str, Case] = {
     "gpt": Case(_gpt, causal_lm, text),
     "gpt-rotary-dropout": Case(
-        partial(_gpt, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, dropout=0.2), causal_lm, text, plain=False
+        partial(_gpt, positions="rotary", mlp="swiglu", norm="rmsnorm", kv_heads=2, dropout=0.2),
+        causal_lm,
+        text,
+        plain=False,
     ),
     "llama": Case(lambda: from_config(LLAMA)(), causal_lm, text),
     "mixtral": Case(lambda: from_config(MIXTRAL)(), causal_lm, text, plain=False),
@@ -177,24 +191,36 @@ CASES: dict[str, Case] = {
         partial(_gpt, moe=MoEConfig(4, 1, noise="jitter", capacity_factor=0.75, every=2)), causal_lm, text, plain=False
     ),
     "bert": Case(
-        lambda: Bert(BertConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.0)), masked_lm, text
+        lambda: Bert(BertConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, dropout=0.0)),
+        masked_lm,
+        text,
     ),
 }
 DEEP: dict[str, Case] = {
     "gpt-deep": Case(
-        partial(GPT, GPTConfig(61, 12, 8, 16, 4, kv_heads=2, positions="rotary", mlp="swiglu", norm="rmsnorm", dropout=0.1)),
+        partial(
+            GPT, GPTConfig(61, 12, 8, 16, 4, kv_heads=2, positions="rotary", mlp="swiglu", norm="rmsnorm", dropout=0.1)
+        ),
         causal_lm,
         text,
         plain=False,
     ),
     "llama-deep": Case(
-        lambda: from_config({**LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": True})(), causal_lm, text, plain=False
+        lambda: from_config({**LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": True})(),
+        causal_lm,
+        text,
+        plain=False,
     ),
     "lstm-deep": Case(
-        lambda: LSTM(LSTMConfig(vocab_size=61, embedding=16, hidden=16, layers=8, dropout=0.1)), causal_lm, text, plain=False
+        lambda: LSTM(LSTMConfig(vocab_size=61, embedding=16, hidden=16, layers=8, dropout=0.1)),
+        causal_lm,
+        text,
+        plain=False,
     ),
     "moe-deep": Case(
-        partial(GPT, GPTConfig(61, 12, 4, 16, 4, moe=MoEConfig(4, shared=1, noise="gumbel", z_loss=1e-3, d_ff=16, every=2))),
+        partial(
+            GPT, GPTConfig(61, 12, 4, 16, 4, moe=MoEConfig(4, shared=1, noise="gumbel", z_loss=1e-3, d_ff=16, every=2))
+        ),
         causal_lm,
         text,
         plain=False,
@@ -212,7 +238,8 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
     options: dict[str, Any] = {
         "global_batch": GLOBAL_BATCH,
         "microbatch": GLOBAL_BATCH // (4 * accumulation),
-        "precision": {"name": "fp16", "initial_scale_power": 8} if precision == "fp16" else precision,  # no overflow at first
+        # no overflow at first
+        "precision": {"name": "fp16", "initial_scale_power": 8} if precision == "fp16" else precision,
         "clip": 0.8,
         "schedule": SCHEDULE,
         "param_groups": decay_matrices_only(0.1),
@@ -222,7 +249,8 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with: masters, and what the module sees."""
+    """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with: masters, and
+    what the module sees."""
 
     losses: list[float]
     norms: list[float]
@@ -235,13 +263,18 @@ class Trace:
 
 
 def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> dict[str, Tensor]:
-    """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank has a part of them. `cut`: they are what the
-    optimizer has, which plan.zero cuts."""
+    """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank has a
+    part of them. `cut`: they are what the optimizer has, which plan.zero cuts."""
     if running.plan.size == running.plan.dp and running.plan.ep == 1 and not (cut and running.plan.zero):
         return {name: tensor.clone() for name, tensor in tensors.items()}
     slots = running.optimizer.slots
     mine = [
-        (name, running.layouts[name], slots[name].start if cut and name in slots else 0, tensor.detach().reshape(-1).clone())
+        (
+            name,
+            running.layouts[name],
+            slots[name].start if cut and name in slots else 0,
+            tensor.detach().reshape(-1).clone(),
+        )
         for name, tensor in tensors.items()
     ]
     parts: dict[str, dict[Layout, dict[int, Tensor]]] = {}
@@ -258,7 +291,8 @@ def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> d
 
 
 def derivatives_of(running: Engine, case: str) -> tuple[Tensor, ...]:
-    """Value, slope, gradient and a product with the Hessian on the data of `case`, in the same direction under any plan."""
+    """Value, slope, gradient and a product with the Hessian on the data of `case`, in the same direction under any
+    plan."""
     objective = running.objective(next(iter(running.batches(CASES[case].data()))))
     weights = {name: value.detach() for name, value in running.parameters.items()}
     draw = torch.Generator().manual_seed(0)
@@ -286,8 +320,12 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
     buffers = {name: buffer.clone() for name, buffer in running.module.named_buffers()}
     if running.plan.pp > 1:
         buffers = {
-            name: buffer for theirs in running.world.everyone.all_gather_object(buffers) for name, buffer in theirs.items()
+            name: buffer
+            for theirs in running.world.everyone.all_gather_object(buffers)
+            for name, buffer in theirs.items()
         }
     with running.whole_weights():
-        seen = gathered(running, {name: parameter.detach() for name, parameter in running.parameters.items()}, cut=False)
+        seen = gathered(
+            running, {name: parameter.detach() for name, parameter in running.parameters.items()}, cut=False
+        )
     return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)

@@ -12,7 +12,10 @@ import pytest
 def thinned(rows: Sequence[tuple[Any, ...]], covering: Collection[tuple[Any, ...]]) -> list[Any]:
     """The rows as parameters of a test; those beyond `covering` are for the matrix."""
     assert set(covering) <= set(rows)
-    return [pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in covering else [pytest.mark.matrix]) for row in rows]
+    return [
+        pytest.param(*row, id="-".join(map(str, row)), marks=[] if row in covering else [pytest.mark.matrix])
+        for row in rows
+    ]
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -23,8 +26,8 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]
 def pairwise(
     rows: list[tuple[Any, ...]], needed: Callable[[tuple[int, Any, int, Any]], bool] = lambda pair: True
 ) -> list[tuple[Any, ...]]:
-    """A pairwise covering array: every pair (column, value, column, value) that is `needed` and stands together in any row does so at least once. Chosen
-    greedily (most new pairs first, ties in their order)."""
+    """A pairwise covering array: every pair (column, value, column, value) that is `needed` and stands together in any
+    row does so at least once. Chosen greedily (most new pairs first, ties in their order)."""
     left = {pair for row in rows for pair in _pairs(row) if needed(pair)}
     chosen = []
     while left:

@@ -1,11 +1,12 @@
 """Fingerprints of runs: what five steps under each of many plans leave, to the bit, on one commit and on another.
 
-A refactoring must not change a bit of any of them. Another CPU, or another torch, has other bits, so a record of hashes is worth nothing
-elsewhere: `make fingerprints` checks out the commit named in `fingerprints.json` beside this one and runs both here.
+A refactoring must not change a bit of any of them. Another CPU, or another torch, has other bits, so a record of hashes
+is worth nothing elsewhere: `make fingerprints` checks out the commit named in `fingerprints.json` beside this one and
+runs both here.
 
-    python -m tests.parity.fingerprints run SOURCES OUT [NAME ...]    the fingerprints of the package in SOURCES, as JSON
-    python -m tests.parity.fingerprints compare [NAME ...]            of the recorded commit and of this tree, and what differs
-    python -m tests.parity.fingerprints record                        makes HEAD the commit to compare with
+    python -m tests.parity.fingerprints run SOURCES OUT [NAME ...]  the fingerprints of the package in SOURCES, as JSON
+    python -m tests.parity.fingerprints compare [NAME ...]          of the recorded commit and this tree; what differs
+    python -m tests.parity.fingerprints record                      makes HEAD the commit to compare with
 
 Only what every commit has is used: `Engine`, its `step` and `save`, and the models.
 """
@@ -208,7 +209,8 @@ def _rank(pipe: Any, rank: int, size: int, port: int, row: Row, directory: str) 
 
 
 def _fingerprint(name: str) -> str:
-    """A hash of the losses of all ranks and of every tensor of the checkpoint: weights, optimizer, buffers, state of the exchange."""
+    """A hash of the losses of all ranks and of every tensor of the checkpoint: weights, optimizer, buffers, state of
+    the exchange."""
     row = ROWS[name]
     size = 1
     for axis in ("pp", "dp", "cp", "tp"):

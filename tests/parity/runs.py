@@ -15,10 +15,17 @@ from tests.parity.cases import CASES, Trace, engine, train
 from tests.pool import apart, run_ranks
 
 
-def under(world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str = "", **more: Any) -> Engine:
+def under(
+    world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str = "", **more: Any
+) -> Engine:
     """A plan whose name ends with "hosts" has each rank on a host of its own."""
     return engine(
-        case, precision, accumulation, world=apart(world) if name.endswith("hosts") else world, plan=Plan(**plan), **more
+        case,
+        precision,
+        accumulation,
+        world=apart(world) if name.endswith("hosts") else world,
+        plan=Plan(**plan),
+        **more,
     )
 
 

@@ -29,7 +29,9 @@ def run(case: str, precision: str, memory: dict | None, recompute: str = "none")
 PRECISIONS = ["fp32", "bf16"]
 
 
-@pytest.mark.parametrize(("case", "precision"), thinned(list(product(CASES, PRECISIONS)), in_turn(list(CASES), PRECISIONS)))
+@pytest.mark.parametrize(
+    ("case", "precision"), thinned(list(product(CASES, PRECISIONS)), in_turn(list(CASES), PRECISIONS))
+)
 def test_every_budget_gives_the_same_bits(case, precision):
     (whole, _), (_, most) = run(case, precision, None), run(case, precision, {})
     with pytest.raises(BudgetExceeded) as refusal:
@@ -40,5 +42,9 @@ def test_every_budget_gives_the_same_bits(case, precision):
         assert taken <= budget
         assert trace.losses == whole.losses and trace.evaluation == whole.evaluation
         assert trace.norms == pytest.approx(whole.norms, nan_ok=True, rel=0)
-        for mine, theirs in ((trace.gradients, whole.gradients), (trace.weights, whole.weights), (trace.buffers, whole.buffers)):
+        for mine, theirs in (
+            (trace.gradients, whole.gradients),
+            (trace.weights, whole.weights),
+            (trace.buffers, whole.buffers),
+        ):
             assert all(torch.equal(value, theirs[name]) for name, value in mine.items())

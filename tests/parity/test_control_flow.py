@@ -43,7 +43,9 @@ class Layer(nn.Module):
 
 
 def _deep(h: Tensor, deep: Tensor, bias: Tensor, short: Tensor, shift: Tensor) -> Tensor:
-    return nn.functional.linear(nn.functional.linear(h, deep, bias).tanh(), deep, bias) + 0 * (short.sum() + shift.sum())
+    return nn.functional.linear(nn.functional.linear(h, deep, bias).tanh(), deep, bias) + 0 * (
+        short.sum() + shift.sum()
+    )
 
 
 def _short(h: Tensor, deep: Tensor, bias: Tensor, short: Tensor, shift: Tensor) -> Tensor:
@@ -53,7 +55,11 @@ def _short(h: Tensor, deep: Tensor, bias: Tensor, short: Tensor, shift: Tensor) 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layers, self.last = nn.Linear(10, 16), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(16, 3)
+        self.first, self.layers, self.last = (
+            nn.Linear(10, 16),
+            nn.ModuleList(Layer() for _ in range(3)),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -63,7 +69,12 @@ class Model(nn.Module):
 
 
 def losses(world, plan: str) -> list[float]:
-    options = {"global_batch": 12, "microbatch": 3, "precision": "fp64", "world": apart(world) if "hosts" in plan else world}
+    options = {
+        "global_batch": 12,
+        "microbatch": 3,
+        "precision": "fp64",
+        "world": apart(world) if "hosts" in plan else world,
+    }
     rules = RULES if "tp" in plan else None
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     running = Engine(Model, regression, optimizer, Plan(**PLANS.get(plan, {})), tensor_rules=rules, **options)
@@ -75,7 +86,9 @@ def losses(world, plan: str) -> list[float]:
 
 def paths(world) -> set[bool]:
     """Which way a layer goes on the microbatches of the first steps."""
-    running = Engine(Model, regression, partial(torch.optim.AdamW, lr=3e-3), Plan(), global_batch=12, microbatch=3, world=world)
+    running = Engine(
+        Model, regression, partial(torch.optim.AdamW, lr=3e-3), Plan(), global_batch=12, microbatch=3, world=world
+    )
     seen: set[bool] = set()
     running.module.layers[1].narrow.register_forward_hook(
         lambda module, _, out: seen.add(bool(out[:, 0].mean() > out[:, 1].mean()))

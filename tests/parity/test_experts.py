@@ -66,10 +66,13 @@ def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bo
 ROWS = [row for row in product(MODELS, PLANS, ["fp64", "fp32", "bf16", "fp16"], [1, 3]) if goes_together(*row)]
 TURNS = [("fp64", 1), ("fp32", 3), ("fp64", 1), ("fp32", 1), ("fp32", 1)]
 COVERING = {
-    (case, plan, *turn) if goes_together(case, plan, *turn) else ("moe" if case == "moe-capacity" else case, plan, "fp32", 1)
+    (case, plan, *turn)
+    if goes_together(case, plan, *turn)
+    else ("moe" if case == "moe-capacity" else case, plan, "fp32", 1)
     for (plan, case), turn in zip(in_turn(list(PLANS), MODELS), cycle(TURNS), strict=False)
 } | {("moe", "dp4-ep2", "bf16", 1), ("moe", "dp4-ep2", "fp16", 3)}
-WIDER = {"bf16": (4e-2, 2e-1, 6e-1), "fp16": (2e-2, 1e-1, 3e-1)}  # a token near the border of two experts goes to the other one
+# a token near the border of two experts goes to the other one
+WIDER = {"bf16": (4e-2, 2e-1, 6e-1), "fp16": (2e-2, 1e-1, 3e-1)}
 
 
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> tuple[Trace, list[Any]]:
@@ -152,7 +155,9 @@ def test_spread_experts_equal_one_process(case, plan, precision, accumulation):
         for (tokens, dropped), (expected, share) in zip(ours, counts, strict=True):
             assert sum(map(sum, tokens)) == sum(map(sum, expected))
             moved = sum(
-                abs(a - b) for here, there in zip(tokens, expected, strict=True) for a, b in zip(here, there, strict=True)
+                abs(a - b)
+                for here, there in zip(tokens, expected, strict=True)
+                for a, b in zip(here, there, strict=True)
             )
             assert moved <= (0 if precision == "fp64" else 4), "in fp32 a token may stand between two experts"
             assert dropped == pytest.approx(share, abs=0.02)

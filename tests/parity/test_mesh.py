@@ -86,9 +86,15 @@ COVERING = {
     if goes_together(case, plan, *turn)
     else (case if goes_together(case, plan, "fp32", 1) else "gpt", plan, "fp32", 1)
     for (plan, case), turn in zip(in_turn(list(PLANS), MODELS), cycle(TURNS), strict=False)
-} | {("gpt", "dp2-tp2", "fp16", 3), ("tied", "dp2-tp2", "fp32", 3)}  # so each model has plans of each axis and each turn
+    # so each model has plans of each axis and each turn
+} | {("gpt", "dp2-tp2", "fp16", 3), ("tied", "dp2-tp2", "fp32", 3)}
 # bf16 and fp16: what leaves a layer is rounded on each rank before it is summed
-TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 2e-5), "bf16": (2e-2, 5e-2, 6e-2), "fp16": (3e-3, 2e-2, 1e-2)}
+TOLERANCE = {
+    "fp64": (1e-9, 1e-9, 1e-9),
+    "fp32": (1e-6, 1e-5, 2e-5),
+    "bf16": (2e-2, 5e-2, 6e-2),
+    "fp16": (3e-3, 2e-2, 1e-2),
+}
 WIDER = {
     (case, "bf16"): (4e-2, 2e-1, 6e-1) for case in ("mixtral", "moe", "moe-capacity")
 }  # a token near the border of two experts goes to the other one
@@ -163,7 +169,9 @@ def train_and_save(world, case: str, precision: str, cut: str, directory: Path) 
     return found
 
 
-def load_and_go_on(world, case: str, precision: str, cut: str, directory: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+def load_and_go_on(
+    world, case: str, precision: str, cut: str, directory: Path
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     running = under(world, case, precision, 1, CUTS[cut])
     running.load(directory)
     found = state_of(running)
@@ -222,7 +230,8 @@ def test_exchange_algorithms_go_on_over_dp(exchange):
     whole = run_ranks(exchanged, 2, {"dp": 2}, exchange)
     cut = run_ranks(exchanged, 4, {"dp": 2, "tp": 2}, exchange)
     for rank, losses in enumerate(cut):
-        assert losses == pytest.approx(whole[rank // 2], rel=1e-9, nan_ok=True)  # NaN: it had no sample of a short batch
+        # NaN: it had no sample of a short batch
+        assert losses == pytest.approx(whole[rank // 2], rel=1e-9, nan_ok=True)
 
 
 def derivatives(world, case: str, plan: dict[str, Any], rules: dict[str, str] | None) -> tuple[torch.Tensor, ...]:
@@ -400,7 +409,9 @@ def steps_refused(world, case: str, plan: dict[str, Any], more: dict[str, Any]) 
     data = [{**row, **rows} for row in chosen.data()]
     with pytest.raises(UserError) as failure:
         options = {"global_batch": 4, "microbatch": 2, "loss": loss or chosen.loss, **more}
-        running = Engine(factory or chosen.factory, options.pop("loss"), chosen.optimizer, Plan(**plan), world=world, **options)
+        running = Engine(
+            factory or chosen.factory, options.pop("loss"), chosen.optimizer, Plan(**plan), world=world, **options
+        )
         running.step(next(running.batches(data)))
     return str(failure.value)
 
@@ -467,7 +478,8 @@ def sent_in_a_step(world, plan: dict[str, Any], rules: dict[str, str] | None) ->
     ids=str,
 )
 def test_bytes_are_those_of_the_formula(plan, rules):
-    """A global batch of 12 rows of 12 tokens, 32 channels, 2 blocks, fp64; whole activations are S bytes, and a block is entered and left twice."""
+    """A global batch of 12 rows of 12 tokens, 32 channels, 2 blocks, fp64; whole activations are S bytes, and a block
+    is entered and left twice."""
     S, layers, tokens = 12 * 12 * 32 * 8, 2, 12 * 12
     for sent in run_ranks(sent_in_a_step, 2, plan, rules):
         if "tp" in plan:

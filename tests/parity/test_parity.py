@@ -39,7 +39,13 @@ PLANS: dict[str, dict] = {
     "selective": {"recompute": "selective", "zero": 1},
     "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},
 }
-COLUMNS = ([case for case in CASES if case not in MESH_ONLY], [2, 3, 4], ["fp64", "fp32", "bf16", "fp16"], [1, 3], list(PLANS))
+COLUMNS = (
+    [case for case in CASES if case not in MESH_ONLY],
+    [2, 3, 4],
+    ["fp64", "fp32", "bf16", "fp16"],
+    [1, 3],
+    list(PLANS),
+)
 
 
 def goes_together(case: str, size: int, precision: str, accumulation: int, plan: str) -> bool:
@@ -58,12 +64,20 @@ def goes_together(case: str, size: int, precision: str, accumulation: int, plan:
 
 ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
 MOST = ("gpt-rotary-dropout", "unused-frozen", "resnet-batchnorm")
-"""The cases that differ most meet every plan in the covering array; the others all sizes, precisions and accumulations."""
+"""The cases that differ most meet every plan in the covering array; the others all sizes, precisions and
+accumulations."""
 COVERING = set(pairwise(ROWS, lambda pair: (pair[0], pair[2]) != (0, 4) or pair[1] in MOST))
-# Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a rounding
+# Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a
+# rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
-TOLERANCE = {"fp64": (1e-9, 1e-9, 1e-9), "fp32": (1e-6, 1e-5, 1e-5), "bf16": (2e-3, 2e-2, 1e-5), "fp16": (2e-3, 2e-2, 1e-4)}
-# A ReLU whose input is within rounding of zero may fall to the other side: no change of the loss, one pixel's part of the gradient.
+TOLERANCE = {
+    "fp64": (1e-9, 1e-9, 1e-9),
+    "fp32": (1e-6, 1e-5, 1e-5),
+    "bf16": (2e-3, 2e-2, 1e-5),
+    "fp16": (2e-3, 2e-2, 1e-4),
+}
+# A ReLU whose input is within rounding of zero may fall to the other side: no change of the loss, one pixel's part of
+# the gradient.
 WIDER = {("resnet-batchnorm", "fp32"): (1e-6, 1e-3, 1e-5)}
 
 
@@ -103,7 +117,9 @@ def test_ranks_equal_one_process(case, size, precision, accumulation, plan):
 def compare(trace: Trace, reference: Trace, loss: float, norm: float, gradient: float) -> None:
     for name, value in reference.gradients.items():
         scale = float(value.abs().max())
-        assert float((trace.gradients[name] - value).abs().max()) <= gradient * scale + 1e-12, f"gradient of {name} at step 1"
+        assert float((trace.gradients[name] - value).abs().max()) <= gradient * scale + 1e-12, (
+            f"gradient of {name} at step 1"
+        )
     assert trace.losses == pytest.approx(reference.losses, rel=loss)
     assert trace.norms == pytest.approx(reference.norms, rel=norm, nan_ok=True)  # NaN: skipped under loss scaling
     assert trace.evaluation == pytest.approx(reference.evaluation, rel=max(loss, 1e-9) * 10)
@@ -115,9 +131,11 @@ def compare(trace: Trace, reference: Trace, loss: float, norm: float, gradient: 
 
 
 def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """One process, plain torch, fp64, from the engine's initial weights: the mean over counts, clipped, AdamW or SGD."""
+    """One process, plain torch, fp64, from the engine's initial weights: the mean over counts, clipped, AdamW or
+    SGD."""
     running = engine(case, "fp64", 1, world=world)
-    module, data, chosen = copy.deepcopy(running.module), CASES[case].data(), CASES[case]  # a copy has none of the engine's hooks
+    # a copy has none of the engine's hooks
+    module, data, chosen = copy.deepcopy(running.module), CASES[case].data(), CASES[case]
     parameters = [p for p in module.parameters() if p.requires_grad]
     rule = decay_matrices_only(0.1)
     for parameter in parameters:
@@ -129,7 +147,9 @@ def plain(world, case: str) -> tuple[list[float], list[float], dict[str, torch.T
         optimizer.zero_grad(set_to_none=True)
         parts = []
         for ids in microbatches(cursor.ids(step).tolist(), 3):
-            parts.append(call_loss(chosen.loss, module, cast_floating(stack_samples([data[i] for i in ids]), torch.float64)))
+            parts.append(
+                call_loss(chosen.loss, module, cast_floating(stack_samples([data[i] for i in ids]), torch.float64))
+            )
         count = sum(part.count for part in parts)
         mean = sum(part.total for part in parts) / count
         objective = mean + sum(value * part.count for part in parts for value in part.aux.values()) / count

@@ -1,4 +1,5 @@
-"""The parity matrix of plans with stages: each against one process, and checkpoints from any number of stages to any."""
+"""The parity matrix of plans with stages: each against one process, and checkpoints from any number of stages to
+any."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3-hosts": {"dp": 2, "pp": 2, "zero": 3, "schedule": "zbv"},
     "1f1b-zero3-hosts": {"dp": 2, "pp": 2, "zero": 3},
     "offload": {"pp": 2, "memory": {}},
-    "activations": {"dp": 2, "pp": 2, "zero": 1, "memory": {"activations": 0.5, "update": "deferred"}, "schedule": "interleaved"},
+    "activations": {
+        "dp": 2,
+        "pp": 2,
+        "zero": 1,
+        "memory": {"activations": 0.5, "update": "deferred"},
+        "schedule": "interleaved",
+    },
     "disk": {"dp": 2, "pp": 2, "zero": 3, "memory": {"disk": "a directory"}},
     "hosts": {"dp": 2, "pp": 2, "zero": 1},
     "tp2-pp2": {"tp": 2, "pp": 2},
@@ -89,7 +96,17 @@ def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bo
 
 
 # two blocks, whose routers' logits the last stage collects for the balance loss
-COLLECTED = ["pp2", "pp2-gpipe", "pp2-zb1p", "dp2-pp2-zero1", "1f1b-zero3-hosts", "tp2-pp2", "pp2-ep2", "recompute", "offload"]
+COLLECTED = [
+    "pp2",
+    "pp2-gpipe",
+    "pp2-zb1p",
+    "dp2-pp2-zero1",
+    "1f1b-zero3-hosts",
+    "tp2-pp2",
+    "pp2-ep2",
+    "recompute",
+    "offload",
+]
 ROUTED = [("mixtral", plan, *turn) for plan in COLLECTED for turn in [("fp32", 1), ("fp32", 3), ("bf16", 1)]]
 ROWS = [row for row in product(*COLUMNS) if goes_together(*row)] + ROUTED
 TURNS = [("fp64", 1), ("fp32", 3), ("bf16", 1), ("fp32", 1)]
@@ -166,7 +183,9 @@ def train_and_save(world, case: str, precision: str, cut: str, directory: Path) 
     return found
 
 
-def load_and_go_on(world, case: str, precision: str, cut: str, directory: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+def load_and_go_on(
+    world, case: str, precision: str, cut: str, directory: Path
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     running = under(world, case, precision, 1, CUTS[cut])
     running.load(directory)
     found = state_of(running)
@@ -210,7 +229,9 @@ def written(world, case: str, cut: str) -> torch.Tensor:
     return text
 
 
-@pytest.mark.parametrize(("case", "cut"), [("llama-deep", "pp4-zbv"), ("gpt-deep", "tp2-pp2"), ("moe-deep", "dp2-pp2-ep2")])
+@pytest.mark.parametrize(
+    ("case", "cut"), [("llama-deep", "pp4-zbv"), ("gpt-deep", "tp2-pp2"), ("moe-deep", "dp2-pp2-ep2")]
+)
 def test_stages_write_what_one_process_writes(case, cut):
     one = run_ranks(written, 1, case, "one")[0]
     assert all(torch.equal(text, one) for text in run_ranks(written, Plan(**CUTS[cut]).size, case, cut))

@@ -49,14 +49,17 @@ def engine(world, model: str, plan: dict[str, Any], batch: int = 8, microbatch: 
 def by_hand(
     world, model: str, stages: int, delays: list[int], together: bool, batch: int, microbatch: int
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Losses, norms of the updates and the weights after STEPS of them: step t sees of each stage the weights after max(0, t - its delay) updates."""
+    """Losses, norms of the updates and the weights after STEPS of them: step t sees of each stage the weights after
+    max(0, t - its delay) updates."""
     running = engine(world, model, {}, batch, microbatch)
     module = copy.deepcopy(running.module)
     for parameter in module.parameters():
         parameter.grad_dtype = parameter.grad = None
     units = units_of(module)
     stage_of = {
-        id(p): stage for unit, stage in zip(units, stages_of(units, stages), strict=True) for p in unit.module.parameters()
+        id(p): stage
+        for unit, stage in zip(units, stages_of(units, stages), strict=True)
+        for p in unit.module.parameters()
     }
     parameters = dict(module.named_parameters())
     optimizer = ADAMW([{"params": [p], **decay_matrices_only(0.1)(name, p)} for name, p in parameters.items()])
@@ -132,7 +135,9 @@ def test_delayed_updates_are_those_made_by_hand(model, plan, batch, microbatch):
         assert ours == pytest.approx(losses, rel=1e-9)
         late, stage = (1 if together else pp - 1 - rank * pp // len(found)), rank * pp // len(found)
         expected = [row[0 if together else stage] for row in norms]
-        assert seen_norms[late:] == pytest.approx(expected[: STEPS - late], rel=1e-9) and all(n != n for n in seen_norms[:late])
+        assert seen_norms[late:] == pytest.approx(expected[: STEPS - late], rel=1e-9) and all(
+            n != n for n in seen_norms[:late]
+        )
         for name, value in own.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-8, atol=1e-10, msg=name)
     assert {name for _, _, own in found for name in own} == set(weights)
@@ -216,7 +221,12 @@ def test_checkpoints_load_across_schedules(tmp_path):
         ("lstm", {"pp": 2, "schedule": "pipedream"}, {"batch": 2, "precision": "fp16"}, "the loss scale is of all"),
         ("lstm", {"pp": 2, "dp": 2, "zero": 2, "schedule": "2bw"}, {}, "plan.zero = 2 keeps no whole gradient"),
         ("lstm", {"pp": 2, "schedule": {"name": "2bw", "every": 2}}, {}, "no parameter every"),
-        ("lstm", {"pp": 2, "schedule": {"name": "pipedream", "vertical_sync": 1}}, {}, "vertical_sync is true or false"),
+        (
+            "lstm",
+            {"pp": 2, "schedule": {"name": "pipedream", "vertical_sync": 1}},
+            {},
+            "vertical_sync is true or false",
+        ),
         ("lstm", {"pp": 2, "schedule": "2bw"}, {"precision": {"name": "bf16", "master": "split"}}, "masters that rest"),
     ],
 )
@@ -284,7 +294,9 @@ def test_forward_and_backward_of_a_microbatch_see_the_same_version():
 
 def test_as_many_versions_are_kept_as_the_schedule_needs():
     for stages in (2, 4, 8):
-        assert kept_versions(make_schedule("pipedream", stages, 3 * stages)) == [stages - stage for stage in range(stages)]
+        assert kept_versions(make_schedule("pipedream", stages, 3 * stages)) == [
+            stages - stage for stage in range(stages)
+        ]
 
 
 def called_between(world, plan: dict[str, Any], calls: bool) -> list[float]:

@@ -15,11 +15,19 @@ pytestmark = pytest.mark.fast
 
 
 def all_cuts(blocks: int, stages: int) -> list[list[range]]:
-    return [[range(a, b) for a, b in pairwise([0, *inner, blocks])] for inner in combinations(range(1, blocks), stages - 1)]
+    return [
+        [range(a, b) for a, b in pairwise([0, *inner, blocks])] for inner in combinations(range(1, blocks), stages - 1)
+    ]
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 20), st.integers(0, 20), st.booleans())
+@given(
+    st.data(),
+    st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    st.integers(0, 20),
+    st.integers(0, 20),
+    st.booleans(),
+)
 def test_no_cut_is_better(data, costs, first, last, limited):
     stages = data.draw(st.integers(1, len(costs)))
     sizes = [data.draw(st.integers(1, 5)) for _ in costs] if limited else None
@@ -39,7 +47,8 @@ def test_no_cut_is_better(data, costs, first, last, limited):
         if sizes is None
         or kept is None
         or all(
-            sum(sizes[block] + each * kept[block] for block in part) <= limit for part, each in zip(cut, under_way, strict=True)
+            sum(sizes[block] + each * kept[block] for block in part) <= limit
+            for part, each in zip(cut, under_way, strict=True)
         )
     ]
     if not fitting:

@@ -50,14 +50,21 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_each_is_complete_and_comes_to_its_end(schedule):
     check(schedule)
     number = Counter(action.kind for order in schedule.orders for action in order)
-    assert number["F"] == number["B"] + number["I"] == schedule.stages * schedule.microbatches and number["I"] == number["W"]
+    assert (
+        number["F"] == number["B"] + number["I"] == schedule.stages * schedule.microbatches
+        and number["I"] == number["W"]
+    )
     assert bool(number["I"]) <= (schedule.name in ("zb1p", "zbv")) and bool(number["U"]) <= (not schedule.flushes)
 
 
 def in_halves(schedule: Schedule) -> Schedule:
     """Each backward in two."""
     orders = [
-        [Action(kind, each.stage, each.microbatch) for each in order for kind in ("IW" if each.kind == "B" else each.kind)]
+        [
+            Action(kind, each.stage, each.microbatch)
+            for each in order
+            for kind in ("IW" if each.kind == "B" else each.kind)
+        ]
         for order in schedule.orders
     ]
     return replace(schedule, orders=as_orders(orders))
@@ -149,7 +156,9 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 6), (8, 16), (8, 32)])
-@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2)]
+)
 def test_the_bubble_is_that_of_the_closed_formula(name, chunks, ranks, microbatches):
     schedule = make_schedule(name, ranks, microbatches, chunks)
     found = simulate(schedule, Costs.even(schedule.stages)).bubble

@@ -41,7 +41,8 @@ def layer() -> nn.Linear:
 
 
 class Skips(nn.Module):
-    """What the first layer gives is used once more by the last one; a mask is made of what goes in; the second layer's result is written to."""
+    """What the first layer gives is used once more by the last one; a mask is made of what goes in; the second layer's
+    result is written to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +130,8 @@ class Backwards(nn.Module):
 
 
 class Loose(nn.Module):
-    """It has parameters beside blocks: one is used where the first stage ends, one by the last stage alone. And a module that has one beside another module, around no block."""
+    """It has parameters beside blocks: one is used where the first stage ends, one by the last stage alone. And a
+    module that has one beside another module, around no block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +198,8 @@ def train(world: World, model: Any, plan: dict[str, Any], steps: int = 4, **more
 
 @pytest.mark.parametrize("model", [Skips, Chain, Twice, Backwards, Loose])
 @pytest.mark.parametrize(
-    "plan", [{"pp": 2}, {"pp": 4}, {"pp": 2, "schedule": "zbv"}, {"pp": 4, "schedule": "zb1p"}, {"pp": 2, "dp": 2, "zero": 2}]
+    "plan",
+    [{"pp": 2}, {"pp": 4}, {"pp": 2, "schedule": "zbv"}, {"pp": 4, "schedule": "zb1p"}, {"pp": 2, "dp": 2, "zero": 2}],
 )
 def test_any_model_is_cut_between_any_of_its_parts(model, plan):
     if model is Backwards and plan["pp"] * (2 if plan.get("schedule") == "zbv" else 1) > 2:
@@ -331,7 +334,10 @@ def test_stages_by_hand_and_from_a_file(tmp_path):
 
 def ragged(world: World, plan: dict[str, Any]) -> list[float]:
     """Each sample of its own length: microbatches of one sample have shapes of their own."""
-    data = [{"input_ids": torch.arange(length) % 61, "labels": torch.arange(length) % 61} for length in (5, 9, 5, 12, 7, 9, 3, 5)]
+    data = [
+        {"input_ids": torch.arange(length) % 61, "labels": torch.arange(length) % 61}
+        for length in (5, 9, 5, 12, 7, 9, 3, 5)
+    ]
     model = partial(GPT, GPTConfig(61, 12, 2, 16, 2))
 
     def loss(model: nn.Module, mb: dict[str, Tensor]) -> Any:
@@ -352,7 +358,12 @@ def test_shapes_of_microbatches_may_differ():
 
 def test_blocks_are_shared_out_by_their_work():
     units = units_of(GPT(GPTConfig(61, 12, 6, 16, 2)))
-    assert [unit.name for unit in units if not unit.is_block] == ["token_embedding", "position_embedding", "norm", "head"]
+    assert [unit.name for unit in units if not unit.is_block] == [
+        "token_embedding",
+        "position_embedding",
+        "norm",
+        "head",
+    ]
     large = units_of(GPT(GPTConfig(2 * 12 * 16, 12, 6, 16, 2)))  # a head as heavy as two blocks
     assert stages_of(units, 2) == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
     assert stages_of(large, 2).count(0) - 2 == 4  # embeddings are looked up, and weigh nothing
@@ -370,7 +381,14 @@ def test_models_of_transformers_come_in_the_order_of_their_plan():
         "num_attention_heads": 2,
     }
     names = [unit.name for unit in units_of(from_config(config)())]
-    assert names == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.layers.2", "model.norm", "lm_head"]
+    assert names == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.layers.2",
+        "model.norm",
+        "lm_head",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -378,7 +396,12 @@ def test_models_of_transformers_come_in_the_order_of_their_plan():
     [
         (Skips, {"pp": 8}, {}, "a model of 4 blocks cannot be cut into 8 stages"),
         (Reads, {"pp": 4}, {}, "reads, outside its parts, the value of something that another stage computes"),
-        (Skips, {"pp": 2, "stages": [["third", "last"], ["first", "second"]]}, {}, "stage 0 .* through|does not call before"),
+        (
+            Skips,
+            {"pp": 2, "stages": [["third", "last"], ["first", "second"]]},
+            {},
+            "stage 0 .* through|does not call before",
+        ),
         (Skips, {"pp": 2, "stages": [2, 1]}, {}, "the model has 4 blocks"),
         (Skips, {"pp": 2, "stages": [["first"], ["second", "third"]]}, {}, "gives last to no stage"),
         (
@@ -387,7 +410,12 @@ def test_models_of_transformers_come_in_the_order_of_their_plan():
             {},
             '"lost" is no part of the model. Did you mean "last"',
         ),
-        (Skips, {"pp": 2, "stages": [["first"], ["first", "second", "third", "last"]]}, {}, r"gives first to the stages \[0, 1\]"),
+        (
+            Skips,
+            {"pp": 2, "stages": [["first"], ["first", "second", "third", "last"]]},
+            {},
+            r"gives first to the stages \[0, 1\]",
+        ),
         (Skips, {"pp": 2, "stages": [1, 1, 2]}, {}, "names 3 stages, the schedule has 2"),
         (Skips, {"pp": 2, "schedule": "1f2b"}, {}, 'plan.schedule = "1f2b" is none of'),
         (Skips, {"pp": 2, "schedule": {"name": "1f1b", "chunks": 2}}, {}, "takes 1 chunk a rank"),
@@ -427,7 +455,9 @@ def halved(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     assert all(parameter.grad is None for parameter in model.parameters())
     weight_half(starts)
     assert grads[0] is not None
-    return grads[0], {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return grads[0], {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -562,7 +592,8 @@ class Transposed(nn.Module):
 
 
 def recorded(world: World, schedule: str) -> tuple[list[str], int, int]:
-    """The actions of a step beside an evaluation; how often the way of microbatches was looked for, and how many messages were asked for at a time."""
+    """The actions of a step beside an evaluation; how often the way of microbatches was looked for, and how many
+    messages were asked for at a time."""
     looks, posted = 0, 0
     look, receive = runner.find_routes, Mail.receive
 
@@ -581,7 +612,14 @@ def recorded(world: World, schedule: str) -> tuple[list[str], int, int]:
         patch.setattr(runner, "find_routes", looked)
         patch.setattr(Mail, "receive", received)
         engine = Engine(
-            Skips, squares, SGD, Plan(pp=2, schedule=schedule), world=world, precision="fp64", global_batch=12, microbatch=2
+            Skips,
+            squares,
+            SGD,
+            Plan(pp=2, schedule=schedule),
+            world=world,
+            precision="fp64",
+            global_batch=12,
+            microbatch=2,
         )
         (batch,) = engine.batches(rows(), steps=1)
         engine.ledger.recording = True
@@ -597,13 +635,16 @@ def recorded(world: World, schedule: str) -> tuple[list[str], int, int]:
 def test_each_action_is_recorded(schedule):
     """Also the half of the first stage's backward in which nothing is to be done."""
     found = run_ranks(recorded, 2, schedule)
-    assert [spans for spans, _, _ in found] == [[str(each) for each in order] for order in make_schedule(schedule, 2, 6).orders]
+    assert [spans for spans, _, _ in found] == [
+        [str(each) for each in order] for order in make_schedule(schedule, 2, 6).orders
+    ]
     assert [looks for _, looks, _ in found] == [1, 1]  # all microbatches are alike
     assert all(posted <= AHEAD * (1 if schedule in ("1f1b", "zb1p") else 2) for _, _, posted in found)
 
 
 def test_only_what_is_needed_travels():
-    """Skips in four stages: the first layer's result goes on to the second and to the last one, and the mask, made of the rows, to nobody."""
+    """Skips in four stages: the first layer's result goes on to the second and to the last one, and the mask, made of
+    the rows, to nobody."""
     model = Skips()
     units = units_of(model)
     world, x, stages = World.single(), torch.randn(2, WIDTH), stages_of(units, 4)
@@ -680,7 +721,8 @@ class Checkpointed(Loose):
 
 
 @pytest.mark.parametrize(
-    ("together", "plan"), [(1, {"pp": 2}), (1, {"pp": 2, "schedule": "zb1p"}), (4, {"pp": 2}), (4, {"pp": 2, "schedule": "zbv"})]
+    ("together", "plan"),
+    [(1, {"pp": 2}), (1, {"pp": 2, "schedule": "zb1p"}), (4, {"pp": 2}), (4, {"pp": 2, "schedule": "zbv"})],
 )
 def test_a_model_may_compute_its_blocks_again(together, plan):
     one = run_ranks(train, 1, Checkpointed, {})[0]

@@ -1,4 +1,5 @@
-"""A deep model's recording made from a shallow one's equals its own, event by event; where it would not, none is made."""
+"""A deep model's recording made from a shallow one's equals its own, event by event; where it would not, none is
+made."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ PLANS = [
 @pytest.mark.parametrize(("plan", "kind"), PLANS, ids=str)
 def test_a_deep_model_from_a_shallow_one(plan, kind):
     for table in (GPT, {**GPT, "dropout": 0.1, "positions": "learned"}):
-        if plan.tp == 1 or "dropout" not in table:  # keys of dropout live longer there: the comparison at the own depth fails
+        # keys of dropout live longer there: the comparison at the own depth fails
+        if plan.tp == 1 or "dropout" not in table:
             deep, own = both(table, plan, kind)
             assert deep is not None and equal(deep, own)
 

@@ -30,7 +30,8 @@ def predicted(plan: Plan, machine: Machine) -> Prediction:
 
 
 def test_a_machine_by_hand():
-    """212,864 bytes of weights: with gradients and AdamW's state two ranks of one host need eight times that, and activations."""
+    """212,864 bytes of weights: with gradients and AdamW's state two ranks of one host need eight times that, and
+    activations."""
     found = predicted(Plan(dp=2), Machine(64 * MIB, None, 2))
     need = found.need
     own = (
@@ -51,7 +52,9 @@ def test_a_gpu_has_a_memory_of_its_own():
     found = predicted(Plan(memory={"device": "600KB"}), Machine(64 * MIB, MIB))
     assert [fit.memory for fit in found.fits] == ["plan.memory.device", "GPU memory", "host memory"]
     assert found.need.total("device") == found.need.least
-    assert "host" not in {row.tier for row in predicted(Plan(), Machine(64 * MIB, MIB)).need.rows if row.role != "process"}
+    assert "host" not in {
+        row.tier for row in predicted(Plan(), Machine(64 * MIB, MIB)).need.rows if row.role != "process"
+    }
 
 
 def test_other_plans_come_by_the_number_of_their_changes():
@@ -75,7 +78,9 @@ def test_what_the_engine_refuses_is_refused():
         predicted(Plan(dp=2, zero=1, exchange="local_sgd"), Machine(MIB, None, 2))
 
 
-@given(limit=st.integers(0, 5000), most=st.integers(1, 3000), power=st.sampled_from([0, 1, 3]), constant=st.integers(0, 50))
+@given(
+    limit=st.integers(0, 5000), most=st.integers(1, 3000), power=st.sampled_from([0, 1, 3]), constant=st.integers(0, 50)
+)
 def test_the_largest_is_found_and_few_are_asked_for(limit, most, power, constant):
     asked = []
 
@@ -91,7 +96,16 @@ def test_the_largest_is_found_and_few_are_asked_for(limit, most, power, constant
 
 TABLES = [
     {"name": "gpt", "preset": "1m", "sequence": 16},
-    {"name": "gpt", "vocab_size": 300, "sequence": 16, "layers": 4, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 100},
+    {
+        "name": "gpt",
+        "vocab_size": 300,
+        "sequence": 16,
+        "layers": 4,
+        "d_model": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 100,
+    },
     {"name": "bert", "vocab_size": 300, "sequence": 16, "layers": 2, "d_model": 64, "heads": 4},
     {"name": "lstm", "vocab_size": 300, "hidden": 2 * STEP, "embedding": 2 * STEP},
 ]

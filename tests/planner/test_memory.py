@@ -1,4 +1,5 @@
-"""Predicted bytes are those that a real engine holds: of chunks and optimizer exactly, of activations, loans and budgets too."""
+"""Predicted bytes are those that a real engine holds: of chunks and optimizer exactly, of activations, loans and
+budgets too."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def moe() -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, moe=MoEConfig(4)))
 
 
-def run_dry(precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, ep=1, context="ulysses") -> Recording:
+def run_dry(
+    precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, ep=1, context="ulysses"
+) -> Recording:
     groups = decay_matrices_only(0.1)
     plan = Plan(recompute=recompute, tp=tp, cp=cp, dp=ep, ep=ep, context=context)
     return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), plan, groups))
@@ -57,7 +60,9 @@ def predicted(plan: Plan, precision, optimizer, place: Place, chunk: int = CHUNK
         run_dry(precision, plan.recompute, model, tp=plan.tp, cp=plan.cp, ep=plan.ep, context=plan.context),
         precision_named(precision),
     )
-    state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, place.together > 1 or plan.memory is not None)
+    state = optimizer_state(
+        OPTIMIZERS[optimizer], recording.options, kind, place.together > 1 or plan.memory is not None
+    )
     chunks = lay_out_all(recording.parameters, plan, place, kind, state.whole_parameters, chunk)
     return memory_need(recording, chunks, plan, place, kind, state, -(-3 // plan.dp))
 
@@ -67,8 +72,8 @@ def held(world: World | None, plan: Plan, precision, optimizer, model=gpt, chunk
     exchange = {"name": "allreduce"} | ({} if chunk is None else {"chunk_bytes": chunk})
     plan = Plan(**{**plan.to_dict(), "exchange": exchange})
     running = Engine(
-        model, causal_lm, OPTIMIZERS[optimizer], plan, global_batch=12, microbatch=MICROBATCH, precision=precision, world=world,
-        param_groups=decay_matrices_only(0.1),
+        model, causal_lm, OPTIMIZERS[optimizer], plan, global_batch=12, microbatch=MICROBATCH, precision=precision,
+        world=world, param_groups=decay_matrices_only(0.1),
     )  # fmt: skip
     try:
         for batch in running.batches(text(), steps=LAST_BATCH_IS_WHOLE):
@@ -125,16 +130,31 @@ def test_recompute_and_dropout(recompute):
     plan, model = Plan(memory={}, recompute=recompute), partial(gpt, dropout=0.1)
     need = predicted(plan, "bf16", "adamw", Place(), model=model)
     real = held(None, plan, "bf16", "adamw", model)
-    if recompute == RECOMPUTE[-1]:  # its first step keeps less: the most of the tier is of another step than the replayed loans
+    # its first step keeps less: the most of the tier is of another step than the replayed loans
+    if recompute == RECOMPUTE[-1]:
         assert need.of("activations") == pytest.approx(real["tier"]["activations"], rel=0.02)
     else:
         check(need, real)
         assert need.least == smallest(plan, "bf16", "adamw", model)
 
 
-HF = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+HF = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
 MODELS = [
-    {"name": "gpt", "preset": "1m", "d_model": 32, "positions": "rotary", "mlp": "swiglu", "norm": "rmsnorm", "bias": False},
+    {
+        "name": "gpt",
+        "preset": "1m",
+        "d_model": 32,
+        "positions": "rotary",
+        "mlp": "swiglu",
+        "norm": "rmsnorm",
+        "bias": False,
+    },
     {"name": "lstm", "vocab_size": 61, "embedding": 64, "hidden": 32, "dropout": 0.1},
     {"name": "hf", "config": {**HF, "vocab_size": 61}},
 ]
@@ -223,7 +243,9 @@ def test_every_rank_of_a_pipeline(options):
     plan, precision, optimizer = case(options)
     together = plan.dp if plan.zero else 1
     for place, real in enumerate(run_ranks(held_by_rank, plan.size, options)[:: plan.size // 2]):
-        subject = Subject(untied, causal_lm, text()[0], MICROBATCH, precision_named(precision), plan, decay_matrices_only(0.1))
+        subject = Subject(
+            untied, causal_lm, text()[0], MICROBATCH, precision_named(precision), plan, decay_matrices_only(0.1)
+        )
         recording = dry_run(replace(subject, rank=place * plan.size // 2))
         kind = precision_named(precision)
         state = optimizer_state(OPTIMIZERS[optimizer], recording.options, kind, together > 1 or plan.memory is not None)
@@ -234,14 +256,17 @@ def test_every_rank_of_a_pipeline(options):
 
 @pytest.mark.parametrize("place", [0, 7])
 def test_a_rank_of_a_plan_of_1024_has_and_sends_what_the_formula_says(place):
-    """tp = 8 of dp 128: a vocabulary of 61 leaves the first rank 8 rows, the last 7. Sixteen rows of 12 tokens, 64 channels, 2 blocks."""
+    """tp = 8 of dp 128: a vocabulary of 61 leaves the first rank 8 rows, the last 7. Sixteen rows of 12 tokens, 64
+    channels, 2 blocks."""
     D, F, V, T, B, blocks, tp = 64, 256, 61, 12, 16, 2, 8
 
     def model() -> GPT:
         return GPT(GPTConfig(vocab_size=V, sequence=T, layers=blocks, d_model=D, heads=8, tied=True))
 
     plan, groups = Plan(dp=128, tp=tp), decay_matrices_only(0.1)
-    found = dry_run(Subject(model, causal_lm, text()[0], B, precision_named("fp32"), plan, groups, rank=8 * 127 + place))
+    found = dry_run(
+        Subject(model, causal_lm, text()[0], B, precision_named("fp32"), plan, groups, rank=8 * 127 + place)
+    )
     rows = V // tp + (place < V % tp)
     matrices = blocks * (4 * D * D + 2 * D * F) // tp + rows * D
     vectors = blocks * ((3 * D + F) // tp + 2 * D + 4 * D) + 2 * D + T * D  # biases cut and whole, norms, positions
@@ -254,9 +279,12 @@ def test_a_rank_of_a_plan_of_1024_has_and_sends_what_the_formula_says(place):
 
 @pytest.mark.parametrize("rank", [0, 517, 1023])
 def test_experts_of_a_plan_of_1024_ranks_have_and_send_what_the_formula_says(rank):
-    """Four experts of width 128 over ep 4 of dp 512, each cut between two ranks; 16 rows of 12 tokens, two experts each, 32 channels, 2 blocks."""
+    """Four experts of width 128 over ep 4 of dp 512, each cut between two ranks; 16 rows of 12 tokens, two experts
+    each, 32 channels, 2 blocks."""
     plan, D, F, E, blocks, pairs = Plan(dp=512, tp=2, ep=4), 32, 128, 4, 2, 16 * 12 * 2
-    found = dry_run(Subject(moe, causal_lm, text()[0], 16, precision_named("fp32"), plan, decay_matrices_only(0.1), rank=rank))
+    found = dry_run(
+        Subject(moe, causal_lm, text()[0], 16, precision_named("fp32"), plan, decay_matrices_only(0.1), rank=rank)
+    )
     experts = sum(shape.numel() for name, shape, _ in found.parameters if ".experts." in name)
     assert experts == blocks * E * 2 * D * F // (plan.ep * plan.tp)
     assert found.sent["experts"] == 4 * blocks * pairs * D * 4  # out and back, forward and backward
@@ -300,7 +328,9 @@ def test_pages_on_the_disk(tmp_path, precision, host):
     need, tier = predicted(plan, precision, "adamw", Place()), running.parts.host.held
     try:
         roles = ("weights", "masters", "gradients", "optimizer state", "optimizer state in turn")
-        on_host = {role: sum(row.nbytes for row in need.rows if (row.role, row.tier) == (role, "host")) for role in roles}
+        on_host = {
+            role: sum(row.nbytes for row in need.rows if (row.role, row.tier) == (role, "host")) for role in roles
+        }
         assert on_host == {role: pytest.approx(tier.get(role, 0), abs=2 * CHUNK) for role in roles}, (
             "counts of steps, padding: a chunk"
         )
@@ -311,7 +341,8 @@ def test_pages_on_the_disk(tmp_path, precision, host):
 
 
 def test_temporaries_by_hand():
-    """y = tanh(x w): saved are x, w's place and y; beside them live, at the dearest moment, the sum's gradient and those of y and xw."""
+    """y = tanh(x w): saved are x, w's place and y; beside them live, at the dearest moment, the sum's gradient and
+    those of y and xw."""
 
     class Tanh(nn.Module):
         def __init__(self) -> None:

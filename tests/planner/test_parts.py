@@ -1,4 +1,5 @@
-"""What parts of a model take: counted against formulas, kept bytes against the dry run of the whole, and the cuts that follow."""
+"""What parts of a model take: counted against formulas, kept bytes against the dry run of the whole, and the cuts that
+follow."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ def subject(plan: Plan, kind: str = "fp32") -> Subject:
 def test_operations_bytes_kept_and_bytes_that_rest(recompute):
     asked = subject(Plan(pp=2, recompute=recompute))
     found = {part.name: part for part in parts_of(asked, ADAMW, False, CPU)}
-    assert [*found] == ["token_embedding", "position_embedding", *(f"blocks.{i}" for i in range(LAYERS)), "norm", "head"]
+    assert [*found] == [
+        "token_embedding",
+        "position_embedding",
+        *(f"blocks.{i}" for i in range(LAYERS)),
+        "norm",
+        "head",
+    ]
     products = 2 * BATCH * T * 12 * D**2 + 2 * 2 * BATCH * T * T * D  # of matrices, and of attention
     assert found["blocks.0"].forward == products and found["head"].forward == 2 * BATCH * T * D * VOCABULARY
     assert found["blocks.0"].backward == (3 if recompute == "full" else 2) * products
@@ -47,7 +54,8 @@ def test_operations_bytes_kept_and_bytes_that_rest(recompute):
 
 def test_the_state_of_shards_is_shared():
     whole, shared = (
-        sum(part.resting for part in parts_of(subject(Plan(pp=2, dp=4, zero=zero)), ADAMW, False, CPU)) for zero in (0, 3)
+        sum(part.resting for part in parts_of(subject(Plan(pp=2, dp=4, zero=zero)), ADAMW, False, CPU))
+        for zero in (0, 3)
     )
     assert shared == pytest.approx(whole / 4, rel=0.05)
 
@@ -55,7 +63,9 @@ def test_the_state_of_shards_is_shared():
 def test_times_are_taken_once_of_parts_that_are_alike(monkeypatch):
     asked, timed = subject(Plan(pp=2), kind="bf16"), []
     time_one = parts_module._time
-    monkeypatch.setattr(parts_module, "_time", lambda module, *more: timed.append(type(module)) or time_one(module, *more))
+    monkeypatch.setattr(
+        parts_module, "_time", lambda module, *more: timed.append(type(module)) or time_one(module, *more)
+    )
     found = parts_of(asked, ADAMW, True, CPU)
     assert len(timed) == 5, "two embeddings, a block, norm and head"
     assert all(part.forward > 0 and part.backward > 0 for part in found)
@@ -98,7 +108,9 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Conv1d(8, 8, 5, padding=2, stride=2 if place in (1, 2) else 1) for place in range(8)))
+        self.layers = nn.Sequential(
+            *(nn.Conv1d(8, 8, 5, padding=2, stride=2 if place in (1, 2) else 1) for place in range(8))
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -121,7 +133,9 @@ def test_memory_moves_the_cut():
     one = make_schedule("1f1b", 2, 8)
     assert under_way(one) == [2, 1]
     assert cut(parts(*[1.0] * 8, saved=10, resting=5), units, one) == [4, 4]
-    assert cut(parts(*[1.0] * 8, saved=10, resting=5), units, one, limit=80) == [3, 5], "the first stage keeps two microbatches"
+    assert cut(parts(*[1.0] * 8, saved=10, resting=5), units, one, limit=80) == [3, 5], (
+        "the first stage keeps two microbatches"
+    )
     with pytest.raises(UserError, match="no cut into 2 stages leaves each within"):
         cut(parts(*[1.0] * 8, saved=10, resting=5), units, one, limit=70)
     gpipe = make_schedule("gpipe", 2, 8)

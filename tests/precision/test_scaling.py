@@ -38,8 +38,8 @@ def by_deepspeed(overflows: list[bool], scaling: Scaling) -> list[float]:
 @given(
     st.lists(st.booleans(), max_size=60),
     st.builds(
-        Scaling, initial_scale_power=st.integers(0, 8), loss_scale_window=st.integers(1, 6), hysteresis=st.integers(1, 4),
-        min_loss_scale=st.sampled_from([0.5, 1, 4]),
+        Scaling, initial_scale_power=st.integers(0, 8), loss_scale_window=st.integers(1, 6),
+        hysteresis=st.integers(1, 4), min_loss_scale=st.sampled_from([0.5, 1, 4]),
     ),
 )  # fmt: skip
 def test_the_scale_moves_as_deepspeeds_does(overflows: list[bool], scaling: Scaling):
@@ -69,7 +69,12 @@ class Steep(nn.Module):
 
 def engine(steepness: float, **scaling: Any) -> Engine:
     return Engine(
-        lambda: Steep(steepness), regression, teacher.ADAMW, global_batch=16, microbatch=8, precision={"name": "fp16", **scaling}
+        lambda: Steep(steepness),
+        regression,
+        teacher.ADAMW,
+        global_batch=16,
+        microbatch=8,
+        precision={"name": "fp16", **scaling},
     )
 
 
@@ -97,7 +102,8 @@ def test_overflow_that_does_not_end_stops_with_the_parameters_name(scaling):
     running.module.body.register_full_backward_hook(lambda *_: None)
     running.module.body.weight.register_hook(lambda grad: grad * float("inf"))
     with pytest.raises(
-        TrainingError, match=r"first parameter with a gradient that is not finite: body.weight .* every loss scale down to"
+        TrainingError,
+        match=r"first parameter with a gradient that is not finite: body.weight .* every loss scale down to",
     ):
         for batch in running.batches(teacher.data(), steps=40):
             running.step(batch)
@@ -112,7 +118,8 @@ def test_small_gradients_survive():
         ("plain", {"name": "fp16", "loss_scale": 1}),
     ):
         running = Engine(
-            teacher.student, lambda model, mb: tuple(part * 1e-6 for part in regression(model, mb)[:1]) + regression(model, mb)[1:],
+            teacher.student,
+            lambda model, mb: tuple(part * 1e-6 for part in regression(model, mb)[:1]) + regression(model, mb)[1:],
             teacher.ADAMW, global_batch=16, microbatch=8, precision=option,
         )  # fmt: skip
         losses[name] = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=12)][-1]
@@ -123,7 +130,10 @@ def test_small_gradients_survive():
     ("option", "message"),
     [
         ("fp17", 'precision = "fp17" is not one of'),
-        ({"name": "fp16", "hystresis": 2}, 'precision = "fp16" has no parameter "hystresis". Did you mean "hysteresis"?'),
+        (
+            {"name": "fp16", "hystresis": 2},
+            'precision = "fp16" has no parameter "hystresis". Did you mean "hysteresis"?',
+        ),
         ({"name": "fp16", "hysteresis": 0}, "hysteresis = 0: give at least 1"),
         ({"name": "fp32", "loss_scale": 1}, 'precision = "fp32" has no parameter "loss_scale". It has: none'),
         ({"name": "bf16", "master": "halved"}, "master = 'halved' is not one of whole, split, kahan, stochastic"),

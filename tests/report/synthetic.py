@@ -60,7 +60,9 @@ def run_record() -> RunRecord:
 
 def step_record(step: int, total: int = 400) -> StepRecord:
     noise = random.Random(step)
-    seconds = SECONDS_PER_STEP * (1 + 0.08 * noise.random() + (4 if step == 1 else 0) + (0.7 if noise.random() < 0.02 else 0))
+    seconds = SECONDS_PER_STEP * (
+        1 + 0.08 * noise.random() + (4 if step == 1 else 0) + (0.7 if noise.random() < 0.02 else 0)
+    )
     return StepRecord(
         step=step,
         epoch=step // 300,
@@ -92,7 +94,15 @@ def step_spans(step: int, ranks: int = 2, microbatches: int = 2, chunks: int = 3
         for chunk in range(chunks):
             start = last_backward + 0.0105 * (chunk + 1)
             spans.append(
-                Span(step=step, rank=rank, lane="comm", name=f"chunk {chunk}", start=start, seconds=0.0068, bytes=1_413_000)
+                Span(
+                    step=step,
+                    rank=rank,
+                    lane="comm",
+                    name=f"chunk {chunk}",
+                    start=start,
+                    seconds=0.0068,
+                    bytes=1_413_000,
+                )
             )
         clock = max(clock, start + 0.0068)
         spans.append(Span(step=step, rank=rank, lane="compute", name="optimizer", start=clock, seconds=0.0042))
@@ -115,7 +125,9 @@ def write_run(run_dir: Path, steps: int = 400, ended: bool = True) -> Path:
             log.write(CheckpointRecord(step=step, path=f"checkpoints/step-{step:08d}", seconds=0.021))
         if step % 200 == 0:
             log.write(SampleRecord(step=step, prompt="def main", text=SAMPLE_TEXT))
-    log.write(WarningRecord(message="tracker wandb failed in log() and is switched off; training goes on (OSError: no route)"))
+    log.write(
+        WarningRecord(message="tracker wandb failed in log() and is switched off; training goes on (OSError: no route)")
+    )
     if ended:
         log.write(EndRecord(reason="All 400 steps are done.", seconds=52.3))
     log.close()

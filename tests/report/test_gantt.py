@@ -16,7 +16,14 @@ def spans_of(name: str, ranks: int, microbatches: int, replicas: int = 1, late: 
     schedule = make_schedule(name, ranks, microbatches)
     simulated = simulate(schedule, Costs.even(schedule.stages, *[0.01 / schedule.chunks] * 3, message=late))
     return [
-        Span(step=3, rank=place * replicas + replica, lane="stage", name=str(action), start=100.0 + start, seconds=stop - start)
+        Span(
+            step=3,
+            rank=place * replicas + replica,
+            lane="stage",
+            name=str(action),
+            start=100.0 + start,
+            seconds=stop - start,
+        )
         for place, row in enumerate(simulated.spans)
         for action, start, stop in row
         for replica in range(replicas)

@@ -43,8 +43,8 @@ def test_a_trace_by_hand() -> None:
     made = memory_trace(
         3,
         0,
-        [(1.0, "host", "weights", 5), (1.0, "device", "weights in use", 0), (2.0, "device", "weights in use", 7), (2.5, "device", "activations", 1),
-         (3.0, "device", "weights in use", 0), (1.0, "host", "masters", 0)],
+        [(1.0, "host", "weights", 5), (1.0, "device", "weights in use", 0), (2.0, "device", "weights in use", 7),
+         (2.5, "device", "activations", 1), (3.0, "device", "weights in use", 0), (1.0, "host", "masters", 0)],
         {"device": 9, "disk": 1},
         counts_all=True,
     )  # fmt: skip
@@ -162,6 +162,12 @@ def test_waits_are_summed_by_cause() -> None:
     def wait(rank: int, name: str, seconds: float) -> Span:
         return Span(step=1, rank=rank, lane="wait", name=name, start=BEGIN, seconds=seconds, phase="wait")
 
-    spans = [*step_spans(1), wait(0, "disk", 1.0), wait(1, "disk", 2.0), wait(1, "weights", 4.0), wait(1, "weights", 4.0)]
+    spans = [
+        *step_spans(1),
+        wait(0, "disk", 1.0),
+        wait(1, "disk", 2.0),
+        wait(1, "weights", 4.0),
+        wait(1, "weights", 4.0),
+    ]
     assert stalls(spans) == {"weights": 4.0, "disk": 1.5}
     assert list(stalls(spans)) == ["weights", "disk"]

@@ -37,7 +37,9 @@ def test_the_meter_does_not_read_again_within_its_interval(monkeypatch: pytest.M
 
 def test_the_kernels_rollup_is_read_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rollup = tmp_path / "smaps_rollup"
-    rollup.write_text("55850cc66000-7ffc8ba5c000 ---p 00000000 00:00 0    [rollup]\nRss:      2000 kB\nPss:      1500 kB\n")
+    rollup.write_text(
+        "55850cc66000-7ffc8ba5c000 ---p 00000000 00:00 0    [rollup]\nRss:      2000 kB\nPss:      1500 kB\n"
+    )
     monkeypatch.setattr(memory, "ROLLUP", rollup)
     assert read_memory(CPU) == MemoryUse(rss=2000 * 1024, pss=1500 * 1024, cuda=None)
 

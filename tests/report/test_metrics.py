@@ -78,13 +78,17 @@ def test_every_kind_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_line_has_the_documented_keys(tmp_path: Path) -> None:
     write(tmp_path / "metrics.jsonl", step_record(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
-    expected = "kind step epoch loss grad_norm lr tokens seconds tokens_per_second mfu memory_bytes time loss_scale skipped "
+    expected = (
+        "kind step epoch loss grad_norm lr tokens seconds tokens_per_second mfu memory_bytes time loss_scale skipped "
+    )
     expected += "imbalance dropped tokens_per_expert norms"
     assert " ".join(line) == expected
 
 
 @pytest.mark.parametrize("value, written", [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")])
-def test_losses_outside_json_are_strings_in_the_file_and_floats_to_the_reader(tmp_path: Path, value: float, written: str) -> None:
+def test_losses_outside_json_are_strings_in_the_file_and_floats_to_the_reader(
+    tmp_path: Path, value: float, written: str
+) -> None:
     records = write(tmp_path / "metrics.jsonl", replace(step(1, loss=value), norms={"embed": value}))
 
     def refuse(constant: str) -> None:
@@ -103,7 +107,9 @@ def test_a_record_is_in_the_file_before_the_log_is_closed(tmp_path: Path) -> Non
 
 
 @given(cut=st.integers(min_value=1, max_value=10_000))
-def test_a_crash_in_the_last_line_loses_that_line_and_no_later_one(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+def test_a_crash_in_the_last_line_loses_that_line_and_no_later_one(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     write(path, run_record(), step(1), step(2))
     content = path.read_bytes()
@@ -131,7 +137,8 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_forgets_what_came_after_the_step_at_which_it_resumed(tmp_path: Path) -> None:
-    """Steps 1 to 5 with checkpoints at 2 and 4, of which the second is damaged; resumed at 2; killed at 3; resumed at 2 again."""
+    """Steps 1 to 5 with checkpoints at 2 and 4, of which the second is damaged; resumed at 2; killed at 3; resumed at 2
+    again."""
     records = write(
         tmp_path / "metrics.jsonl",
         *(run_record(), EvalRecord(step=0, loss=9.0, tokens=1), step(1), step(2)),

@@ -148,7 +148,11 @@ def test_a_loss_that_leaves_the_numbers_is_drawn_around(tmp_path: Path) -> None:
 
 def test_norms_by_layer_are_a_table_with_a_row_a_layer(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    norms = {4: {"embed": 1.0, "blocks.0": 8.0}, 8: {"embed": 2.0, "blocks.0": 9.0}, 12: {"embed": math.inf, "blocks.0": 3.5}}
+    norms = {
+        4: {"embed": 1.0, "blocks.0": 8.0},
+        8: {"embed": 2.0, "blocks.0": 9.0},
+        12: {"embed": math.inf, "blocks.0": 3.5},
+    }
     for step in range(1, 13):
         log.write(replace(step_record(step), norms=norms.get(step)))
     log.close()
@@ -201,21 +205,27 @@ def test_a_timeline_of_many_ranks_and_spans_stays_small() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, family", [("chunk 3", "chunk"), ("forward_12", "forward"), ("all_reduce[2]", "all_reduce"), ("7", "7"), ("p2p", "p2p")]
+    "name, family",
+    [("chunk 3", "chunk"), ("forward_12", "forward"), ("all_reduce[2]", "all_reduce"), ("7", "7"), ("p2p", "p2p")],
 )
 def test_the_family_of_a_span(name: str, family: str) -> None:
     assert timeline_figure.family(name) == family
 
 
 def test_compute_and_communication_never_share_a_colour() -> None:
-    names = {"comm": ["gradients 0", "ballot", "stop?", "reduce", "gather"], "compute": ["load", "forward", "backward", "optimizer", "data", "more"]}
+    names = {
+        "comm": ["gradients 0", "ballot", "stop?", "reduce", "gather"],
+        "compute": ["load", "forward", "backward", "optimizer", "data", "more"],
+    }
     spans = [
         Span(step=1, rank=0, lane=lane, name=name, start=start, seconds=1.0)  # type: ignore[arg-type]
         for lane, several in names.items()
         for start, name in enumerate(several)
     ]
     colours = timeline_figure.bar_colours(spans)
-    assert not {colours[timeline_figure.family(name)] for name in names["comm"]} & {colours[name] for name in names["compute"]}
+    assert not {colours[timeline_figure.family(name)] for name in names["comm"]} & {
+        colours[name] for name in names["compute"]
+    }
     known = ["gradients", "ballot", "stop?", "load", "forward", "backward", "optimizer"]
     assert len({colours[name] for name in known}) == len(known), "what every run has is told apart"
     later = [replace(span, start=-span.start) for span in spans]
@@ -229,7 +239,15 @@ def test_the_timeline_speaks_plainly_and_shows_what_is_short(tmp_path: Path) -> 
         log.write(
             [
                 Span(step=9, rank=rank, lane="compute", name="forward", start=0.0, seconds=1.0),
-                Span(step=9, rank=rank, lane="comm", name="gradients 3", start=1.0 - seconds, seconds=seconds, bytes=2**20),
+                Span(
+                    step=9,
+                    rank=rank,
+                    lane="comm",
+                    name="gradients 3",
+                    start=1.0 - seconds,
+                    seconds=seconds,
+                    bytes=2**20,
+                ),
                 Span(step=9, rank=rank, lane="comm", name="ballot", start=0.0, seconds=seconds),
                 Span(step=9, rank=rank, lane="comm", name="stop?", start=0.0, seconds=seconds),
             ]
@@ -237,14 +255,27 @@ def test_the_timeline_speaks_plainly_and_shows_what_is_short(tmp_path: Path) -> 
     log.close()
     html = write_report(tmp_path).read_text()
     page = Balance(html)
-    for words in ("exchange of gradients", "agreement on the step", "whether to stop after the step", "Data of a rank", "1.00 MiB"):
+    for words in (
+        "exchange of gradients",
+        "agreement on the step",
+        "whether to stop after the step",
+        "Data of a rank",
+        "1.00 MiB",
+    ):
         assert words in page.text
-    assert not re.search(r"\bballot\b|stop\?", page.text.partition("Configuration")[0].partition("Compute and communication")[2])
+    assert not re.search(
+        r"\bballot\b|stop\?", page.text.partition("Configuration")[0].partition("Compute and communication")[2]
+    )
     assert "exchange of gradients 3, rank 1: 0.001 ms, 1.00 MiB" in unescape(html), "what is under the pointer"
     boxes = [json.loads(unescape(found)) for found in re.findall(r'data-box="([^"]*)"', html)]
     assert all(box["left"] < box["right"] and box["top"] < box["bottom"] for box in boxes)
-    bars = [Span(step=1, rank=0, lane="comm", name=name, start=at, seconds=length) for name, at, length in (("x", 0, 1), ("y", 0.5, 1e-9))]
-    corners = re.findall(r'd="((?:[ML] .*\n)+)z\n"[^>]*fill: var\(--bar-comm', timeline_figure.timeline_chart(bars).svg)[1]
+    bars = [
+        Span(step=1, rank=0, lane="comm", name=name, start=at, seconds=length)
+        for name, at, length in (("x", 0, 1), ("y", 0.5, 1e-9))
+    ]
+    corners = re.findall(
+        r'd="((?:[ML] .*\n)+)z\n"[^>]*fill: var\(--bar-comm', timeline_figure.timeline_chart(bars).svg
+    )[1]
     left, right = (pick(float(x) for x in re.findall(r"[ML] (\S+)", corners)) for pick in (min, max))
     assert right - left >= 1, "a bar of a nanosecond is seen beside one of a second"
 
@@ -259,7 +290,12 @@ def test_numbers_go_with_the_curves(tmp_path: Path) -> None:
     assert series[0][0] | {"colour": ""} == {
         "name": "training", "colour": "", "width": 1.0, "x": [1, 2, 3, 4], "y": [0.333333, 0.666667, None, 1.33333],
     }  # fmt: skip
-    assert [each[0]["name"] for each in series[1:]] == ["Throughput, tokens/s", "Learning rate", "Gradient norm", "Memory of rank 0, MiB"]
+    assert [each[0]["name"] for each in series[1:]] == [
+        "Throughput, tokens/s",
+        "Learning rate",
+        "Gradient norm",
+        "Memory of rank 0, MiB",
+    ]
 
 
 def test_where_a_run_was_taken_up_again_is_marked(tmp_path: Path) -> None:
@@ -272,6 +308,10 @@ def test_where_a_run_was_taken_up_again_is_marked(tmp_path: Path) -> None:
             log.write(step_record(step))
     log.close()
     html = write_report(tmp_path).read_text()
-    assert "taken up again: after step 14." in " ".join(Balance(html).text.split()), "the attempt from 18 on was given up"
+    assert "taken up again: after step 14." in " ".join(Balance(html).text.split()), (
+        "the attempt from 18 on was given up"
+    )
     assert 'data-resumed="[14]"' in html and ">resumed</text>" in html
-    assert html.count("stroke-dasharray: 4") - before.count("stroke-dasharray: 4") == 6, "on each curve; the first one is drawn twice"
+    assert html.count("stroke-dasharray: 4") - before.count("stroke-dasharray: 4") == 6, (
+        "on each curve; the first one is drawn twice"
+    )

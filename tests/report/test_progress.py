@@ -53,7 +53,10 @@ def test_the_line() -> None:
     assert status_line(step(12), 1000, pace) == expected
     endless = Pace(total=None)
     endless.add(step(12))
-    assert status_line(replace(step(12), mfu=None), None, endless) == "step 12  loss 2.5000  1.00k tok/s  LR 1.00e-03  1.00 GiB"
+    assert (
+        status_line(replace(step(12), mfu=None), None, endless)
+        == "step 12  loss 2.5000  1.00k tok/s  LR 1.00e-03  1.00 GiB"
+    )
 
 
 def run(stream: io.StringIO, interval: float) -> list[str]:

@@ -12,7 +12,9 @@ from tests.report.synthetic import step_spans
 pytestmark = pytest.mark.fast
 
 
-def span(lane: str, start: float, stop: float, *, step: int = 1, rank: int = 0, name: str = "x", bytes: int = 0) -> Span:
+def span(
+    lane: str, start: float, stop: float, *, step: int = 1, rank: int = 0, name: str = "x", bytes: int = 0
+) -> Span:
     return Span(step=step, rank=rank, lane=lane, name=name, start=start, seconds=stop - start, bytes=bytes)  # type: ignore[arg-type]
 
 
@@ -72,7 +74,9 @@ def test_overlap_by_hand() -> None:
 
 
 def test_the_chrome_trace_has_a_process_a_rank_and_a_thread_a_lane() -> None:
-    trace = to_chrome_trace([span("compute", 5.0, 5.25, name="forward"), span("comm", 5.5, 6.0, rank=1, name="chunk", bytes=8)])
+    trace = to_chrome_trace(
+        [span("compute", 5.0, 5.25, name="forward"), span("comm", 5.5, 6.0, rank=1, name="chunk", bytes=8)]
+    )
     events = json.loads(json.dumps(trace))["traceEvents"]
     names = {(event["pid"], event["tid"], event["args"]["name"]) for event in events if event["name"] == "thread_name"}
     lanes = ("compute", "comm", "wait", "queue", "stage")

@@ -1,4 +1,5 @@
-"""W&B and MLflow are stood in for by fakes that keep their calls, so that nothing here needs the packages or a server."""
+"""W&B and MLflow are stood in for by fakes that keep their calls, so that nothing here needs the packages or a
+server."""
 
 from __future__ import annotations
 
@@ -97,7 +98,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
-def test_a_missing_package_is_a_warning_with_its_remedy(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_a_warning_with_its_remedy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     said: list[str] = []
     drive(Trackers(make_trackers([name], tmp_path), said.append))
@@ -173,7 +176,9 @@ class Broken:
     "breaks_in, calls",
     [("start", ["start"]), ("log", ["start", "log"]), ("close", ["start", "log", "log", "log", "log", "close"])],
 )
-def test_a_tracker_that_raises_is_reported_once_and_left_alone(breaks_in: str, calls: list[str], tmp_path: Path) -> None:
+def test_a_tracker_that_raises_is_reported_once_and_left_alone(
+    breaks_in: str, calls: list[str], tmp_path: Path
+) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     broken, working = Broken(breaks_in), Broken("never")
 
@@ -190,5 +195,8 @@ def test_a_tracker_that_raises_is_reported_once_and_left_alone(breaks_in: str, c
     assert working.calls[0] == "start" or breaks_in == "start"
     assert working.calls[-1] == "close"
     (warning,) = read_metrics(tmp_path / "metrics.jsonl").warnings
-    expected = f"tracker broken failed in {breaks_in}() (ConnectionError: no route to host) and is switched off; training goes on"
+    expected = (
+        f"tracker broken failed in {breaks_in}() (ConnectionError: no route to host) and is switched off; "
+        "training goes on"
+    )
     assert warning.message == expected

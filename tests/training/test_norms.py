@@ -36,7 +36,14 @@ def each_alone(norms: Mapping[str, float]) -> dict[str, float]:
 
 def train(world: World, plan: dict[str, Any], rule: Any) -> tuple[list[float], dict[str, Tensor]]:
     plan = {"dp": world.size, **plan}
-    options = {"global_batch": 8, "microbatch": 2, "precision": "fp64", "clip": rule, "keep_gradients": True, "world": world}
+    options = {
+        "global_batch": 8,
+        "microbatch": 2,
+        "precision": "fp64",
+        "clip": rule,
+        "keep_gradients": True,
+        "world": world,
+    }
     running = Engine(MODEL, causal_lm, SGD, Plan(**plan), **options)
     with pytest.raises(UserError, match="ask after a step"):
         running.gradients()
@@ -106,7 +113,13 @@ def norms_of(world: World, plan: dict[str, Any]) -> list[tuple[float, Mapping[st
 @cache
 def norms_alone() -> list[Mapping[str, float]]:
     """Those of whole gradients, on one process."""
-    options = {"global_batch": 8, "precision": "fp64", "clip": 0.05, "keep_gradients": True, "world": World.single(torch.device("cpu"))}
+    options = {
+        "global_batch": 8,
+        "precision": "fp64",
+        "clip": 0.05,
+        "keep_gradients": True,
+        "world": World.single(torch.device("cpu")),
+    }
     running = Engine(MODEL, causal_lm, SGD, **options)
     found = []
     for batch in running.batches(text(), steps=4):
@@ -120,7 +133,14 @@ WIDER = (4, {"dp": 2, "cp": 2, "zero": 2}), (4, {"dp": 2, "tp": 2, "zero": 3}), 
 
 
 @pytest.mark.parametrize(
-    ("size", "plan"), [*CUTS[:1], (2, {"zero": 2}), (4, {"zero": 1, "shard": 2}), *CUTS[3:], *(pytest.param(*each, marks=pytest.mark.matrix) for each in WIDER)]
+    ("size", "plan"),
+    [
+        *CUTS[:1],
+        (2, {"zero": 2}),
+        (4, {"zero": 1, "shard": 2}),
+        *CUTS[3:],
+        *(pytest.param(*each, marks=pytest.mark.matrix) for each in WIDER),
+    ],
 )
 def test_norms_by_name_are_of_all_that_grad_norm_is_of(size, plan):
     for found in run_ranks(norms_of, size, plan):
@@ -131,8 +151,14 @@ def test_norms_by_name_are_of_all_that_grad_norm_is_of(size, plan):
 
 
 def test_norms_under_loss_scaling_are_in_the_unit_of_the_mean_loss():
-    options = {"global_batch": 8, "precision": {"name": "fp16", "initial_scale_power": 20, "hysteresis": 1}, "norms_every": 1}
-    running = Engine(MODEL, causal_lm, partial(torch.optim.SGD, lr=0.0), world=World.single(torch.device("cpu")), **options)
+    options = {
+        "global_batch": 8,
+        "precision": {"name": "fp16", "initial_scale_power": 20, "hysteresis": 1},
+        "norms_every": 1,
+    }
+    running = Engine(
+        MODEL, causal_lm, partial(torch.optim.SGD, lr=0.0), world=World.single(torch.device("cpu")), **options
+    )
     results = [running.step(batch) for batch in running.batches(text(), steps=10)]
     running.close()
     assert {result.skipped for result in results} == {True, False}
@@ -143,7 +169,13 @@ def test_norms_under_loss_scaling_are_in_the_unit_of_the_mean_loss():
 
 
 def test_norms_of_a_layer_are_those_of_its_parameters_together():
-    norms = {"embed.weight": 2.0, "blocks.3.attn.q.weight": 3.0, "blocks.3.mlp.experts.1.up": 4.0, "scale": 1.0, "layer1.0.conv.weight": 5.0}
+    norms = {
+        "embed.weight": 2.0,
+        "blocks.3.attn.q.weight": 3.0,
+        "blocks.3.mlp.experts.1.up": 4.0,
+        "scale": 1.0,
+        "layer1.0.conv.weight": 5.0,
+    }
     assert by_layer(norms) == {"embed": 2.0, "blocks.3": 5.0, "scale": 1.0, "layer1.0": 5.0}
 
 
@@ -156,7 +188,11 @@ def wrong(norms: Mapping[str, float]) -> dict[str, float]:
     [
         (wrong, {}, "clip gave a factor for nothing.weight"),
         (lambda norms: float("nan"), {}, "clip gave nan"),
-        (by_largest, {"exchange": {"name": "diloco", "every": 2}}, '"diloco" leaves each replica a gradient of its own'),
+        (
+            by_largest,
+            {"exchange": {"name": "diloco", "every": 2}},
+            '"diloco" leaves each replica a gradient of its own',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(rule, plan, why):
@@ -166,7 +202,11 @@ def test_what_cannot_be_is_refused_by_name(rule, plan, why):
 
 @pytest.mark.parametrize(
     ("norms_every", "exchange", "why"),
-    [(2, "decentralized", 'norms_every takes .* "decentralized" leaves'), (-1, "allreduce", "norms_every = -1: give 0 or more"), (True, "allreduce", "whole number")],
+    [
+        (2, "decentralized", 'norms_every takes .* "decentralized" leaves'),
+        (-1, "allreduce", "norms_every = -1: give 0 or more"),
+        (True, "allreduce", "whole number"),
+    ],
 )
 def test_norms_that_ranks_would_not_have_alike_are_refused(norms_every, exchange, why):
     options = {"global_batch": 8, "norms_every": norms_every, "world": World.single(torch.device("cpu"))}

@@ -1,8 +1,9 @@
 """torchvision and timm for the tests of models, kept out of the environment of Shoal.
 
-torchvision from the package index is built for CUDA: next to a CPU build of torch its operators do not load, and then importing
-it raises, also where `transformers` imports it for its own image models. So both packages lie in a folder of their own
-(`make .venv/zoo`), which only these tests put on the path, after declaring the two operators whose absence raises.
+torchvision from the package index is built for CUDA: next to a CPU build of torch its operators do not load, and then
+importing it raises, also where `transformers` imports it for its own image models. So both packages lie in a folder of
+their own (`make .venv/zoo`), which only these tests put on the path, after declaring the two operators whose absence
+raises.
 """
 
 from __future__ import annotations

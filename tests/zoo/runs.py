@@ -32,7 +32,8 @@ PLANS: dict[str, dict[str, Any]] = {
 GLOBAL_BATCH, MICROBATCH, STEPS = 8, 2, 3  # of 20 samples: the third step has 4
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)  # Adam would hide a gradient that is off by a factor
 TOLERANCE = {"fp64": (1e-6, 1e-4), "fp32": (1e-5, 2e-3)}
-"""Of losses, relative; of each weight's way from its start, relative to its longest. Many models have norms in fp32 inside."""
+"""Of losses, relative; of each weight's way from its start, relative to its longest. Many models have norms in fp32
+inside."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,9 @@ def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane)
     tokens = ranks.group("tp-gradients", "tp") if by_tokens else None
     deciding = ranks.group("tp-decisions", "tp") if ranks.tp.size > 1 else None
     among = partial(ranks.among, ranks.replicas)
-    memory.exchange.attach(Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, tokens, deciding))
+    memory.exchange.attach(
+        Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, tokens, deciding)
+    )
     return gradient_pool
 
 

@@ -32,9 +32,9 @@ class PackedText:
 
     `attend="row"`: a row is one context, as usual in GPT pre-training; the first token of a document is predicted from
         the eos before it. `attend="document"`: each document of a row is a context of its own, which the model must
-        separate. The
-    first token of a document is then never a label, and a row also has `document_ids` (int64 [T], 0, 1, ... within the
-    row, the padding last) and `position_ids` (int64 [T], from 0 at the start of each document and of the row).
+        separate. The first token of a document is then never a label, and a row also has `document_ids` (int64 [T], 0,
+        1, ... within the row, the padding last) and `position_ids` (int64 [T], from 0 at the start of each document and
+        of the row).
 
     Reading a row takes O(T + log documents) time through the memory maps. Raises `UserError` where `documents` have
     fewer than two tokens together.

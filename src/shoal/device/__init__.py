@@ -1,7 +1,8 @@
-"""The devices that a rank computes on. No other room knows which kinds there are, or asks torch for one of them by name.
+"""The devices that a rank computes on. No other room knows which kinds there are, or asks torch for one of them by
+name.
 
-Functions here take a `torch.device`. On the CPU, where an operation has ended when its call returns, they do nothing or the plain
-thing, so that callers need no branch; what is known of accelerators alone is None there.
+Functions here take a `torch.device`. On the CPU, where an operation has ended when its call returns, they do nothing or
+the plain thing, so that callers need no branch; what is known of accelerators alone is None there.
 """
 
 from shoal.device.backend import Backend, Event, Stream, backend, is_accelerator, stand_in

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 
 KINDS = ("cuda",)
-"""Kinds of accelerator that ranks take unasked, the first of which there is one; others are taken where they are named."""
+"""Kinds of accelerator that ranks take unasked, the first of which there is one; others are taken where they are
+named."""
 
 
 class Event(Protocol):
@@ -30,7 +31,8 @@ class Stream(Protocol):
 
 
 class Backend(Protocol):
-    """What this room asks of torch's module for a kind of accelerator; torch's own documentation of `torch.cuda` is the contract.
+    """What this room asks of torch's module for a kind of accelerator; torch's own documentation of `torch.cuda` is the
+    contract.
 
     Not `torch.accelerator`, which knows one kind a process and none beside the CPU's build.
     """

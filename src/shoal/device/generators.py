@@ -20,7 +20,8 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def keep_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Gives the host's generator and those of `devices`, all of one kind, back the state that they have now when the block ends."""
+    """Gives the host's generator and those of `devices`, all of one kind, back the state that they have now when the
+    block ends."""
     beside = [each for each in devices if is_accelerator(each)]
     kind = {"device_type": beside[0].type} if beside else {}
     return torch.random.fork_rng(beside, **kind)

@@ -35,9 +35,11 @@ def any_device() -> torch.device:
 
 
 def own_device(asked: torch.device | str | None, local_rank: int, size: int) -> torch.device:
-    """The device of the `local_rank`-th rank of this host, one of `size` in all, with its index; it becomes the thread's current one.
+    """The device of the `local_rank`-th rank of this host, one of `size` in all, with its index; it becomes the
+    thread's current one.
 
-    `asked`: None for the rank's own accelerator, or the CPU of a host without. UserError where ranks outnumber accelerators.
+    `asked`: None for the rank's own accelerator, or the CPU of a host without. UserError where ranks outnumber
+    accelerators.
     """
     device = torch.device(asked) if asked is not None else _unasked(local_rank)
     module = backend(device)
@@ -55,7 +57,8 @@ def _unasked(local_rank: int) -> torch.device:
         return CPU
     if local_rank >= len(found):
         raise UserError(
-            f"rank {local_rank} of this host has no GPU of its own: there are {len(found)}. Start at most one rank a GPU, "
+            f"rank {local_rank} of this host has no GPU of its own: there are {len(found)}. Start at most one rank a "
+            "GPU, "
             "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     return found[local_rank]

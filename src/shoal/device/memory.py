@@ -1,4 +1,5 @@
-"""An accelerator's memory in figures, and the way from the host's to it. Figures are bytes; None of a CPU, whose memory is the host's."""
+"""An accelerator's memory in figures, and the way from the host's to it. Figures are bytes; None of a CPU, whose memory
+is the host's."""
 
 from __future__ import annotations
 
@@ -40,5 +41,6 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host's `tensor` on `device`, by way of pinned memory, so that the host does not wait; on a CPU `tensor` itself."""
+    """The host's `tensor` on `device`, by way of pinned memory, so that the host does not wait; on a CPU `tensor`
+    itself."""
     return tensor if backend(device) is None else tensor.pin_memory().to(device, non_blocking=True)

@@ -18,9 +18,11 @@ CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The FLOP/s of the best of a few square matrix products in `dtype`, in about 0.3 s, with the current number of threads.
+    """The FLOP/s of the best of a few square matrix products in `dtype`, in about 0.3 s, with the current number of
+    threads.
 
-    Ranks that share a host share its cores and memory: all of them measure at the same time, and the sum is the peak of the run.
+    Ranks that share a host share its cores and memory: all of them measure at the same time, and the sum is the peak of
+    the run.
     """
     size = ACCELERATOR_SIZE if is_accelerator(device) else CPU_SIZE
     a = torch.randn(size, size, device=device).to(dtype)

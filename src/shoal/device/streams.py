@@ -1,7 +1,8 @@
-"""The order of an accelerator's work: streams, and who waits for whom. The CPU has none: its work has ended when the call returns.
+"""The order of an accelerator's work: streams, and who waits for whom. The CPU has none: its work has ended when the
+call returns.
 
-A stream is None there. The allocator of an accelerator gives a tensor's memory on as soon as the tensor is gone, in the order of the
-stream that made it: whoever uses a tensor on another stream says so by `record_use`.
+A stream is None there. The allocator of an accelerator gives a tensor's memory on as soon as the tensor is gone, in the
+order of the stream that made it: whoever uses a tensor on another stream says so by `record_use`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def record_event(device: torch.device) -> Event | None:
 
 @contextmanager
 def aside(device: torch.device, after: Event | None) -> Iterator[None]:
-    """Runs what is launched inside on a stream of its own, behind the event `after`; returns when `device` has done it."""
+    """Runs what is launched inside on a stream of its own, behind the event `after`; returns when `device` has done
+    it."""
     stream = new_stream(device)  # from torch's pool of streams: nothing is made
     if stream is None:
         yield

@@ -2,8 +2,7 @@
 
 Two keys differ from PatrickStar, which misreads them: `hysteresis` has DeepSpeed's meaning (PatrickStar takes it for
     the factor of the scale), and the threshold of `gradient_clipping` is constant (PatrickStar multiplies it by the
-    loss scale
-again for each parameter).
+    loss scale again for each parameter).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Shoal's gradient algorithms as the communication hook of torch's DistributedDataParallel.
 
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(*as_ddp_hook({"name": "powersgd", "rank": 2}, ddp))
+    ddp = DistributedDataParallel(model) ddp.register_comm_hook(*as_ddp_hook({"name": "powersgd", "rank": 2}, ddp))
 
 A bucket of DDP is a chunk of the algorithm, reduced in place on a lane: all ranks issue the same operations in the same
 order, in a process group of the hook's own. Hooks that chain futures, as torch's own PowerSGD does, guarantee neither,

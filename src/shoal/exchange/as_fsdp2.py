@@ -1,7 +1,6 @@
 """Shoal's codecs under torch's FSDP2 (`fully_shard`): gradients travel encoded and are summed in fp32.
 
-    fully_shard(model)
-    as_fsdp2("bytegrad", model)
+    fully_shard(model) as_fsdp2("bytegrad", model)
 
 FSDP keeps a shard of the sum, so the way back of Shoal's own exchange is not needed, and each value is rounded once.
 """

@@ -221,7 +221,9 @@ class Reducer:
         """Returns the whole gradient that the chunk has borrowed for this round."""
         if index not in self._lent:
             assert self._gradient_pool is not None
-            flat = self._gradient_pool.borrow(self._turn + self._order.index(index) - self._front, self._chunks[index].size)
+            flat = self._gradient_pool.borrow(
+                self._turn + self._order.index(index) - self._front, self._chunks[index].size
+            )
             self._chunks[index].clear_padding(flat)
             self._lent[index] = flat
         return self._lent[index]

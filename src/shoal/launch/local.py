@@ -57,8 +57,7 @@ def launch(
 
     The exit code is 0, or that of the rank at fault: its ShoalError's (2 user, 3 training, 4 launch, 5 checkpoint), 1
         for another exception, its own if it exited, 4 if a signal killed it. It is 128 + n if this process got signal
-        n, unless
-    the checkpoint that the ranks then write failed.
+        n, unless the checkpoint that the ranks then write failed.
 
     Raises UserError if `program` does not exist, LaunchError if a rank cannot be started.
     """

@@ -46,6 +46,8 @@ def measured_costs(groups: MeshGroups, device: torch.device) -> AxisCosts:
         group = groups.group(axis)
         link = link_of(group, device)
         sent = 2 * (group.size - 1) / group.size * link.bandwidth  # link.bandwidth is of the tensor that is reduced
-        worst = groups.world.everyone.all_reduce(torch.tensor([link.latency, 1.0 / sent], dtype=torch.float64), "max", "costs")
+        worst = groups.world.everyone.all_reduce(
+            torch.tensor([link.latency, 1.0 / sent], dtype=torch.float64), "max", "costs"
+        )
         latency[axis], rate[axis] = float(worst[0]), 1.0 / float(worst[1])
     return AxisCosts(latency, rate)

@@ -66,7 +66,8 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
     UserError for a model that cannot be cut or run."""
     if measured and is_accelerator(device) and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
         raise UserError(
-            'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take "counted"'
+            'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take '
+            '"counted"'
         )
     with in_one_line():
         built = build(subject.factory, 0)
@@ -99,7 +100,8 @@ def with_stages(
     name, parameters = option_name(plan.stages, "stages"), option_parameters(plan.stages)
     if name not in WAYS:
         raise UserError(
-            f'plan.stages = "{name}": give "counted", "measured", numbers of blocks or names of parts.{did_you_mean(name, list(WAYS))}'
+            f'plan.stages = "{name}": give "counted", "measured", numbers of blocks or names of '
+            f"parts.{did_you_mean(name, list(WAYS))}"
         )
     if unknown := parameters.keys() - {"memory"}:
         raise UserError(f'plan.stages = "{name}" has no parameter {", ".join(sorted(unknown))}; it has memory')
@@ -254,7 +256,8 @@ def _time(unit: Unit, call: _Call, device: torch.device) -> tuple[float, float]:
         results = [leaf for leaf in tree_leaves(unit.module(*args, **kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(leaf, FakeTensor) for leaf in results):
             raise UserError(
-                f'plan.stages = "measured": {unit.name} keeps tensors of its own that are no parameters or buffers; take "counted"'
+                f'plan.stages = "measured": {unit.name} keeps tensors of its own that are no parameters or buffers; '
+                'take "counted"'
             )
         outputs = [leaf for leaf in results if leaf.requires_grad]
         between = _now(device)

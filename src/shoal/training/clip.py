@@ -98,7 +98,9 @@ class Clip:
         sharers = [self._algorithm.partners_of(chunk) for chunk in apart]
         owned = zip(apart, sharers, strict=True)
         parts = [piece for chunk, group in owned for piece in chunk.norm_pieces(group.rank, group.size)]
-        everywhere = [piece for chunk in chunks if not (chunk.is_cut or chunk.spec.variant) for piece in chunk.norm_pieces()]
+        everywhere = [
+            piece for chunk in chunks if not (chunk.is_cut or chunk.spec.variant) for piece in chunk.norm_pieces()
+        ]
         whole, cut = (sum_of_squares(pieces, self._device) for pieces in (everywhere, parts))
         if apart:
             cut = self._groups.partners.all_reduce(cut, purpose="norm")

@@ -101,7 +101,12 @@ class StepRunner:
 
         `after`: microbatches of the partners behind this rank; `share`: see StepResult.
         """
-        step, totals, trained, alone = self._step, self._totals, self._trained, self._holds(self._step) is Holds.INDEPENDENT
+        step, totals, trained, alone = (
+            self._step,
+            self._totals,
+            self._trained,
+            self._holds(self._step) is Holds.INDEPENDENT,
+        )
         reduced = self._reduce.finish()
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
         answer = self._ballot.cast(totals.values, reduced, totals.ran, after, alone)

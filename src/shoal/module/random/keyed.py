@@ -87,9 +87,7 @@ class Randomness:
         base = name_key(f"{self.seed}/{step}")
         # numpy takes a fifth of torch's time for a few numbers
         samples = torch.from_numpy(mix(mix(np.array(ids, dtype=np.int64)) ^ base))
-        self.samples = (
-            to_device(samples, self.device)
-        )
+        self.samples = to_device(samples, self.device)
         self._calls, self._forward_calls = {}, {}
         for layer in self._layers:
             layer.calls, layer.forward_calls = 0, 0
