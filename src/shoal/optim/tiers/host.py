@@ -57,9 +57,6 @@ class HostStore:
             pool.shutdown()
 
 
-
-
-
 def _copy(source: Tensor, target: Tensor, device: torch.device, after: Event | None) -> None:
     with aside(device, after):
         target.copy_(source, non_blocking=True)
