@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import state
+from shoal.checkpoint import optimizer_state, state
 from shoal.chunks import Buffer, Chunk, Passing, Tier, budget
 from shoal.chunks.allocate import Private
 from shoal.comm import Group
@@ -135,7 +135,8 @@ class Offload:
         if pager.is_new and self._committed is not None:
             about, buffers = self._committed
             pager.commit(
-                {**buffers, **state.small_state(optimizer)}, {**about, **state.optimizer_extra(optimizer, None)}
+                {**buffers, **optimizer_state.small_state(optimizer)},
+                {**about, **optimizer_state.optimizer_extra(optimizer, None)},
             )
 
 

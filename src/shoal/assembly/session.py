@@ -8,8 +8,8 @@ from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.trainer import Trainer
+from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.session import Members, Session, State
-from shoal.checkpoint.state import Standing
 
 
 def session(local: Local, memory: Memory, trainer: Trainer, recipe: Recipe, closing: ExitStack) -> Session:
@@ -33,15 +33,15 @@ def session(local: Local, memory: Memory, trainer: Trainer, recipe: Recipe, clos
     return Session(ranks.plan, ranks.world, settings, members, standing(local), state, trainer.runner, closing)
 
 
-def standing(local: Local) -> Standing:
+def standing(local: Local) -> WriterRole:
     """Who this rank is for a checkpoint."""
     mine, parts = local.ranks.replicas, {"experts": local.parted.beside, "tied": local.ranks.tp}
     apart = {
-        kind: Standing(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
+        kind: WriterRole(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
         for kind, group in local.apart.items()
     }
     silent = frozenset[str]()
     if local.pipeline is not None and not local.pipeline.is_last:
         silent = frozenset(f"buffer.{name}" for name in local.pipeline.split.common_buffers)
     tp = local.ranks.tp
-    return Standing(local.layouts, mine.rank, mine.size, tp.rank, tp.size, apart, silent)
+    return WriterRole(local.layouts, mine.rank, mine.size, tp.rank, tp.size, apart, silent)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from shoal.parallel.layout import Box, Layout, boxes_of_range
 
@@ -87,3 +88,18 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
         for start in range(0, numel, step)
         for box in boxes_of_range(piece.box.sizes, start, min(start + step, numel))
     ]
+
+
+def wants_of(title: str, layout: Layout, into: Tensor, start: int = 0) -> list[Want]:
+    """Returns the wants that fill `into`: the elements from `start` on of this rank's part of the global tensor
+    `title`."""
+    if into.is_contiguous():
+        return [Want(title, layout.shape, box, part) for box, part in layout.boxes(start, into.view(-1))]
+    assert layout.own_shape == layout.shape == tuple(into.shape), (
+        f"{title} is read in parts into a tensor that is not contiguous"
+    )
+    return [Want(title, layout.shape, Box.whole(layout.shape), into)]
+
+
+def canonical(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -1,5 +1,4 @@
-"""Keeps the state of a run beyond its process: saves it, loads it under any plan, recovers it after a kill, exports it
-as one model."""
+"""Keeps the state of a run beyond its process: save, load under any plan, recovery after a kill, export."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint import state
+from shoal.checkpoint import exchange_state, optimizer_state, state, version_state
 from shoal.checkpoint.extra import read_extra
 from shoal.checkpoint.given import Given
 from shoal.checkpoint.pieces import Piece
@@ -103,7 +102,7 @@ class Session:
     world: World
     settings: Mapping[str, Any]
     members: Members
-    standing: state.Standing
+    standing: state.WriterRole
     state: State
     steps: Steps
     closing: ExitStack
@@ -137,13 +136,14 @@ class Session:
         self._writers[path].save(self.progress.step, self._pieces(), extra, wait or not copy, copy)
 
     def _pieces(self) -> list[Piece]:
-        """Returns the pieces of this rank: its share of the common state (or of the mean), and what only
-        it has."""
+        """Returns the pieces of this rank: its share of the common state (or of the mean), and what only it has."""
         mine, standing = self.state, self.standing
-        own = state.exchange_pieces({name: kept.tensors for name, kept in mine.exchange.state().items()}, standing)
+        own = exchange_state.exchange_pieces(
+            {name: kept.tensors for name, kept in mine.exchange.state().items()}, standing
+        )
         if (versions := mine.versions) is not None:
             kept = {versions.newest - each: versions.tensors(each) for each in versions.kept}
-            own += state.version_pieces(kept, standing)
+            own += version_state.version_pieces(kept, standing)
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, standing)
         own += [_copied(piece) for piece in state.replica_pieces(mine.module, mine.chunks, mine.optimizer, standing)]
@@ -157,7 +157,7 @@ class Session:
         return {
             "replicas": members.replicas.size if self.drifted() else None,
             **self._place(),
-            **state.optimizer_extra(self.state.optimizer, owners, members.across),
+            **optimizer_state.optimizer_extra(self.state.optimizer, owners, members.across),
         }
 
     def _place(self) -> dict[str, Any]:
@@ -212,9 +212,9 @@ class Session:
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
         extra = state.restore(path, mine.module, mine.chunks, mine.optimizer, standing, own)
         if (versions := mine.versions) is not None:
-            ago, step = state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
+            ago, step = version_state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])
-            state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, standing)
+            version_state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, standing)
         self._restore_exchange(path, extra)
         self._go_on(extra)
         return extra["user"]
@@ -222,7 +222,7 @@ class Session:
     def _restore_exchange(self, path: Path, extra: Mapping[str, Any]) -> None:
         exchange = self.state.exchange
         kept = {name: (part.tensors, part.on_resize) for name, part in exchange.state().items()}
-        complete = state.restore_exchange(path, kept, self.standing)
+        complete = exchange_state.restore_exchange(path, kept, self.standing)
         if not extra.get("kept_of_mean"):
             from_older(exchange.state(), extra, not exchange.keeps_back)
         if not complete and self.members.everyone.rank == 0:
@@ -237,7 +237,7 @@ class Session:
         """Continues from the position that `_place` recorded; warns of settings given differently now, which win."""
         mine, saved = self.state, extra["scheduler"]
         if mine.scheduler is not None and saved is not None:
-            saved = state.in_the_form_of(mine.scheduler.state_dict(), saved)
+            saved = optimizer_state.in_the_form_of(mine.scheduler.state_dict(), saved)
         changes = mine.given.go_on(extra, saved)
         for change in [*changes, extra["anew"]] if extra.get("anew") else changes:
             if self.members.everyone.rank == 0:

@@ -24,6 +24,7 @@ from shoal.comm import Group, Lane
 from shoal.comm.functional import gather_from, swap
 from shoal.errors import UserError
 from shoal.models.adapted import unadapted
+from shoal.parallel.context.documents import documents_of, seen_by, stretches, window_of
 from shoal.parallel.context.ring import Ring, ring_attention
 
 PURPOSE = "attention"
@@ -79,7 +80,7 @@ class Context:
                 f'plan.cp = {self.size}: attention of {type(module).__name__} is computed as "{kind}", which sees this '
                 'rank\'s tokens alone; "sdpa" is needed'
             )
-        self._window = _window(config)
+        self._window = window_of(config)
 
     def _tell(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Gives the model the position_ids of this rank's tokens in the whole rows, unless the loss gives some."""
@@ -159,12 +160,12 @@ class Context:
                 )
         self.close()
         self._whole, self._calls = T, 0
-        self._documents = self._documents_of(microbatch)
+        self._documents = documents_of(microbatch, self._takes_documents, self._takes_padding)
         whole = dict(microbatch)
         if "position_ids" not in whole:
             whole["position_ids"] = torch.arange(T, device=ids.device).expand(ids.shape)
         found = {key: self.own(value) if value.shape[:2] == ids.shape else value for key, value in whole.items()}
-        self._begins = _begun(found["position_ids"])
+        self._begins = stretches(found["position_ids"])
         self._places = self.own(torch.arange(T, device=ids.device)[None])
         self._nothing_padded = torch.ones_like(found["input_ids"])
         return found
@@ -190,19 +191,6 @@ class Context:
                 f"plan.cp = {self.size}: the model called no torch.nn.functional.scaled_dot_product_attention (by that "
                 "name, so that it can be stood in for), and other ways from token to token see one rank's tokens alone"
             )
-
-    def _documents_of(self, microbatch: Mapping[str, Tensor]) -> Tensor | None:
-        """Returns the document [B, T] of each token of whole rows, if the model masks by documents; None: a row is one
-        document.
-
-        They are those in the microbatch, or, as models of transformers do it, stretches of positions that start anew.
-        """
-        if self._takes_documents:
-            return microbatch.get("document_ids")
-        positions = microbatch.get("position_ids")
-        if not self._takes_padding or positions is None or "attention_mask" in microbatch:
-            return None
-        return _begun(positions)
 
     @torch.compiler.disable
     def attend(
@@ -282,7 +270,7 @@ class Context:
         """Returns the mask [B, 1, T, T] of whole rows: which tokens a token may see."""
         if causal not in self._masks:
             assert self._documents is not None
-            self._masks[causal] = _seen(self._documents, causal)
+            self._masks[causal] = seen_by(self._documents, causal)
         return self._masks[causal]
 
     def _is_causal(self, mask: Tensor) -> bool:
@@ -299,7 +287,7 @@ class Context:
         # transformers begins a document at every position that does not follow the one before it
         candidates = [(self.own(documents), True), (self.own(documents), False), (self._begins, True)]
         for own, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
-            mine = _seen(own, causal)
+            mine = seen_by(own, causal)
             if seen.shape[-2:] == mine.shape[-2:] and bool((seen == mine).all()):
                 self._known = mask, causal
                 return causal
@@ -307,27 +295,3 @@ class Context:
             f"plan.cp = {self.size}: attention with a mask {tuple(mask.shape)} that is neither causal nor that of "
             "documents (document_ids) cannot be cut by tokens"
         )
-
-
-def _seen(documents: Tensor, causal: bool) -> Tensor:
-    """Returns the mask [B, 1, T, T]: a token sees those of its document in `documents` [B, T], with `causal` no later
-    ones."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril() if causal else same
-
-
-def _window(config: Any) -> int | None:
-    """Returns how many tokens back attention sees, by the configuration of a model of transformers; None: all."""
-    found = []
-    for each in (config, getattr(config, "text_config", None)):
-        if getattr(each, "use_sliding_window", True):
-            found.append(getattr(each, "sliding_window", None))
-        found.append(getattr(each, "attention_chunk_size", None))
-    return min((size for size in found if isinstance(size, int)), default=None)
-
-
-def _begun(positions: Tensor) -> Tensor:
-    """Returns a number for each stretch of tokens [B, T] whose positions follow each other."""
-    begins = torch.ones_like(positions)
-    begins[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1).long()
-    return begins.cumsum(1)

@@ -1,0 +1,90 @@
+"""The state of exchange algorithms in a checkpoint: by replica, under any number of replicas that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.pieces import Piece, Want, canonical, wants_of
+from shoal.checkpoint.reader import load, tensor_shapes
+from shoal.checkpoint.role import WriterRole
+
+
+def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
+    """Returns the pieces of the exchange algorithm's state on this rank's replica, given as {state: {parameter:
+    tensor}}."""
+    found = []
+    for state, tensors in states.items():
+        for name, tensor in tensors.items():
+            title = _exchange_title(standing.of(name).rank, state, name, tensor, standing)
+            writer = WriterRole(standing.layouts) if "@" in title else standing.of(name).alone
+            found += writer.share(title, name, canonical(tensor.detach()))
+    return found
+
+
+def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: WriterRole) -> bool:
+    """Reads the state of an exchange algorithm in place.
+
+    `states`: {state: (tensors by parameter, effect of a resize: "split", "whole" or "mean")}. Returns False if the
+    checkpoint lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or
+    under another cut of parameters with a state that is not laid out as they are.
+    """
+    saved = tensor_shapes(path)
+    replicas = _replicas(saved)
+
+    def wants(replica: int, state: str, tensors: Mapping[str, Tensor]) -> list[Want]:
+        return [
+            want
+            for name, tensor in tensors.items()
+            for want in wants_of(
+                _exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor
+            )
+        ]
+
+    complete, own = True, list[Want]()
+    for state, (tensors, on_resize) in states.items():
+        there = {
+            name: each
+            for name, each in tensors.items()
+            if all(want.name in saved for want in wants(0, state, {name: each}))
+        }
+        complete = complete and len(there) == len(tensors)
+        before = {name: replicas[f"{state}.{name}"] for name in there}
+        resized = {name: each for name, each in there.items() if before[name] != standing.of(name).size}
+        for name in there.keys() - resized.keys():
+            own += wants(standing.of(name).rank, state, {name: there[name]})
+        totals = {name: torch.zeros_like(each) for name, each in resized.items()}
+        for replica in range(max((before[name] for name in resized), default=0)):
+            # one by one, so that memory holds one replica's state at a time
+            theirs = {name: torch.empty_like(each) for name, each in resized.items() if replica < before[name]}
+            load(path, wants(replica, state, theirs))
+            for name, each in theirs.items():
+                totals[name] += each
+        for name, each in resized.items():
+            each.copy_(totals[name] / {"split": standing.of(name).size, "whole": 1, "mean": before[name]}[on_resize])
+    load(path, own)
+    return complete
+
+
+def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: WriterRole) -> str:
+    """Returns the checkpoint's name for a tensor of an exchange algorithm.
+
+    If the parameter is cut and the state is not laid out as it, the name includes the part.
+    """
+    own = name in standing.layouts and not standing.layouts[name].alike and standing.layout(name, tensor).alike
+    mine = standing.of(name)
+    return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own else "")
+
+
+def _replicas(saved: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Returns the number of replicas that have written each state of each parameter, by "state.parameter"."""
+    found: dict[str, int] = {}
+    for title in saved:
+        if title.startswith("exchange."):
+            _, number, rest = title.split(".", 2)
+            name = rest.partition("@")[0]
+            found[name] = max(found.get(name, 0), int(number) + 1)
+    return found

@@ -1,0 +1,156 @@
+"""The state of the optimizer in a checkpoint: tensors by parameter, and options and counters as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
+from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.pieces import Want, wants_of
+from shoal.checkpoint.role import WriterRole
+from shoal.comm import Group
+from shoal.optim.groups import CHOICES
+from shoal.optim.optimizer import ChunkOptimizer
+
+
+def in_the_form_of(fresh: Any, saved: Any) -> Any:
+    """Returns `saved`, which went through JSON, with the types of `fresh`: number keys, tuples, classes of mappings."""
+    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
+        numbers = bool(fresh) and all(isinstance(key, int) for key in fresh)
+        back = {int(key) if numbers else key: value for key, value in saved.items()}
+        return type(fresh)(  # type: ignore[call-arg]
+            {key: in_the_form_of(fresh.get(key), value) for key, value in back.items()}
+        )
+    if isinstance(fresh, (list, tuple)) and isinstance(saved, list):
+        if len(fresh) != len(saved):
+            return type(fresh)(saved)
+        return type(fresh)(in_the_form_of(a, b) for a, b in zip(fresh, saved, strict=True))
+    return saved
+
+
+def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Group | None = None) -> dict[str, Any]:
+    """Returns options and plain values of the optimizer, for JSON. Collective over both groups.
+
+    optimizer: of this rank
+    owners: the ranks that have the parts of its state; None: it is whole
+    across: the ranks that have other pipeline stages; None: there are none
+    """
+    groups = [
+        {
+            "members": members,
+            "options": {key: value for key, value in group.items() if key not in ("params", *CHOICES)},
+            "given": as_json(given),
+        }
+        for members, group, given in zip(optimizer.members, optimizer.torch.param_groups, optimizer.given, strict=True)
+    ]
+    plain = {
+        name: {
+            key: value
+            for key, value in optimizer.torch.state.get(parameter, {}).items()
+            if not isinstance(value, Tensor)
+        }
+        for name, parameter in optimizer.known.items()
+    }
+    plain = {name: values for name, values in plain.items() if values}
+    for theirs in owners.all_gather_object(plain) if owners is not None else ():
+        plain.update(theirs)
+    if across is not None:
+        stages = across.all_gather_object((groups, plain))
+        groups = [group for theirs, _ in stages for group in theirs]
+        plain = {name: values for _, theirs in stages for name, values in theirs.items()}
+    return {"groups": groups, "optim": plain, "optimizer": optimizer.kind}
+
+
+def that_fits(
+    path: Path, optimizer: ChunkOptimizer, saved: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, Any]], str]:
+    """Returns the checkpoint's tensors and its plain values, without optimizer state that `optimizer` does not take
+    over, and a line about that."""
+    about = read_manifest(path).extra
+    keys, anew = state_that_fits(optimizer, about, saved)
+    kept = {
+        title: shape
+        for title, shape in saved.items()
+        if not _is_optimizer_state(title) or title.rpartition(".")[2] in keys
+    }
+    plain = {name: {key: value for key, value in each.items() if key in keys} for name, each in about["optim"].items()}
+    return kept, plain, anew
+
+
+def _is_optimizer_state(title: str) -> bool:
+    return (title.split(".", 2)[2] if title.startswith("replica.") else title).startswith("optim.")
+
+
+def states_wanted(
+    optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], standing: WriterRole, own: str
+) -> list[Want]:
+    wants = []
+    for name, values in states.items():
+        for key, tensor in values.items():
+            slot = optimizer.slots[name]
+            layout = standing.layout(name, tensor, slot)
+            start = slot.start if layout is standing.layouts[name] else 0
+            wants += wants_of(f"{own}optim.{name}.{key}", layout, tensor, start)
+    return wants
+
+
+def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
+    """Returns the optimizer state outside of pages, which a generation on the disk needs besides pages and buffers."""
+    paged = {(name, key) for page in optimizer.pages for name, keys in page.known().items() for key in keys}
+    return {
+        f"optim.{name}.{key}": value
+        for name, parameter in optimizer.known.items()
+        for key, value in optimizer.torch.state.get(parameter, {}).items()
+        if isinstance(value, Tensor) and (name, key) not in paged
+    }
+
+
+def empty_states(
+    saved: Mapping[str, tuple[int, ...]],
+    optimizer: ChunkOptimizer,
+    standing: WriterRole,
+    own: str,
+    names: Collection[str],
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in optimizer.known.items():
+        if name not in names:
+            continue
+        prefix = f"{own}optim.{name}."
+        for key, shape in saved.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                slot = optimizer.slots[name]
+                if shape == standing.layouts[name].shape:
+                    empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
+                else:
+                    empty = torch.zeros(shape)
+                states.setdefault(name, {})[key[len(prefix) :]] = empty
+    return states
+
+
+def put_back(optimizer: ChunkOptimizer, states: Mapping[str, dict[str, Tensor]], extra: Mapping[str, Any]) -> None:
+    """Hands the state to the optimizer through its own `load_state_dict`, which knows where each key belongs."""
+    saved = {name: group for group in extra["groups"] for name in group["members"]}
+    names = {id(parameter): name for name, parameter in optimizer.known.items()}
+    current = optimizer.torch.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    described = zip(
+        optimizer.torch.param_groups, current["param_groups"], optimizer.members, optimizer.given, strict=True
+    )
+    for group, packed, members, given in described:
+        packed.update(deepcopy(given))
+        if members[0] in saved:
+            packed.update(options_to_go_on(packed, saved[members[0]], given))
+        for parameter, index in zip(group["params"], packed["params"], strict=True):
+            name = names[id(parameter)]
+            values = {**states.get(name, {}), **extra["optim"].get(name, {})}
+            if values:
+                state[index] = values
+    optimizer.torch.load_state_dict({"state": state, "param_groups": current["param_groups"]})

@@ -1,0 +1,53 @@
+"""Earlier weights in a checkpoint, which a schedule without a flush still needs: by how many updates ago."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.pieces import Piece, canonical, wants_of
+from shoal.checkpoint.reader import load, tensor_shapes
+from shoal.checkpoint.role import WriterRole
+
+
+def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
+    """Returns the pieces that this rank writes of earlier weights, given as {number of updates ago: {parameter:
+    tensor}}.
+
+    They are equal on all replicas.
+    """
+    return [
+        piece
+        for ago, tensors in versions.items()
+        for name, tensor in tensors.items()
+        for piece in standing.share(f"version.{ago}.{name}", name, canonical(tensor.detach()))
+    ]
+
+
+def versions_saved(path: Path, names: Collection[str], most: int) -> list[int]:
+    """Returns the versions 1, 2, .. (updates ago) of the weights `names` that `path` has, without gaps, at most
+    `most`."""
+    saved, found = tensor_shapes(path), list[int]()
+    while len(found) < most and all(f"version.{len(found) + 1}.{name}" in saved for name in names):
+        found.append(len(found) + 1)
+    return found
+
+
+@torch.no_grad()
+def restore_versions(path: Path, versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> None:
+    """Reads earlier weights in place, given as for `version_pieces`."""
+    for ago, tensors in versions.items():
+        read = {name: torch.empty(tensor.shape, dtype=canonical(tensor[:0]).dtype) for name, tensor in tensors.items()}
+        load(
+            path,
+            [
+                want
+                for name, into in read.items()
+                for want in wants_of(f"version.{ago}.{name}", standing.layout(name, into), into)
+            ],
+        )
+        for name, tensor in tensors.items():
+            tensor.copy_(read[name])
