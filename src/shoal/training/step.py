@@ -57,7 +57,7 @@ class StepRunner:
         self._clip = Clip(clipping, groups, trained.algorithm, device)
         self._commit = Commit(forward, trained, self._reduce, groups)
         self.gradients: list[Tensor] = []
-        """What is owned here of each chunk's gradient in the last step, before clipping, where they are kept."""
+        """The part of each chunk's gradient that this rank owns, in the last step and before clipping, where kept."""
         self.per_sample = 1.0
         """Counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits."""
         self._step = self._samples = 0
@@ -101,12 +101,8 @@ class StepRunner:
 
         `after`: microbatches of the partners behind this rank; `share`: see StepResult.
         """
-        step, totals, trained, alone = (
-            self._step,
-            self._totals,
-            self._trained,
-            self._holds(self._step) is Holds.INDEPENDENT,
-        )
+        step, totals, trained = self._step, self._totals, self._trained
+        alone = self._holds(step) is Holds.INDEPENDENT
         reduced = self._reduce.finish()
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
         answer = self._ballot.cast(totals.values, reduced, totals.ran, after, alone)
