@@ -10,7 +10,7 @@ import torch
 
 from shoal import Plan
 from shoal.models import build
-from shoal.optim.optimizer import decay_matrices_only
+from shoal.optim.groups import decay_matrices_only
 from shoal.planner import SHALLOW, Recording, Subject, alike_blocks, deepened, dry_run, equal
 from shoal.precision import precision
 
