@@ -70,6 +70,8 @@ def outcomes(world: World, wanted: list[str], backend: str) -> dict[str, str]:
 def _outcome(world: World, module: ModuleType, name: str, backend: str) -> str:
     case = type("Case", (module.TestDistBackend, module.DistributedTest._DistTestBase), {})(name)
     case.rank = world.rank
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)  # which torch's tests of debug levels leave as it was last
+    dist.set_debug_level(dist.DebugLevel.OFF)
     try:
         with _process_group(world, backend):
             case._barrier = partial(_meet, world, name, count())
