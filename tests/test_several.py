@@ -108,3 +108,35 @@ def stray(world: World, touches: bool) -> list[Any]:
 
 def test_gradients_from_another_engines_loss_are_none_of_its_steps():
     assert run_ranks(stray, 2, True) == run_ranks(stray, 2, False)
+
+
+def _two_loops(world, interleaved: bool) -> list[list[float]]:
+    """Two models of one shape whose gradients are on their way at the same time, or one after the other."""
+    made = partial(Engine, optimizer=partial(torch.optim.SGD, lr=0.1), global_batch=4, precision="fp64", world=world)
+    engines = [
+        made(partial(torch.nn.Linear, 200, 200), loss=lambda model, mb: (model(mb).sum(), 1), seed=seed)
+        for seed in (0, 1)
+    ]
+    loops = [engine.loop(1) for engine in engines]
+    draw = torch.Generator().manual_seed(world.rank)
+    for _ in range(20):
+        rows = [torch.randn(4, 200, generator=draw, dtype=torch.float64) for _ in loops]
+        if interleaved:
+            losses = [loop(row).square().mean() for loop, row in zip(loops, rows, strict=True)]
+            for loop, loss in zip(loops, losses, strict=True):
+                loop.backward(loss)
+            for loop in loops:
+                loop.step()
+        else:
+            for loop, row in zip(loops, rows, strict=True):
+                loop.backward(loop(row).square().mean())
+                loop.step()
+    found = [[value.double().sum().item() for value in engine.parameters.values()] for engine in engines]
+    for engine in engines:
+        engine.close()
+    return found
+
+
+def test_gradients_of_two_models_may_be_on_their_way_at_once():
+    mixed, apart = run_ranks(_two_loops, 2, True), run_ranks(_two_loops, 2, False)
+    assert mixed == apart and mixed[0] == mixed[1]

@@ -122,7 +122,8 @@ def localize(
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
     parted = Parted(model.built, plan, mesh, world, rules, attention, elsewhere)
     check_hooks(model.hooked, parted.layouts, plan)
-    tied, layouts, apart = [], dict(parted.layouts), {} if parted.experts is None else {"experts": parted.experts}
+    tied, layouts = [], dict(parted.layouts)
+    apart = {} if parted.experts is None else {"experts": ranks.group("edp", "edp")}
     if pipeline is not None:
         pipeline.split.between = [] if parted.region is None else [parted.region]
         pipeline.split.within = [] if parted.context is None else [parted.context]

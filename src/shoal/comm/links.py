@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shoal.comm.collectives import Group
+from shoal.comm.ledger import Ledger
 from shoal.device import kind_of, synchronize
 
 SIZES = (2**10, 2**15, 2**18, 2**21, 2**24)
@@ -53,15 +54,19 @@ class Link:
         return self.latency + nbytes / self.bandwidth
 
 
-_measured: WeakKeyDictionary[Group, dict[str, Link]] = WeakKeyDictionary()
+Key = tuple[tuple[int, ...], str]
+"""Ranks of a group, and the type of device."""
+
+_measured: WeakKeyDictionary[Ledger, dict[Key, Link]] = WeakKeyDictionary()
+"""By the ledger, which is that of a world: groups of the same ranks go the same way."""
 
 
 def link_of(group: Group, device: torch.device) -> Link:
     """Returns the speed of `group` for tensors on `device`. Every rank calls it; the first call measures."""
-    links = _measured.setdefault(group, {})
-    if device.type not in links:
-        links[device.type] = measure(group, device)
-    return links[device.type]
+    links, key = _measured.setdefault(group.ledger, {}), (tuple(group.ranks), device.type)
+    if key not in links:
+        links[key] = measure(group, device)
+    return links[key]
 
 
 def measure(group: Group, device: torch.device, sizes: Sequence[int] = SIZES) -> Link:

@@ -40,6 +40,7 @@ class World:
       (see `signed`)
     - `generation`: counts memberships; a group's keys stand under it, so a later generation never reads those of an
       earlier one
+    - `host`, `host_id`: this rank's host, for people, and as it is told from others
     - `device`: default the rank's own GPU, where there is one, else the CPU (see `device.own_device`)
     - `timeout`: how long an operation on CPU tensors waits for a rank that lives. It is long, because that rank may
       have a reason (it compiles, evaluates, verifies a checkpoint), and the death of a rank is noticed otherwise
@@ -62,8 +63,8 @@ class World:
         seat = seat or Seat()
         local_rank = seat.local_rank
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, seat.local_size
-        self.generation, self.timeout = generation, timeout
-        self.host, self._host_id = socket.gethostname(), seat.host_id or this_host()
+        self.generation, self.timeout, self._given = generation, timeout, store
+        self.host, self.host_id = socket.gethostname(), seat.host_id or this_host()
         self.device = own_device(device, local_rank, size)
         # kept here, since a PrefixStore does not keep it alive
         self._signed = signed(store) if store is not None else None
@@ -71,7 +72,8 @@ class World:
         self.ledger = Ledger()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._serials: dict[str, int] = {}
-        self._stalls = Stalls(say)
+        self._taken: dict[str, set[int]] = {}
+        self._say, self._stalls = say, Stalls(say)
         # Groups close when Python ends, at the latest, before its modules go: NCCL's threads would abort the process.
         weakref.finalize(self, _close, self._groups, self._stalls)
 
@@ -94,10 +96,44 @@ class World:
             self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls)
         return self._groups[key]
 
+    def among(self, ranks: list[int]) -> World | None:
+        """Makes the world of some of the ranks, in this order, by numbers in this one; None for a rank that is not
+        among them. All ranks of this world call it."""
+        hosts = self.everyone.all_gather_object(self.host_id)
+        if self.rank not in ranks:
+            return None
+        here = [rank for rank in ranks if hosts[rank] == self.host_id]
+        seat = Seat(here.index(self.rank), len(here), self.host_id)
+        store = self._given
+        if store is not None:
+            store = dist.PrefixStore(f"{self.generation}-{'-'.join(map(str, ranks))}", store)
+        return World(
+            ranks.index(self.rank),
+            len(ranks),
+            seat=seat,
+            store=store,
+            generation=self.generation + 1,
+            device=self.device,
+            timeout=self.timeout,
+            say=self._say,
+        )
+
     def serial(self, name: str) -> int:
         """Counts the calls with this name from 0, so that groups get distinct names. All ranks call it alike."""
         self._serials[name] = self._serials.get(name, -1) + 1
         return self._serials[name]
+
+    def take(self, name: str) -> int:
+        """Returns the least number from 0 that nothing with this name has now, so that those that live at the same time
+        have groups of their own and later ones use theirs again. All ranks call it, and `give_back`, alike."""
+        taken = self._taken.setdefault(name, set())
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        taken.add(number)
+        return number
+
+    def give_back(self, name: str, number: int) -> None:
+        """Ends the use of a number that `take` gave."""
+        self._taken[name].discard(number)
 
     def lane(self) -> Lane:
         """Makes a new lane beside this rank's computation; the caller closes it."""
@@ -106,9 +142,9 @@ class World:
     def _hosts(self, ranks: list[int]) -> list[str]:
         """Returns the host of each of `ranks`, which all call it; a group of one needs no store for it."""
         if len(ranks) == 1:
-            return [self._host_id]
+            return [self.host_id]
         assert self.store is not None
-        self.store.set(f"host/{self.rank}", self._host_id)
+        self.store.set(f"host/{self.rank}", self.host_id)
         return [self.store.get(f"host/{rank}").decode() for rank in ranks]
 
     @property
