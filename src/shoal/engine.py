@@ -1,4 +1,4 @@
-"""The engine: how one model and a plan become a running job. `__init__` is the assembly, phase by phase."""
+"""The engine: how one model and a plan become a running job. `assemble` goes from phase to phase."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shoal.assembly.arguments import check_arguments
+from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
 from shoal.assembly.model import build_alike, localize
@@ -85,17 +86,41 @@ class Engine(Running):
         arguments = dict(locals())
         check_arguments(arguments)
         world = world or join()
-        plan = plan or Plan(dp=world.size)
+        super().__init__(model, assemble(model, Recipe.taken_from(arguments), plan or Plan(dp=world.size), world))
 
-        ranks = ranks_of(plan, world)
-        recipe = Recipe.taken_from(arguments)
-        whole = build_alike(model, recipe, ranks)
-        check(plan, recipe, whole.built.module, whole.groups.options)
-        samples = choose_microbatch(
-            microbatch, global_batch, plan.dp, whole.built.module, sync_bn, partial(samples_to_fill, plan)
-        )
-        local = localize(
-            whole, ranks, recipe.precision, seed=seed, rules=tensor_rules, sync_bn=sync_bn, dropout=dropout
-        )
-        memory = lay_out(local, recipe, samples)
-        super().__init__(recipe, samples, local, memory, trainer(local, memory, recipe, samples))
+    def replan(self, plan: Plan, world: World | None = None) -> None:
+        """Goes on under another plan, as a run would that saved, stopped and loaded under it, but in memory: each rank
+        gets what it lacks from one that has it. All ranks call it alike, between steps.
+
+        world: the ranks that go on, where they are fewer (see `World.among`); the others call `leave` meanwhile.
+
+        The old and the new state are in memory together while it runs. `module`, `optimizer`, `parameters` and the
+        like are others afterwards, and `loop()` is to be called again. Raises UserError for a plan that does not fit,
+        and for an engine that was given a ready module, and CheckpointError if a save under way fails; the old plan
+        goes on then.
+        """
+        self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world or self.world, fill=False))
+
+
+def assemble(
+    model: nn.Module | Callable[[], nn.Module], recipe: Recipe, plan: Plan, world: World, fill: bool = True
+) -> Assembled:
+    """Makes of `model` what trains it on the ranks of `world` as `plan` says; without `fill` weights have no values
+    yet."""
+    ranks = ranks_of(plan, world)
+    whole = build_alike(model, recipe, ranks)
+    module = whole.built.module
+    check(plan, recipe, module, whole.groups.options)
+    fill_stages = partial(samples_to_fill, plan)
+    microbatch = choose_microbatch(recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, fill_stages)
+    local = localize(
+        whole,
+        ranks,
+        recipe.precision,
+        seed=recipe.seed,
+        rules=recipe.tensor_rules,
+        sync_bn=recipe.sync_bn,
+        dropout=recipe.dropout,
+    )
+    memory = lay_out(local, recipe, microbatch, fill)
+    return Assembled(recipe, microbatch, local, memory, trainer(local, memory, recipe, microbatch))

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.assembly.arguments import check_dataset
 from shoal.assembly.recipe import Recipe
-from shoal.checkpoint.session import Progress
+from shoal.checkpoint.run import Progress
 from shoal.comm import Group
 from shoal.data import Batch, Cursor, IterableSource, map_batches
 from shoal.data.loader import Order
@@ -47,5 +47,11 @@ def _endless(
         if isinstance(progress.source, dict):
             source.load_state_dict(progress.source)
         progress.source = source
-    dispatch = everyone.broadcast_object
-    return progress.source.batches(recipe.global_batch, dispatch=dispatch, epochs=epochs, collate=recipe.collate)
+    source = progress.source
+
+    def dispatch(samples: list[Any] | None) -> list[Any]:
+        if progress.source is not source:
+            raise UserError("the ranks have changed since these batches began: call engine.batches() again")
+        return everyone.broadcast_object(samples)
+
+    return source.batches(recipe.global_batch, dispatch=dispatch, epochs=epochs, collate=recipe.collate)

@@ -60,10 +60,11 @@ class Memory:
         return [chunk for chunk in self.chunks if chunk.trainable]
 
 
-def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
+def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) -> Memory:
     """Puts the model of `local` onto its storage, with the values that it begins with. All ranks call it alike.
 
-    `microbatch`: samples a forward. Raises UserError for an exchange or a memory that does not go with the rest of the
+    `microbatch`: samples a forward. `fill`: False leaves the weights without values, for a run that brings its own.
+    Raises UserError for an exchange or a memory that does not go with the rest of the
     plan.
     """
     ranks, parted, pipeline = local.ranks, local.parted, local.pipeline
@@ -99,11 +100,13 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int) -> Memory:
     cut = maker.cut(size)
     chunks = maker.make(cut if tp.size == 1 else maker.cut_like(cut, tp))
     pager = offload.pages(chunks, optimizer, options, precision) if offload is not None else None
-    parameters = adopt(local.module, chunks, local.built.value, precision, device)
+    parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
     gather = storage.passing(local.module, chunks)
     if gather is not None and local.recompute is not None:
         local.recompute.again.append(gather.again)
-    storage.agree(local.module, chunks, tp)
+    storage.agree_on_buffers(local.module)
+    if fill:
+        storage.agree(chunks, tp)
     recut = measured and keeping.shards is None and pipeline is None
     memory = Memory(exchange, precision, offload, storage, maker, size, link, recut, chunks, pager, parameters, gather)
     check_trainable(on_any_stage(pipeline, bool(memory.trainable)))

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from shoal.assembly.arguments import check_batch, check_dataset
+from shoal.assembly.assembled import Assembled, closing
 from shoal.assembly.batches import batches
 from shoal.assembly.compatibility import check_loop, check_objective
-from shoal.assembly.memory import Memory
-from shoal.assembly.model import Local
 from shoal.assembly.parts import Parts, parts_of
 from shoal.assembly.rebuild import Rebuild
-from shoal.assembly.recipe import Recipe
+from shoal.assembly.replan import Assemble, check_hooks_of_users, reassembled
 from shoal.assembly.session import session
-from shoal.assembly.trainer import Trainer, closing
+from shoal.checkpoint.handover import Handover
+from shoal.checkpoint.session import Session
 from shoal.data import Batch
 from shoal.data.loader import Order
 from shoal.errors import UserError
@@ -39,19 +40,43 @@ from shoal.training.step import StepRunner
 
 
 class Running:
-    """A job under way, over the phases of its assembly. Every method is called by all ranks alike, between steps.
+    """A job under way, over the phases of its assembly. Every method is called by all ranks alike, between steps."""
 
-    recipe: how it is trained, `microbatch` samples a forward.
-    local, memory, trainer: the model as this rank has it, its storage, and what makes steps.
-    """
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], assembled: Assembled) -> None:
+        self._model = model
+        self._go_on(assembled, session(assembled, closing(assembled)))
 
-    def __init__(self, recipe: Recipe, microbatch: int, local: Local, memory: Memory, trainer: Trainer) -> None:
+    def leave(self) -> None:
+        """Hands over what this rank holds to those that go on without it, which call `replan`, and closes the engine.
+        Raises CheckpointError if their plan is refused; the engine can then go on with all ranks."""
+        with self._handed_over() as source:
+            source.finish()
+        self.close()
+
+    @contextmanager
+    def _handed_over(self) -> Iterator[Handover]:
+        for loop in self._loops:
+            loop.close_step()
+        with self._session.handed_over() as source:
+            check_hooks_of_users(self._local)
+            yield source
+
+    def _replan(self, assemble: Assemble) -> None:
+        with self._handed_over() as source:
+            new, fresh = reassembled(source, self._session, self._model, assemble)
+        for loop in self._loops:
+            loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
+        self.close()
+        self._go_on(new, fresh)
+
+    def _go_on(self, assembled: Assembled, session: Session) -> None:
+        self._loops: WeakSet[Loop] = WeakSet()
+        recipe, local, memory, trainer = assembled.recipe, assembled.local, assembled.memory, assembled.trainer
         self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
-        self._rebuild, self._closing = Rebuild(local, memory, trainer), closing(local, memory, trainer)
-        self._session = session(local, memory, trainer, recipe, self._closing)
+        self._rebuild, self._session = Rebuild(local, memory, trainer), session
         self.plan, self.world = local.ranks.plan, local.ranks.world
         self.device, self.ledger = self.world.device, self.world.ledger
-        self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, microbatch
+        self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, assembled.microbatch
         self.module, self.build_note, self.layouts = local.module, local.built.how, local.layouts
         self.precision, self.parameters = memory.precision, memory.parameters
         self.optimizer, self.scheduler, self.loss_scale = trainer.optimizer, trainer.scheduler, trainer.loss_scale
@@ -141,7 +166,9 @@ class Running:
         meets = runner.dealing.lockstep or runner.dealing.all_run
         joined = None if meets else partial(local.ranks.among, group, "join", range(group.size))
         progress = self._session.progress
-        return Loop(runner, group, microbatches, lambda: progress.step, self._stepped, partners, joined)
+        loop = Loop(runner, group, microbatches, lambda: progress.step, self._stepped, partners, joined)
+        self._loops.add(loop)
+        return loop
 
     def evaluate(
         self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None, also: Sequence[Loss] = ()
@@ -236,7 +263,7 @@ class Running:
 
     def close(self) -> None:
         """Ends background work: waits for a save under way and for the lane."""
-        self._closing.close()
+        self._session.closing.close()
 
     @property
     def parts(self) -> Parts:

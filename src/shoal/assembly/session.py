@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from shoal.assembly.memory import Memory
+from shoal.assembly.assembled import Assembled
 from shoal.assembly.model import Local
-from shoal.assembly.recipe import Recipe
-from shoal.assembly.trainer import Trainer
 from shoal.checkpoint.role import WriterRole
-from shoal.checkpoint.session import Members, Session, State
+from shoal.checkpoint.run import Members, State
+from shoal.checkpoint.session import Session
 
 
-def session(local: Local, memory: Memory, trainer: Trainer, recipe: Recipe, closing: ExitStack) -> Session:
+def session(assembled: Assembled, closing: ExitStack) -> Session:
     """What saves and reads the state of the run."""
+    local, memory, trainer, recipe = assembled.local, assembled.memory, assembled.trainer, assembled.recipe
     ranks, parted = local.ranks, local.parted
     members = Members(
         ranks.replicas, ranks.tp, ranks.stage, local.across, ranks.everyone, parted.experts, parted.beside

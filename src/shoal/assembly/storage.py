@@ -94,7 +94,7 @@ class Storage:
         if groups:
             group = next(iter(groups.values()))
             if self._apart:  # some are gathered among fewer ranks
-                group = self._world.group("dp-movement", self._replicas.ranks)
+                group = self._world.group(f"{self._replicas.name}-movement", self._replicas.ranks)
             agree = partial(_smallest, group)
         tier = None if offload is None else offload.tier
         executor = Executor(passing, self._lane, tier, agree=agree)
@@ -105,11 +105,14 @@ class Storage:
         return Passing(module, passing, executor, together, tier, on_host)
 
     @torch.no_grad()
-    def agree(self, module: nn.Module, chunks: Sequence[Chunk], beside: Group) -> None:
-        """Weights and buffers are those of the first rank: a constructor may have drawn from elsewhere than torch.
-        `beside`: the ranks along tp."""
+    def agree_on_buffers(self, module: nn.Module) -> None:
+        """Buffers are those of the first rank: a constructor may have drawn from elsewhere than torch."""
         for buffer in module.buffers():
             self._everyone.broadcast(buffer, purpose="buffers")
+
+    @torch.no_grad()
+    def agree(self, chunks: Sequence[Chunk], beside: Group) -> None:
+        """Weights are those of the first rank, as buffers are. `beside`: the ranks along tp."""
         for chunk in chunks:
             if chunk.is_cut:  # alike within a copy since `adopt`
                 chunk.agree()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -83,23 +82,6 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
 def lockstep(local: Local, memory: Memory) -> bool:
     """Whether all ranks run as many forwards, since weights or tokens come together in them."""
     return memory.gather is not None or local.parted.experts is not None
-
-
-def closing(local: Local, memory: Memory, trainer: Trainer) -> ExitStack:
-    """What an engine ends when it is closed, whichever of it raises: steps first, then who speaks to other ranks, pages
-    last."""
-    stack = ExitStack()
-    if memory.pager is not None:
-        stack.callback(memory.pager.close)
-    for each in (trainer.optimizer, trainer.lane, memory.storage, local.parted):
-        stack.callback(each.close)
-    if local.pipeline is not None:
-        stack.callback(local.pipeline.close)
-    stack.callback(memory.exchange.close)
-    stack.callback(trainer.runner.close)
-    stack.callback(memory.storage.leave)
-    stack.callback(trainer.runner.settle)
-    return stack
 
 
 def _optimizer(local: Local, memory: Memory, recipe: Recipe) -> ChunkOptimizer:

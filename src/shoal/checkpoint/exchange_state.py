@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.pieces import Piece, Want, canonical, wants_of
-from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.checkpoint.role import WriterRole
+from shoal.checkpoint.source import Source
 
 
 def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
@@ -25,14 +24,16 @@ def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: Writer
     return found
 
 
-def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: WriterRole) -> bool:
+def restore_exchange(
+    source: Source, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: WriterRole
+) -> bool:
     """Reads the state of an exchange algorithm in place.
 
-    `states`: {state: (tensors by parameter, effect of a resize: "split", "whole" or "mean")}. Returns False if the
-    checkpoint lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or
+    `states`: {state: (tensors by parameter, effect of a resize: "split", "whole" or "mean")}. Returns False if
+    `source` lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or
     under another cut of parameters with a state that is not laid out as they are.
     """
-    saved = tensor_shapes(path)
+    saved = source.shapes()
     replicas = _replicas(saved)
 
     def wants(replica: int, state: str, tensors: Mapping[str, Tensor]) -> list[Want]:
@@ -60,12 +61,12 @@ def restore_exchange(path: Path, states: Mapping[str, tuple[Mapping[str, Tensor]
         for replica in range(max((before[name] for name in resized), default=0)):
             # one by one, so that memory holds one replica's state at a time
             theirs = {name: torch.empty_like(each) for name, each in resized.items() if replica < before[name]}
-            load(path, wants(replica, state, theirs))
+            source.load(wants(replica, state, theirs))
             for name, each in theirs.items():
                 totals[name] += each
         for name, each in resized.items():
             each.copy_(totals[name] / {"split": standing.of(name).size, "whole": 1, "mean": before[name]}[on_resize])
-    load(path, own)
+    source.load(own)
     return complete
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
-from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Want, wants_of
 from shoal.checkpoint.role import WriterRole
 from shoal.comm import Group
@@ -68,11 +66,10 @@ def optimizer_extra(optimizer: ChunkOptimizer, owners: Group | None, across: Gro
 
 
 def that_fits(
-    path: Path, optimizer: ChunkOptimizer, saved: Mapping[str, tuple[int, ...]]
+    about: Mapping[str, Any], optimizer: ChunkOptimizer, saved: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, Any]], str]:
-    """Returns the checkpoint's tensors and its plain values, without optimizer state that `optimizer` does not take
-    over, and a line about that."""
-    about = read_manifest(path).extra
+    """Returns the `saved` tensors and the plain values of the JSON state `about`, without optimizer state that
+    `optimizer` does not take over, and a line about that."""
     keys, anew = state_that_fits(optimizer, about, saved)
     kept = {
         title: shape

@@ -24,6 +24,7 @@ class WriterRole:
         parts, weights tied across stages have more replicas
     silent: buffers that this rank does not write, since the last stage, which runs all of the model's forward, has them
         too
+    holds_copies: of what several ranks have alike each gives all that it has, not its share
     """
 
     layouts: Mapping[str, Layout]
@@ -33,6 +34,7 @@ class WriterRole:
     places: int = 1
     apart: Mapping[str, WriterRole] = field(default_factory=dict)
     silent: frozenset[str] = frozenset()
+    holds_copies: bool = False
 
     def of(self, name: str | None) -> WriterRole:
         """Returns the role for the parameter `name`."""
@@ -69,6 +71,12 @@ class WriterRole:
             first, last = (flat.numel() * place // self.places for place in (self.place, self.place + 1))
             flat, start = flat[first:last], start + first
         return [Piece(title, layout.shape, box, part) for box, part in layout.boxes(start, flat)]
+
+    @property
+    def with_copies(self) -> WriterRole:
+        """This role for who is asked what this rank holds, whoever else has it too."""
+        apart = {kind: mine.with_copies for kind, mine in self.apart.items()}
+        return replace(self, rank=0, size=1, place=0, places=1, apart=apart, holds_copies=True)
 
     @property
     def alone(self) -> WriterRole:

@@ -3,91 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint import exchange_state, optimizer_state, state, version_state
-from shoal.checkpoint.extra import read_extra
-from shoal.checkpoint.given import Given
+from shoal.checkpoint.given import as_json
+from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.reader import newest
+from shoal.checkpoint.role import WriterRole
+from shoal.checkpoint.run import Members, Progress, State, Steps
+from shoal.checkpoint.source import OnDisk, Source
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
-from shoal.chunks import Chunk
-from shoal.chunks.versions import Versions
-from shoal.comm import Group, World
+from shoal.comm import World
 from shoal.data import IterableSource
 from shoal.errors import CheckpointError
-from shoal.exchange import Algorithm
 from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.models.export import export_whole
-from shoal.optim.optimizer import ChunkOptimizer
-from shoal.optim.tiers.pager import Pager
 from shoal.plan import Plan
-from shoal.precision import LossScale
-
-
-class Steps(Protocol):
-    """Makes steps; `per_sample` is the expected number of counted units (tokens, say) of a sample."""
-
-    per_sample: float
-
-    def flush(self) -> None: ...
-    def settle(self) -> None: ...
-
-
-@dataclass
-class Progress:
-    """The position of a run: the `step` that comes next, an iterable dataset (or its saved state) as `source`, and the
-    name of the `run`."""
-
-    step: int = 0
-    source: IterableSource | dict[str, Any] | None = None
-    run: str = ""
-
-
-@dataclass(frozen=True)
-class Members:
-    """The groups over which this rank's part of the state is assembled.
-
-    replicas: the data-parallel group
-    tp: the ranks with other parts of this one's matrices
-    stage: all ranks with this stage
-    across: one rank of each stage; None without a pipeline
-    everyone: all ranks
-    experts: the ranks with the same experts; None if they are not spread
-    parts: the ranks along ep and tp
-    """
-
-    replicas: Group
-    tp: Group
-    stage: Group
-    across: Group | None
-    everyone: Group
-    experts: Group | None
-    parts: Group
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that training changes, and a checkpoint saves; None for a part that the run does not have."""
-
-    module: nn.Module
-    chunks: Sequence[Chunk]
-    optimizer: ChunkOptimizer
-    exchange: Algorithm
-    versions: Versions | None
-    pager: Pager | None
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    loss_scale: LossScale | None
-    given: Given
 
 
 @dataclass(frozen=True)
@@ -102,7 +42,7 @@ class Session:
     world: World
     settings: Mapping[str, Any]
     members: Members
-    standing: state.WriterRole
+    standing: WriterRole
     state: State
     steps: Steps
     closing: ExitStack
@@ -123,9 +63,7 @@ class Session:
 
     def save(self, directory: str | Path, wait: bool, keep: int, user: Mapping[str, Any] | None) -> None:
         """Writes a checkpoint of the step that comes next (see Engine.save)."""
-        self.steps.flush()
-        self.steps.settle()
-        self.state.optimizer.settle()
+        self._pause()
         path = Path(directory).resolve()
         if path not in self._writers:
             self._writers[path] = Writer(path, self.world, keep)
@@ -133,20 +71,50 @@ class Session:
         pager = self.state.pager
         copy = pager is None or pager.disk is None
         extra = {**self._extra(), "user": dict(user or {})}
-        self._writers[path].save(self.progress.step, self._pieces(), extra, wait or not copy, copy)
+        self._writers[path].save(self.progress.step, self._pieces(self.standing), extra, wait or not copy, copy)
 
-    def _pieces(self) -> list[Piece]:
-        """Returns the pieces of this rank: its share of the common state (or of the mean), and what only it has."""
-        mine, standing = self.state, self.standing
+    def _pause(self) -> None:
+        """Ends what steps, exchange and updates do in the background."""
+        self.steps.flush()
+        self.steps.settle()
+        self.state.optimizer.settle()
+
+    @contextmanager
+    def handed_over(self) -> Iterator[Handover]:
+        """Gives, inside the context, the state of all ranks from their memory, to be read under another plan (see
+        `take_over`); a disk of `plan.memory` can meanwhile be another's. Raises CheckpointError if a save under way
+        fails."""
+        self._pause()
+        for writer in self._writers.values():
+            writer.wait()
+        disk = None if self.state.pager is None else self.state.pager.disk
+        pieces = self._pieces(self.standing.with_copies)
+        with nullcontext() if disk is None else disk.aside():
+            yield Handover(self.members.everyone, pieces, as_json(self._extra()), self.world.host_id, self.world.device)
+
+    def take_over(self, source: Handover, old: Session) -> None:
+        """Goes on with what the session `old` hands over as `source`. An iterable that the same ranks read goes on; of
+        other ranks it is opened anew, where it was."""
+        self._read(source)
+        source.finish()
+        if old.world is not self.world:
+            old.progress.source = self.progress.source
+        vars(self.progress).update(vars(old.progress))
+
+    def _pieces(self, standing: WriterRole) -> list[Piece]:
+        """Returns the pieces of this rank, as `standing` says: its share of the common state (or of the mean), or all
+        that it holds of it, and what only it has."""
+        mine = self.state
         own = exchange_state.exchange_pieces(
-            {name: kept.tensors for name, kept in mine.exchange.state().items()}, standing
+            {name: kept.tensors for name, kept in mine.exchange.state().items()}, self.standing
         )
         if (versions := mine.versions) is not None:
             kept = {versions.newest - each: versions.tensors(each) for each in versions.kept}
             own += version_state.version_pieces(kept, standing)
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, standing)
-        own += [_copied(piece) for piece in state.replica_pieces(mine.module, mine.chunks, mine.optimizer, standing)]
+        drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.standing)
+        own += [_copied(piece) for piece in drifted]
         means = mean_of_optimizers(mine.optimizer, self.members.replicas)
         with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
             pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, standing, means)
@@ -197,9 +165,14 @@ class Session:
 
     def load(self, directory: str | Path) -> dict[str, Any]:
         """Reads a checkpoint (see Engine.load)."""
-        path, mine, standing = Path(directory), self.state, self.standing
+        path = Path(directory)
         if not path.name.startswith("step-"):
             path = self._newest(path)
+        return self._read(OnDisk(path))["user"]
+
+    def _read(self, source: Source) -> dict[str, Any]:
+        """Replaces the state by that of `source`; returns its JSON state."""
+        mine, standing = self.state, self.standing
         self.steps.flush()
         mine.exchange.settle()
         mine.optimizer.settle()
@@ -208,26 +181,26 @@ class Session:
         rank, size = self.members.replicas.rank, self.members.replicas.size
         # Replicas that had drifted apart keep their own values if their number is the same and they may still differ;
         # else all of them start from the mean.
-        saved = read_extra(path)
+        saved = source.extra
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
-        extra = state.restore(path, mine.module, mine.chunks, mine.optimizer, standing, own)
+        extra = state.restore(source, mine.module, mine.chunks, mine.optimizer, standing, own)
         if (versions := mine.versions) is not None:
-            ago, step = version_state.versions_saved(path, versions.names, versions.keep - 1), extra["step"]
+            ago, step = version_state.versions_saved(source, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])
-            version_state.restore_versions(path, {each: versions.tensors(step - each) for each in ago}, standing)
-        self._restore_exchange(path, extra)
+            version_state.restore_versions(source, {each: versions.tensors(step - each) for each in ago}, standing)
+        self._restore_exchange(source, extra)
         self._go_on(extra)
-        return extra["user"]
+        return extra
 
-    def _restore_exchange(self, path: Path, extra: Mapping[str, Any]) -> None:
+    def _restore_exchange(self, source: Source, extra: Mapping[str, Any]) -> None:
         exchange = self.state.exchange
         kept = {name: (part.tensors, part.on_resize) for name, part in exchange.state().items()}
-        complete = exchange_state.restore_exchange(path, kept, self.standing)
+        complete = exchange_state.restore_exchange(source, kept, self.standing)
         if not extra.get("kept_of_mean"):
             from_older(exchange.state(), extra, not exchange.keeps_back)
         if not complete and self.members.everyone.rank == 0:
             warnings.warn(
-                f"{path.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut "
+                f"{source.name} holds no state of plan.exchange = {self.plan.exchange!r}, or of parameters cut "
                 "otherwise: that starts anew",
                 stacklevel=4,
             )

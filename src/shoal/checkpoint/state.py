@@ -14,7 +14,6 @@ extra["optim"]             optimizer state that is not a tensor
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.optimizer_state import empty_states, put_back, states_wanted, that_fits
 from shoal.checkpoint.pieces import Piece, Want, canonical, wants_of
-from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.checkpoint.role import WriterRole
+from shoal.checkpoint.source import Source
 from shoal.chunks import Buffer, Chunk, Slot
 from shoal.errors import CheckpointError, UserError
 from shoal.optim.optimizer import ChunkOptimizer
@@ -56,7 +55,7 @@ def pieces(
                     "data"
                 )
     states = means if means is not None else optimizer.state_tensors()
-    alike, own = _named(module, chunks, optimizer, states)
+    alike, own = _named(module, chunks, optimizer, states, standing.holds_copies)
     pieces = [piece for title, name, tensor in alike for piece in standing.share(title, name, tensor.detach())]
     return pieces + [piece for title, slot, tensor in own for piece in standing.part(title, slot, tensor.detach())]
 
@@ -83,14 +82,14 @@ def buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def restore(
-    path: Path,
+    source: Source,
     module: nn.Module,
     chunks: Sequence[Chunk],
     optimizer: ChunkOptimizer | None,
     standing: WriterRole,
     own: str = "",
 ) -> dict[str, Any]:
-    """Reads model, buffers and optimizer state of the checkpoint at `path` in place; returns its JSON state.
+    """Reads model, buffers and optimizer state from `source` in place; returns its JSON state.
 
     module, chunks: of this rank
     optimizer: of the chunks; None: its state is not read
@@ -99,8 +98,8 @@ def restore(
 
     The result has a line in "anew" if the optimizer cannot take over the saved state.
     """
-    saved = tensor_shapes(path)
-    _check_shapes(path, saved, chunks, standing)
+    saved = source.shapes()
+    _check_shapes(source.name, saved, chunks, standing)
     pages = optimizer.pages if optimizer is not None else []
     elsewhere = {slot.name for page in pages for slot in page.chunk.slots}
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
@@ -113,11 +112,12 @@ def restore(
     states: dict[str, dict[str, Tensor]] = {}
     anew = ""
     if optimizer is not None:
-        saved, plain, anew = that_fits(path, optimizer, saved)
+        saved, plain, anew = that_fits(source.extra, optimizer, saved)
         states = empty_states(saved, optimizer, standing, own, optimizer.known.keys() - elsewhere)
         wants += states_wanted(optimizer, states, standing, own)
     with torch.no_grad():
-        extra = {**load(path, wants), "anew": anew}
+        source.load(wants)
+        extra = {**source.extra, "anew": anew}
         for chunk in chunks:
             chunk.publish()
     if optimizer is not None:
@@ -129,7 +129,7 @@ def restore(
             names = {slot.name for slot in page.chunk.slots}
             states = empty_states(saved, optimizer, standing, own, names)
             masters = _masters_wanted(page.chunk, standing) if page.has_master else []
-            load(path, states_wanted(optimizer, states, standing, own) + masters)
+            source.load(states_wanted(optimizer, states, standing, own) + masters)
             for name in names:
                 optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
             page.chunk.rest()
@@ -157,13 +157,20 @@ def _is_view(parameter: Tensor, chunk: Chunk, slot: Slot) -> bool:
 
 
 def _named(
-    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, states: Mapping[tuple[str, str], Tensor]
+    module: nn.Module,
+    chunks: Sequence[Chunk],
+    optimizer: ChunkOptimizer,
+    states: Mapping[tuple[str, str], Tensor],
+    copies_too: bool,
 ) -> tuple[list[Titled], list[tuple[str, Slot | None, Tensor]]]:
-    """Returns the tensors that are equal on all replicas, and those of which this rank owns the part in a slot."""
+    """Returns the tensors that are equal on all replicas, and those of which this rank owns the part in a slot;
+    `copies_too`: also a part of which another rank has the first copy."""
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
-    stretches = [chunk.owned for chunk in chunks if chunk.is_cut and not chunk.copy_number]
+    stretches = [chunk.owned for chunk in chunks if chunk.is_cut and (copies_too or not chunk.copy_number)]
     cut = {slot.name for chunk in chunks if chunk.is_cut for slot in chunk.owned.slots}
-    copies = {slot.name for chunk in chunks if chunk.copy_number for slot in chunk.owned.slots}
+    copies = set[str]()
+    if not copies_too:
+        copies = {slot.name for chunk in chunks if chunk.copy_number for slot in chunk.owned.slots}
     own: list[tuple[str, Slot | None, Tensor]] = []
     for owned in stretches:
         flat = owned.master_to_read
@@ -176,7 +183,7 @@ def _named(
             alike.append((title, name, canonical(value)))
         elif value.shape == slot.shape:
             own.append((title, slot, canonical(value)))
-        elif slot.start == 0:  # a count or the like, the same for all owners of a part: the first one writes it
+        elif slot.start == 0 or copies_too:  # a count or the like, the same for all owners of a part
             own.append((title, None, canonical(value)))
     return alike, own
 
@@ -204,14 +211,14 @@ def _masters_wanted(owned: Buffer, standing: WriterRole) -> list[Want]:
 
 
 def _check_shapes(
-    path: Path, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: WriterRole
+    source: str, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: WriterRole
 ) -> None:
     """Raises CheckpointError, on every rank alike, if a parameter is missing or has another shape, whoever owns it."""
     for chunk in chunks:
         for slot in chunk.slots:
             there = saved.get(f"model.{slot.name}")
             if there is None:
-                raise CheckpointError(f"{path} does not hold model.{slot.name}")
+                raise CheckpointError(f"{source} does not hold model.{slot.name}")
             wanted = standing.layouts[slot.name].shape
             if there != wanted:
-                raise CheckpointError(f"{path}: model.{slot.name} has shape {there}, the model wants {wanted}")
+                raise CheckpointError(f"{source}: model.{slot.name} has shape {there}, the model wants {wanted}")

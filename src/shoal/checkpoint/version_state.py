@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint.pieces import Piece, canonical, wants_of
-from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.checkpoint.role import WriterRole
+from shoal.checkpoint.source import Source
 
 
 def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
@@ -27,27 +26,26 @@ def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: Write
     ]
 
 
-def versions_saved(path: Path, names: Collection[str], most: int) -> list[int]:
-    """Returns the versions 1, 2, .. (updates ago) of the weights `names` that `path` has, without gaps, at most
+def versions_saved(source: Source, names: Collection[str], most: int) -> list[int]:
+    """Returns the versions 1, 2, .. (updates ago) of the weights `names` that `source` has, without gaps, at most
     `most`."""
-    saved, found = tensor_shapes(path), list[int]()
+    saved, found = source.shapes(), list[int]()
     while len(found) < most and all(f"version.{len(found) + 1}.{name}" in saved for name in names):
         found.append(len(found) + 1)
     return found
 
 
 @torch.no_grad()
-def restore_versions(path: Path, versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> None:
+def restore_versions(source: Source, versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> None:
     """Reads earlier weights in place, given as for `version_pieces`."""
     for ago, tensors in versions.items():
         read = {name: torch.empty(tensor.shape, dtype=canonical(tensor[:0]).dtype) for name, tensor in tensors.items()}
-        load(
-            path,
+        source.load(
             [
                 want
                 for name, into in read.items()
                 for want in wants_of(f"version.{ago}.{name}", standing.layout(name, into), into)
-            ],
+            ]
         )
         for name, tensor in tensors.items():
             tensor.copy_(read[name])

@@ -21,11 +21,12 @@ def adopt(
     value: Callable[[str, Tensor], Tensor],
     precision: Precision,
     device: torch.device,
+    fill: bool = True,
 ) -> dict[str, nn.Parameter]:
     """Fills chunks and buffers with their initial values, one tensor at a time, and puts them into `module`.
 
-    `value(name, built)` gives a tensor's initial value. Returns the parameters by their first names, in the module's
-    order; a tied parameter is one object in all its places.
+    `value(name, built)` gives a tensor's initial value; without `fill` chunks have none yet. Returns the parameters by
+    their first names, in the module's order; a tied parameter is one object in all its places.
     """
     slots = {slot.name: (chunk, slot) for chunk in chunks for slot in chunk.slots}
     owned: dict[str, list[Slot]] = {name: [] for name in slots}
@@ -38,13 +39,8 @@ def adopt(
         for name, built in list(module.named_parameters(remove_duplicate=False)):
             if id(built) not in adopted:
                 chunk, slot = slots[name]
-                first = value(name, built)
-                if chunk.group is not None:  # a constructor may have drawn from elsewhere than torch
-                    first = chunk.group.broadcast(first.contiguous(), purpose="weights")
-                for part in owned[name]:
-                    part.view(chunk.owned.master).copy_(
-                        first if part.whole is None else first.flatten()[part.start :][: part.numel]
-                    )
+                if fill:
+                    _fill(chunk, owned[name], value(name, built))
                 if chunk.passes:
                     chunk.open()
                 parameter = nn.Parameter(slot.view(chunk.data), requires_grad=built.requires_grad)
@@ -59,6 +55,16 @@ def adopt(
             chunk.publish()
         _adopt_other_tensors(module, value, precision, device, adopted)
     return by_name
+
+
+def _fill(chunk: Chunk, parts: Sequence[Slot], first: Tensor) -> None:
+    """Writes the initial value of a parameter, `first`, into the parts of it that this rank owns."""
+    if chunk.group is not None:  # a constructor may have drawn from elsewhere than torch
+        first = chunk.group.broadcast(first.contiguous(), purpose="weights")
+    for part in parts:
+        part.view(chunk.owned.master).copy_(
+            first if part.whole is None else first.flatten()[part.start :][: part.numel]
+        )
 
 
 @torch.no_grad()

@@ -50,6 +50,19 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
 
+def subtract(a: Box, b: Box) -> list[Box]:
+    """The elements of `a` that do not lie in `b`, which lies within `a`, as boxes: at most two for each dim."""
+    rest, offsets, sizes = [], list(a.offsets), list(a.sizes)
+    for dim, (start, size) in enumerate(zip(b.offsets, b.sizes, strict=True)):
+        for first, stop in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
+            if first < stop:
+                rest.append(
+                    Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], stop - first, *sizes[dim + 1 :]))
+                )
+        offsets[dim], sizes[dim] = start, size
+    return rest
+
+
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The elements [start, stop) of the flattened (row-major) tensor as boxes, in flat order.
 

@@ -68,9 +68,13 @@ class Loop:
         self._has_work = [1] * group.size
         self._is_open = self._awaits_step = False
         self._forwards = self._done = 0
+        self.ended = ""
+        """Why there are no further steps; empty while there are."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns for these arguments."""
+        if self.ended:
+            raise UserError(self.ended)
         if not torch.is_grad_enabled():
             with nullcontext() if self._is_open else self._weights.step(("loop", "no gradients")):
                 return self._forward.module(*args, **kwargs)

@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -131,9 +133,11 @@ class Disk:
     def __init__(self, directory: Path, capacity: int | None = None) -> None:
         self.directory, self.capacity, self.used = directory, capacity, 0
         self._files: list[Stored] = []
+        self._replaced = False
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="shoal-disk")
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            _sweep(_beside(directory))
             self._lock = FileLock(directory / "lock")
             self._lock.acquire(timeout=0)
         except Timeout:
@@ -176,13 +180,45 @@ class Disk:
         self.used = wanted
         return made
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leaves the directory's name to another Disk of this process, inside the context: files and lock go to a
+        directory beside it. Afterwards that one's stay if there are such, else these come back."""
+        name, there = self.directory, _beside(self.directory)
+        name.rename(there)
+        self.directory = there
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(name, ignore_errors=True)
+            raise
+        finally:
+            self._replaced = name.exists()
+            if not self._replaced:
+                self.directory = there.rename(name)
+
     def close(self) -> None:
-        """Ends the threads and lets others use the directory; the files stay."""
+        """Ends the threads and lets others use the directory; the files stay, unless another Disk has replaced this
+        one."""
         self._pool.shutdown()
         for each in self._files:
             each.close()
         self._files.clear()
         self._lock.release()
+        if self._replaced:
+            shutil.rmtree(self.directory)
+
+
+def _beside(directory: Path) -> Path:
+    """Returns where the files of a Disk lie while another one takes its directory."""
+    return directory.with_name(f"{directory.name}.aside")
+
+
+def _sweep(directory: Path) -> None:
+    """Deletes what a process that was killed has left aside; what is in use stays."""
+    if directory.exists():
+        with suppress(Timeout), FileLock(directory / "lock").acquire(timeout=0):
+            shutil.rmtree(directory)
 
 
 def _allow_open_files(number: int) -> None:

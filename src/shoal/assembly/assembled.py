@@ -1,0 +1,48 @@
+"""What the phases of an assembly have given."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from shoal.assembly.memory import Memory
+from shoal.assembly.model import Local
+from shoal.assembly.recipe import Recipe
+from shoal.assembly.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A model that can be trained.
+
+    recipe: how it is trained
+    microbatch: samples a forward
+    local: the model as this rank has it
+    memory: its storage
+    trainer: what makes steps
+    """
+
+    recipe: Recipe
+    microbatch: int
+    local: Local
+    memory: Memory
+    trainer: Trainer
+
+
+def closing(assembled: Assembled) -> ExitStack:
+    """What an engine ends when it is closed, whichever of it raises: steps first, then who speaks to other ranks, pages
+    last."""
+    local, memory, trainer = assembled.local, assembled.memory, assembled.trainer
+    stack = ExitStack()
+    stack.callback(local.ranks.leave)
+    if memory.pager is not None:
+        stack.callback(memory.pager.close)
+    for each in (trainer.optimizer, trainer.lane, memory.storage, local.parted):
+        stack.callback(each.close)
+    if local.pipeline is not None:
+        stack.callback(local.pipeline.close)
+    stack.callback(memory.exchange.close)
+    stack.callback(trainer.runner.close)
+    stack.callback(memory.storage.leave)
+    stack.callback(trainer.runner.settle)
+    return stack

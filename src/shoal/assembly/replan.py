@@ -1,0 +1,77 @@
+"""Takes a run from one assembly to another, under another plan, without a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from shoal.assembly.assembled import Assembled, closing
+from shoal.assembly.model import Local
+from shoal.assembly.session import session
+from shoal.checkpoint.handover import Handover
+from shoal.checkpoint.session import Session
+from shoal.errors import UserError
+from shoal.exchange.hooks import is_hooked
+
+Assemble = Callable[[Callable[[], nn.Module]], Assembled]
+
+
+def reassembled(
+    source: Handover, old: Session, model: nn.Module | Callable[[], nn.Module], assemble: Assemble
+) -> tuple[Assembled, Session]:
+    """Assembles anew, with the state of a run that its session `old` hands over as `source`; returns the new assembly
+    and its session.
+
+    model: as the engine was given it
+    assemble: makes the new assembly of a factory
+
+    Raises UserError where the plan is refused, or the model cannot be built anew; the old assembly can then go on.
+    """
+    try:
+        new = assemble(_anew(model, old.state.module))
+    except UserError as error:
+        source.refuse(str(error))
+        raise
+    ending = closing(new)
+    try:
+        fresh = session(new, ending)
+        fresh.take_over(source, old)
+    except BaseException:
+        ending.close()
+        raise
+    return new, fresh
+
+
+def check_hooks_of_users(local: Local) -> None:
+    """Raises UserError, on all ranks alike, where parameters have hooks that no constructor has registered: the model
+    that is built anew would not have them."""
+    named = local.module.named_parameters()
+    mine = [name for name, each in named if is_hooked(each) and name not in local.whole.hooked]
+    if names := sorted({name for theirs in local.ranks.everyone.all_gather_object(mine) for name in theirs}):
+        raise UserError(
+            f"{names[0]} has a hook that was registered after the engine was made, and engine.replan builds the model "
+            "anew: remove the hook, and register it again on engine.module afterwards"
+        )
+
+
+def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> Callable[[], nn.Module]:
+    """Returns `factory`, which refuses to give a module again that is in training. Raises UserError if it is a module
+    itself."""
+    if isinstance(factory, nn.Module):
+        raise UserError(
+            "engine.replan builds the model anew, and this engine was given a ready one: give Engine a factory, "
+            "model=lambda: Net(...)"
+        )
+    known = set(map(id, trained.modules()))
+
+    def make() -> nn.Module:
+        module = factory()
+        if isinstance(module, nn.Module) and any(id(each) in known for each in module.modules()):
+            raise UserError(
+                "engine.replan builds the model anew, and the factory gave modules that are in training: it must make "
+                "a model each time it is called"
+            )
+        return module
+
+    return make
