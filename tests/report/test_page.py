@@ -300,7 +300,7 @@ def test_numbers_go_with_the_curves(tmp_path: Path) -> None:
 
 def test_where_a_run_was_taken_up_again_is_marked(tmp_path: Path) -> None:
     write_run(tmp_path, steps=20)
-    assert 'data-resumed="[]"' in (before := write_report(tmp_path).read_text())
+    assert 'data-marks="[]"' in (before := write_report(tmp_path).read_text())
     log = MetricsLog(tmp_path / "metrics.jsonl")
     for first in (19, 15):
         log.write(run_record())
@@ -311,7 +311,7 @@ def test_where_a_run_was_taken_up_again_is_marked(tmp_path: Path) -> None:
     assert "taken up again: after step 14." in " ".join(Balance(html).text.split()), (
         "the attempt from 18 on was given up"
     )
-    assert 'data-resumed="[14]"' in html and ">resumed</text>" in html
+    assert 'data-marks="[14]"' in html and ">resumed</text>" in html
     assert html.count("stroke-dasharray: 4") - before.count("stroke-dasharray: 4") == 6, (
         "on each curve; the first one is drawn twice"
     )

@@ -174,6 +174,20 @@ def evaluate(
 
 
 @app.command()
+def replan(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run that trains.", metavar="RUN")],
+    assignments: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the plan: --set plan.zero=3."),
+    ],
+) -> None:
+    """Changes the plan of a run while it trains, in memory; without plan.dp that is what is left of its ranks."""
+    from shoal.cli.start import change_plan
+
+    change_plan(directory, assignments)
+
+
+@app.command()
 def report(directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")]) -> None:
     """Draws the report of a run again, also while it runs."""
     from shoal.report.page import write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shoal.jobs.choose import default_ranks, ranks_here, spread
 from shoal.jobs.lock import refuse_if_taken
-from shoal.jobs.read import load_job
+from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
 
 DEMO = Path(__file__).with_name("demo.toml")
@@ -46,6 +46,16 @@ def start_demo(nproc: int, directory: Path | None) -> int:
     directory = directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
     print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {directory}:\n", flush=True)
     return start_job(DEMO, [text_assignment("run.dir", str(directory)), f"run.nproc={nproc}"])
+
+
+def change_plan(run_dir: Path, assignments: Sequence[str]) -> None:
+    """Has the run that trains in `run_dir` change its plan, and prints what it then is. Raises UserError where it
+    refuses."""
+    from shoal.jobs.replan import ask  # which imports torch
+
+    answer = ask(run_dir, plan_assignments(assignments))
+    plan = ", ".join(f"{key} = {value!r}" for key, value in answer["plan"].items()) or "one rank"
+    print(f"after step {answer['step']} the plan is {plan}")
 
 
 def text_assignment(key: str, text: str) -> str:

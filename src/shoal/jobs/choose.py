@@ -13,12 +13,14 @@ from shoal.device import accelerators, any_device
 from shoal.errors import UserError, in_section
 from shoal.jobs.assemble import optimizer_named
 from shoal.jobs.config import Data, Job, Origins
+from shoal.jobs.plans import check_plans
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
 from shoal.launch.local import usable_cores
 from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import samples_to_fill
+from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
 from shoal.precision import precision
 
@@ -65,6 +67,7 @@ def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
     if "plan.dp" not in origins and job.plan.dp == 1 and size % job.plan.size == 0:
         job, origins = _put(job, origins, "plan", dp=size // job.plan.size)
     Mesh(job.plan, 0, size)  # refuses a plan that does not fit
+    check_plans(job, size)
     return job, origins
 
 
@@ -89,6 +92,13 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     job, origins = _put_schedule(job, origins, total)
     job, origins = _put_stages(job, origins, model, data, world)
     return Settled(job, origins, model, data, total)
+
+
+def with_plan(settled: Settled, plan: Plan, world: World | Sizes) -> Settled:
+    """Returns the job under another plan, with its stages found anew."""
+    job = replace(settled.job, plan=plan)
+    job, origins = _put_stages(job, settled.origins, settled.model, settled.data, world)
+    return replace(settled, job=job, origins=origins)
 
 
 def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, TextData]:

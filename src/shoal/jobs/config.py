@@ -102,6 +102,8 @@ class Run:
     trackers: any of "tensorboard", "wandb", "mlflow".
     sample: a prompt to continue at each evaluation, "" for none.
     norms_every: steps between records of the gradient norms by layer, 0 for none.
+    at: changes of the plan, tables of the `step` after which one is made and the fields that it changes:
+        {step = 1000, plan = {tp = 2}}. Without dp, that is what is left of the ranks.
     """
 
     dir: str = "runs/run"
@@ -114,8 +116,10 @@ class Run:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     sample: str = ""
     norms_every: int = 0
+    at: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        _check_changes(self.at)
         for key in ("eval_every", "eval_samples", "save_every", "norms_every"):
             if getattr(self, key) < 0:
                 raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
@@ -161,6 +165,22 @@ def tables(job: Job) -> dict[str, dict[str, Any]]:
     if not isinstance(job.data.source, str):
         found["data"]["source"] = f"(a {type(job.data.source).__name__} given in Python)"
     return found
+
+
+def _check_changes(changes: list[dict[str, Any]]) -> None:
+    """Raises UserError where the changes of `run.at` are not in the order of their steps, or change nothing."""
+    before = 0
+    for number, change in enumerate(changes):
+        where, step = f"run.at[{number}]", change.get("step")
+        if set(change) != {"step", "plan"} or not isinstance(change["plan"], Mapping) or not change["plan"]:
+            raise UserError(
+                f"{where} = {change}: give a step and what changes of the plan, e.g. step = 1000, plan.tp = 2"
+            )
+        if not isinstance(step, int) or isinstance(step, bool) or step <= before:
+            raise UserError(
+                f"{where}.step = {step!r}: give whole numbers of steps, each above the one before ({before})"
+            )
+        before = step
 
 
 def _check_numbers(where: str, value: Any) -> None:

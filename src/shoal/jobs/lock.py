@@ -87,6 +87,11 @@ def refuse_if_taken(run_dir: Path) -> None:
         time.sleep(0.1)
 
 
+def is_taken(run_dir: Path) -> bool:
+    """Returns whether a run has the directory, as far as this host knows."""
+    return (holder := _holder(run_dir / NAME)) is not None and not holder.has_ended
+
+
 def _take(run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / NAME

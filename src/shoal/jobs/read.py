@@ -81,6 +81,19 @@ def parse_job(
     return Job(model=tables["model"], **parts), origins
 
 
+def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:
+    """Returns the fields of a plan that assignments like "plan.zero=3" give. Raises UserError for other ones."""
+    fields: dict[str, Any] = {}
+    for assignment in assignments:
+        section, path, value = _assignment(assignment)
+        if section != "plan":
+            raise UserError(f"--set {assignment}: while a run trains only its plan can change, e.g. --set plan.zero=3")
+        value = _nested(fields.get(path[0]), path[1:], value, assignment)
+        _check(section, path[0], value, f"--set {assignment}")
+        fields[path[0]] = value
+    return fields
+
+
 def _assignment(text: str) -> tuple[str, list[str], Any]:
     """Parses "train.lr=1e-3" to ("train", ["lr"], 0.001). A value that is not TOML is a text: train.precision=bf16."""
     name, equals, written = text.partition("=")
@@ -143,5 +156,5 @@ def _spoken(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_spoken(member) for member in get_args(hint) if member is not NoneType))
     if get_origin(hint) is list:
-        return "a list of texts"
+        return "a list of texts" if get_args(hint)[0] is str else "a list of tables"
     return _SPOKEN.get(hint, "a table")

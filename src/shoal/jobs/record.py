@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -22,6 +22,7 @@ from shoal.report.metrics import (
     EvalRecord,
     MetricsLog,
     MovesRecord,
+    PlanRecord,
     Record,
     RunRecord,
     SampleRecord,
@@ -114,6 +115,13 @@ class Recorder:
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         self._write(SampleRecord(step=step, prompt=prompt, text=text))
+
+    def plan(self, step: int, plan: Mapping[str, Any], seconds: float, late: int) -> None:
+        """Takes in a change of the plan after `step`; from here on numbers are read `late` steps later."""
+        self._late = late
+        written = ", ".join(f"{key} = {value!r}" for key, value in plan.items()) or "one rank"
+        self._message(f"step {step}: the plan is {written} from here on ({units.duration(seconds)})")
+        self._write(PlanRecord(step=step, plan=dict(plan), seconds=seconds))
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         self._write(CheckpointRecord(step=step, path=path, seconds=seconds))

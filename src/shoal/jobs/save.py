@@ -56,11 +56,11 @@ class Saver:
             self._begin()
             self._record()
         except CheckpointError as error:  # of the save before: this one has not begun
-            self._failed(error)
+            self.failed(error)
             try:
                 self._begin()
             except CheckpointError as error:
-                self._failed(error)
+                self.failed(error)
                 return
         self._latest, self._under_way = step, (step, time.perf_counter() - began)
 
@@ -70,10 +70,10 @@ class Saver:
             self._engine.close()
             self._record()
         except CheckpointError as error:
-            self._failed(error)
+            self.failed(error)
             self._engine.close()  # the error is raised once; this call ends the lane
 
-    def _failed(self, error: CheckpointError) -> None:
+    def failed(self, error: CheckpointError) -> None:
         self._under_way, self.failure = None, error
         self._recorder.warning(str(error))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import torch
@@ -26,20 +27,29 @@ class Stop:
     SIGTERM, so that the step in progress is completed; a second one has its usual effect.
 
     seconds: time limit from now, None for none.
+    asked: on rank 0, whether something else is wanted of the ranks between steps (see `wanted`).
     ahead: reduces in the background and reads each result at the next reduction, so that the training loop never waits;
         nothing else may use `group` then.
     """
 
-    def __init__(self, group: Group, seconds: float | None, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        seconds: float | None,
+        ahead: bool = False,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._group = group
         self._lane = Lane(torch.device("cpu")) if ahead else None
         self._under_way: tuple[Ticket, Tensor] | None = None
         self._started = self._asked = time.monotonic()
-        self._seconds = seconds
+        self._seconds, self._something_is_asked = seconds, asked
         self._received = 0
         self._left = self._interval = 1
         self._handlers: dict[int, object] = {}
         self.signal: int | None = None
+        self.wanted = False
+        """Whether rank 0 was asked for something by the time of the last reduction; the same on every rank."""
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # other threads get no signals
@@ -68,12 +78,15 @@ class Stop:
     def after_step(self) -> str | None:
         """Returns why to stop now, or None; the same on every rank. All ranks call it after each step."""
         self._left -= 1
+        self.wanted = False
         if self._left > 0:
             return None
         wish = self._received
         if self._group.rank == 0 and not wish and self._seconds is not None and self.elapsed >= self._seconds:
             wish = _TIME_IS_OVER
-        wish, self._left = self._ask(torch.tensor([wish, self._next_interval()])).tolist()
+        asked = self._group.rank == 0 and self._something_is_asked()
+        wish, asked, self._left = self._ask(torch.tensor([wish, asked, self._next_interval()])).tolist()
+        self.wanted = bool(asked)
         self._interval = self._left = max(1, self._left)
         if wish > _TIME_IS_OVER:
             self.signal = wish
@@ -81,8 +94,8 @@ class Stop:
         return "the time limit was reached" if wish else None
 
     def _ask(self, wish: Tensor) -> Tensor:
-        """Returns the maximum over the ranks of `wish`, int64 [2]: stop flag and interval. With `ahead` it is the
-        maximum of the reduction before, zeros at first."""
+        """Returns the maximum over the ranks of `wish`, int64 [3]: stop flag, request and interval. With `ahead` it is
+        the maximum of the reduction before, zeros at first."""
 
         def ask() -> None:
             self._group.all_reduce(wish, op="max", purpose="stop?")

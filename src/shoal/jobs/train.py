@@ -7,7 +7,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import World
 from shoal.data import save_tokenizer
 from shoal.device import hardware_name, is_accelerator
@@ -23,13 +24,15 @@ from shoal.errors import CheckpointError, ShoalError, TrainingError, UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.changes import remembered
-from shoal.jobs.choose import Settled, microbatches_of, settle
+from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
+from shoal.jobs.plans import plan_at
 from shoal.jobs.record import Recorder
+from shoal.jobs.replan import Replanner
 from shoal.jobs.save import DIRECTORY, TOKENIZER, Saver
 from shoal.jobs.stop import Stop
 from shoal.jobs.timeline import Recording
@@ -67,10 +70,13 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
 
 
 def _train(settled: Settled, world: World) -> Outcome:
-    log.info("building the model")
-    engine = make_engine(settled.job, settled.model, settled.total, world)
     about = remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
     checkpoint, said = resume.find(settled.job, about, world.everyone)
+    log.info("building the model")
+    plan = plan_at(settled.job, 0 if checkpoint is None else read_manifest(checkpoint).step, world.size)
+    if plan != settled.job.plan:
+        plan = with_plan(settled, plan, world).job.plan
+    engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
     restored = resume.restore(settled.job, engine, checkpoint)
@@ -125,9 +131,6 @@ class _Run:
         seconds_before = restored.user.get("seconds", 0.0)
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
-        limit = None if job.train.seconds is None else job.train.seconds - seconds_before
-        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
-        self.stop = Stop(world.group("stop", world.everyone.ranks) if ahead else world.everyone, limit, ahead)
         self.data = settled.model.prepare_data(settled.data.train)
         held_out = settled.data.validation
         self.held_out = (
@@ -148,6 +151,11 @@ class _Run:
             return {"seconds": seconds_before + self.stop.elapsed, "job": about}
 
         self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved)
+        self.replanner = Replanner(settled, engine, self.recorder, self.saver)
+        limit = None if job.train.seconds is None else job.train.seconds - seconds_before
+        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
+        group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
+        self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
         self.moves = Moves(engine)
         self.recorder.start(self._about(peak_flops(engine)))
@@ -195,6 +203,9 @@ class _Run:
             if run.save_every and step % run.save_every == 0:
                 with self.recorder.pause():
                     self.saver.save()
+            with self.recorder.pause():
+                if self.replanner.after_step(self.stop.wanted):
+                    self.moves = Moves(engine)
         self.timeline.before(-1)
         if self.stop.signal is None:
             self._evaluate_and_write()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from statistics import linear_regression
 from typing import Any
@@ -15,12 +15,13 @@ from .drawing import FAINT, FIRST, MUTED, NARROW, PAPER, SECOND, WIDE, Chart, Se
 from .metrics import EvalRecord, StepRecord
 
 MAX_POINTS = 2000
+EMPTY: Mapping[int, str] = {}
 
 
-def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], resumed: Sequence[int] = ()) -> Chart:
+def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], marks: Mapping[int, str] = EMPTY) -> Chart:
     """Draws the training loss (faint), the smoothed training loss (strong) and the validation losses.
 
-    resumed: the steps after which the run was resumed.
+    marks: the steps after which the run was resumed or its plan changed, with a word.
     """
     train = ([float(r.step) for r in steps], [r.loss for r in steps])
     smoothed = (train[0], smooth(train[1]))
@@ -32,7 +33,7 @@ def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], resumed
         axes.plot(*validation, color=SECOND, linewidth=1.5, marker="o", markersize=6, markeredgecolor=PAPER)
         ends = [("training", FIRST, smoothed)] + ([("validation", SECOND, validation)] if evals else [])
         _label_ends(axes, ends, "{:.3f}")
-        _mark_resumed(axes, resumed, "resumed")
+        _mark(axes, marks, named=True)
 
     first, last = (f"{record.loss:.3f} at step {record.step}" for record in (steps[0], steps[-1]))
     label = f"Training loss from {first} to {last}"
@@ -41,11 +42,12 @@ def loss_chart(steps: Sequence[StepRecord], evals: Sequence[EvalRecord], resumed
     return chart.with_series(*curves, ("validation", SECOND, 1.5, validation))
 
 
-def _mark_resumed(axes: Axes, steps: Sequence[int], text: str = "") -> None:
-    """Draws a dashed line at each of `steps`; the first one is labelled with `text`."""
-    for number, step in enumerate(steps):
+def _mark(axes: Axes, marks: Mapping[int, str], named: bool = False) -> None:
+    """Draws a dashed line at each step of `marks`; if `named` with its word at the first of them."""
+    first = {text: step for step, text in reversed(list(marks.items()))}
+    for step, text in marks.items():
         axes.axvline(step, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        if text and not number:
+        if named and first[text] == step:
             at: dict[str, Any] = {"xytext": (4, -4), "textcoords": "offset points", "va": "top", "size": 11}
             axes.annotate(text, (step, 1), xycoords=("data", "axes fraction"), color=MUTED, **at)
 
@@ -55,13 +57,13 @@ def step_chart(
     steps: Sequence[StepRecord],
     value: Callable[[StepRecord], float | None],
     show: Callable[[float], str],
-    resumed: Sequence[int] = (),
+    marks: Mapping[int, str] = EMPTY,
 ) -> Chart | None:
     """Draws one quantity over the steps, with its last value at the end of the line; None when no step has it.
 
     value: returns the quantity of a step, None where it is unknown.
     show: formats a value.
-    resumed: the steps after which the run was resumed.
+    marks: the steps after which the run was resumed or its plan changed, with a word.
     """
     points = [(float(record.step), y) for record in steps if (y := value(record)) is not None]
     if not points:
@@ -75,7 +77,7 @@ def step_chart(
         if finite and min(finite) >= 0:
             axes.set_ylim(0, 1.12 * max(finite) or 1)
         _label_ends(axes, [(None, FIRST, curve)], show)
-        _mark_resumed(axes, resumed)
+        _mark(axes, marks)
 
     chart = draw_chart(title, f"{title}: {show(curve[1][-1])} at step {steps[-1].step}", draw, height=190, wide=NARROW)
     return chart.with_series((title, FIRST, 1.5, thin(*curve)))

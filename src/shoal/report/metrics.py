@@ -114,6 +114,15 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """A change of the plan after `step`. `plan`: its fields that are not defaults; `seconds` that the change took."""
+
+    step: int
+    plan: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarningRecord:
     """A problem that did not stop the training."""
 
@@ -128,7 +137,17 @@ class EndRecord:
     seconds: float
 
 
-Record = RunRecord | StepRecord | MovesRecord | EvalRecord | SampleRecord | CheckpointRecord | WarningRecord | EndRecord
+Record = (
+    RunRecord
+    | StepRecord
+    | MovesRecord
+    | EvalRecord
+    | SampleRecord
+    | CheckpointRecord
+    | PlanRecord
+    | WarningRecord
+    | EndRecord
+)
 
 KINDS: dict[str, type[Record]] = {
     "run": RunRecord,
@@ -137,6 +156,7 @@ KINDS: dict[str, type[Record]] = {
     "eval": EvalRecord,
     "sample": SampleRecord,
     "checkpoint": CheckpointRecord,
+    "plan": PlanRecord,
     "warning": WarningRecord,
     "end": EndRecord,
 }
@@ -172,10 +192,16 @@ class RunRecords:
     evals: tuple[EvalRecord, ...] = ()
     samples: tuple[SampleRecord, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
+    plans: tuple[PlanRecord, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
     resumed: tuple[int, ...] = ()
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """The steps after which something else than training happened, with a word for it."""
+        return dict.fromkeys((each.step for each in self.plans), "plan") | dict.fromkeys(self.resumed, "resumed")
 
 
 def read_metrics(path: Path | str) -> RunRecords:
@@ -229,6 +255,7 @@ def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunR
         evals=_last_of_a_step([r for r in kept if isinstance(r, EvalRecord)]),
         samples=tuple(r for r in kept if isinstance(r, SampleRecord)),
         checkpoints=_last_of_a_step([r for r in kept if isinstance(r, CheckpointRecord)]),
+        plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
         attempts=len(runs),

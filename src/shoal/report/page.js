@@ -1,6 +1,6 @@
 "use strict";
 // Hover, zoom and a logarithmic scale for the figures that carry their numbers; without this script they are pictures.
-// data-series: curves [{name, colour, width, x, y}], data-resumed: steps that are marked; data-bars: [[start, stop, row, text]]; data-box on each picture: where its axes lie in it.
+// data-series: curves [{name, colour, width, x, y}], data-marks: steps that are marked; data-bars: [[start, stop, row, text]]; data-box on each picture: where its axes lie in it.
 const SVG = "http:" + "//www.w3.org/2000/svg";
 const make = (name, attributes, parent) => {
   const element = document.createElementNS(SVG, name);
@@ -122,7 +122,7 @@ class Picture {
     ticks(this.x[0], this.x[1], false, this.view.width / 110).forEach((x, i) => {
       make("text", { x: this.at(x), y: this.box.bottom + 18, "text-anchor": "middle" }, svg).textContent = (i ? "" : "step ") + shown(x);
     });
-    for (const x of JSON.parse(this.figure.dataset.resumed).filter((each) => each >= this.x[0] && each <= this.x[1]))
+    for (const x of JSON.parse(this.figure.dataset.marks).filter((each) => each >= this.x[0] && each <= this.x[1]))
       make("line", { x1: this.at(x), x2: this.at(x), y1: this.box.top, y2: this.box.bottom, stroke: "var(--muted)", "stroke-dasharray": "4 3" }, svg);
     for (const each of this.series) {
       let path = "", pen = "M";

@@ -136,7 +136,7 @@ def _charts(records: RunRecords) -> list[Chart]:
     if not steps:
         return []
     unit, unit_bytes = ("GiB", 2**30) if max(r.memory_bytes for r in steps) >= 2**30 else ("MiB", 2**20)
-    curve = partial(figures.step_chart, steps=steps, resumed=records.resumed)
+    curve = partial(figures.step_chart, steps=steps, marks=records.marks)
     curves = [
         curve("Throughput, tokens/s", value=lambda r: r.tokens_per_second, show=units.count),
         curve("Learning rate", value=lambda r: r.lr, show="{:.2g}".format),
@@ -147,7 +147,7 @@ def _charts(records: RunRecords) -> list[Chart]:
         curve(f"Memory of rank 0, {unit}", value=lambda r: r.memory_bytes / unit_bytes, show="{:.3g}".format),
     ]
     return [
-        figures.loss_chart(steps, records.evals, records.resumed),
+        figures.loss_chart(steps, records.evals, records.marks),
         *(chart for chart in curves if chart is not None),
     ]
 
