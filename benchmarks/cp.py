@@ -70,14 +70,14 @@ class Gathering(Context):
 
 def shoal(case: Case, precision: str, context: str = "ulysses", alone: bool = False, cp: int = RANKS) -> Step:
     """Shoal's engine with plan.cp over `cp` ranks; "gathered" in place of plan.context's."""
-    import shoal.parallel.parallelized as parallelized
+    import shoal.parallel.context.axis as axis
     from shoal import Engine, Plan
     from shoal.comm import Seat, World
     from shoal.launch import join
 
     workload.MODEL = replace(workload.PRESETS["33m"], sequence=case.sequence, layers=2)
     if context == GATHERED:
-        vars(parallelized)["Context"] = Gathering
+        vars(axis)["Context"] = Gathering
     world = join() if cp > 1 else World.single()
     if alone:
         world = Silenced(world.rank, world.size, seat=Seat(world.local_rank, world.local_size), store=world.store)

@@ -14,7 +14,7 @@ from shoal.comm import Group, World
 from shoal.comm.silent import Silent
 from shoal.errors import UserError
 from shoal.exchange import algorithm
-from shoal.mesh import Mesh
+from shoal.mesh import AXES, EXPERT_AXES, Mesh
 from shoal.parallel.groups import MeshGroups
 from shoal.plan import Plan
 
@@ -138,6 +138,22 @@ def test_groups_of_an_axis_part_the_ranks(degrees, data):
         for mesh_rank, mesh in enumerate(meshes):
             group = mesh.ranks(*axes)
             assert len(axes) > 1 or (group[mesh.rank(axes[0])] == mesh_rank and len(group) == mesh.size(axes[0]))
+            assert meshes[0].at(mesh_rank) == {axis: mesh.rank(axis) for axis in {*AXES, *EXPERT_AXES}}
+
+
+def test_roles_are_named_after_the_axes_that_have_several_ranks():
+    whole, flat = spread(5, dp=2, cp=2, tp=2), spread(1, dp=4)
+    assert whole.role("replicas") == ("dp-cp", [1, 3, 5, 7]) and whole.role("parts") == ("tp", [4, 5])
+    assert whole.role("stage") == ("dp-cp-tp", list(range(8))) and whole.role("stages") == ("pp", [5])
+    assert flat.role("stage") == flat.role("replicas") == ("dp", [0, 1, 2, 3])
+    assert spread(0, cp=2).role("replicas") == ("dp-cp", [0, 1])  # not the group of the axis cp itself
+
+
+def test_a_plan_answers_with_a_meaning():
+    plan = Plan(pp=2, dp=4, cp=2, tp=2, zero=1, shard=2)
+    assert (plan.pipelined, plan.replicas, plan.copy_size, plan.stage_size) == (True, 8, 4, 16)
+    assert (plan.head_sharers, plan.forwards_meet, Plan(dp=4).forwards_meet) == (4, True, False)
+    assert Plan(dp=4, zero=3, recompute="full").division == Plan(dp=4).division != Plan(dp=2, tp=2).division
 
 
 def test_experts_divide_dp_x_cp():

@@ -23,6 +23,31 @@ EXPERT_AXES = ("pp", "edp", "ep", "tp")
 them."""
 
 
+ROLES = {
+    "samples": ("dp",),
+    "replicas": ("dp", "cp"),
+    "parts": ("tp",),
+    "expert parts": ("ep", "tp"),
+    "stage": ("dp", "cp", "tp"),
+    "stages": ("pp",),
+}
+"""The axes along which ranks differ who are to each other what the name says.
+
+- samples: they have other samples, of the same weights
+- replicas: they have other samples or other tokens, of the same weights
+- parts, expert parts: they have other parts of the same matrices; other experts, or parts of these
+- stage: they have the same stage of a pipeline, whatever part of it
+- stages: they have other stages
+"""
+ALONG = {
+    "dp": "the same weights, other samples",
+    "cp": 'the same weights and samples, other tokens of each row (context = "{plan.context}")',
+    "tp": "the same samples, other parts of each large matrix",
+    "ep": "other experts, to which tokens travel; {copies} rank(s) have the same",
+}
+"""What ranks along an axis share and divide, for a reader; `copies`: of each expert."""
+
+
 class Mesh:
     """A grid of ranks, seen from one of them.
 
@@ -41,9 +66,7 @@ class Mesh:
         self.grid = torch.arange(size).view(plan.pp, plan.dp, plan.cp, plan.tp)
         self.experts = self.grid.reshape(plan.pp, -1, plan.ep, plan.tp)
         self._shard = plan.shard or plan.dp
-        self._at: dict[str, int] = {}
-        for axes, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):
-            self._at |= zip(axes, (grid == rank).nonzero().flatten().tolist(), strict=True)
+        self._at = self.at(rank)
         self.coordinates: tuple[int, ...] = tuple(self._at[axis] for axis in AXES)
 
     def __repr__(self) -> str:
@@ -58,6 +81,24 @@ class Mesh:
     def rank(self, axis: str) -> int:
         """Returns this rank's coordinate on `axis`."""
         return self._at[axis]
+
+    def at(self, rank: int) -> dict[str, int]:
+        """Returns the coordinates of any rank, on all axes of both grids."""
+        found: dict[str, int] = {}
+        for axes, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):
+            rest = rank
+            for axis, size in zip(reversed(axes), reversed(grid.shape), strict=True):
+                rest, found[axis] = divmod(rest, size)
+        return found
+
+    def role(self, role: str) -> tuple[str, list[int]]:
+        """Returns the ranks that are to this one what `role` says (see ROLES), and a name for their group: its axes,
+        without last ones of one rank."""
+        axes = ROLES[role]
+        shown = list(axes)
+        while len(shown) > 1 and self.size(shown[-1]) == 1:
+            shown.pop()
+        return "-".join(shown), self.ranks(*axes)
 
     def ranks(self, *axes: str) -> list[int]:
         """Returns the ranks that differ from this one only along `axes`, ascending, this one included.

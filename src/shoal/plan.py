@@ -85,7 +85,7 @@ class Plan:
                 f"ranks, so it is one of {fits}"
             )
         self._check_shard()
-        each = (self.shard or self.dp) * self.cp
+        each = self.copy_size
         if each % self.ep and self.ep % each:
             raise UserError(
                 f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which "
@@ -111,6 +111,42 @@ class Plan:
     def size(self) -> int:
         """The number of ranks of the plan."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks among which the samples of a batch, and the tokens of its rows, are shared."""
+        return self.dp * self.cp
+
+    @property
+    def copy_size(self) -> int:
+        """The number of these among which ZeRO cuts one copy of the state."""
+        return (self.shard or self.dp) * self.cp
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether ranks have stages of the model."""
+        return self.pp > 1
+
+    @property
+    def stage_size(self) -> int:
+        """The number of ranks that have the same stage."""
+        return self.size // self.pp
+
+    @property
+    def head_sharers(self) -> int:
+        """The number of ranks among which the heads of attention are shared, and have to come out even."""
+        return self.tp * self.cp
+
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether ranks meet inside the forward of a layer."""
+        return self.tp * self.cp * self.ep > 1
+
+    @property
+    def division(self) -> tuple[Any, ...]:
+        """The fields that decide which part of the model, and of a microbatch, a rank has: of its memory for one, all
+        but recompute, ZeRO and `memory` depends on these."""
+        return self.tp, self.cp, self.ep, self.context, self.pp, self.schedule, self.stages
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Plan:

@@ -37,10 +37,10 @@ def closing(assembled: Assembled) -> ExitStack:
     stack.callback(local.ranks.leave)
     if memory.pager is not None:
         stack.callback(memory.pager.close)
-    for each in (trainer.optimizer, trainer.lane, memory.storage, local.parted):
+    for each in (trainer.optimizer, trainer.lane, memory.storage):
         stack.callback(each.close)
-    if local.pipeline is not None:
-        stack.callback(local.pipeline.close)
+    for axis in local.axes:
+        stack.callback(axis.close)
     stack.callback(memory.exchange.close)
     stack.callback(trainer.runner.close)
     stack.callback(memory.storage.leave)

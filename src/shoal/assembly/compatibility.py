@@ -1,9 +1,7 @@
 """What does not go together, of a plan and a way to train. Refusals only, the same on every rank, each with its reason
-and a remedy.
+and a remedy: `CONFLICTS` of plan and recipe, `EXCHANGES` of an algorithm, by what it says of itself.
 
-`CONFLICTS` are those that can be told from plan and recipe alone. The parts that a plan names refuse what they cannot
-do themselves, when they are made: exchange algorithms (`exchange.choose`), what is cut (`parallel`), schedules
-(`pipeline`).
+A model that cannot be cut is refused where that is found out (`parallel`, `pipeline`).
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from torch import nn
 from shoal.assembly.recipe import Recipe
 from shoal.errors import UserError
 from shoal.exchange import Algorithm, Holds
+from shoal.exchange.named import algorithm
+from shoal.module.batchnorm import has_batch_statistics
 from shoal.optim.groups import needs_whole_parameters
 from shoal.parallel.context import Context
 from shoal.parallel.tensor import check_rules
 from shoal.pipeline import Runner
 from shoal.plan import Plan, option_name
 from shoal.precision import Precision
-from shoal.training.norms import check_by_name
 
 FAR = 10**9
 """A step by which an exchange does what it comes to in the end."""
@@ -80,6 +79,168 @@ def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str,
     check_rules(module, recipe.tensor_rules or {})
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """The exchange of a plan, and what it has to go with.
+
+    `keep`: how masters are kept between steps. `clip_value`: bound of each gradient element, or None. `moves_biases`:
+    routers balance by a bias.
+    """
+
+    plan: Plan
+    its: Algorithm
+    keep: str
+    clip_value: float | None
+    moves_biases: bool
+
+    @property
+    def name(self) -> str:
+        return f'plan.exchange = "{option_name(self.plan.exchange, "exchange")}"'
+
+    @property
+    def shards(self) -> str:
+        """What keeps on one rank what each replica has otherwise; "" for nothing."""
+        return "plan.memory" if self.plan.memory is not None else f"plan.zero = {self.plan.zero}" * bool(self.plan.zero)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced before a step's are whole."""
+        return self.plan.zero >= 2 or self.plan.memory is not None
+
+    @property
+    def parts_rows(self) -> bool:
+        """Whether ranks that share rows would train apart."""
+        return bool(getattr(self.its, "ranks", 1) % self.plan.cp)
+
+
+NOT_WITH = "{asked.name} does not go with "
+EXCHANGES: tuple[tuple[Callable[[Exchange], Any], str], ...] = (
+    (
+        lambda asked: asked.shards and asked.its.trains_apart,
+        NOT_WITH + "{asked.shards}: its replicas train apart, so each needs all of its own weights and optimizer state",
+    ),
+    (
+        lambda asked: asked.shards and asked.its.updates_itself,
+        NOT_WITH + "{asked.shards}: it updates every parameter on every replica itself",
+    ),
+    (
+        lambda asked: asked.reduces_early and asked.its.holds_otherwise,
+        NOT_WITH
+        + "{asked.shards}: it works on the whole gradient of a step, which is reduced microbatch by microbatch",
+    ),
+    (
+        lambda asked: asked.shards and asked.its.own_optimizers,
+        NOT_WITH
+        + "{asked.shards}: each replica's optimizer goes by its own gradients, so each needs all of its state; "
+        'of = "gradients" combines gradients instead',
+    ),
+    (lambda asked: asked.plan.cp > 1 and asked.its.of_whole_rows, NOT_WITH + "plan.cp: {asked.its.of_whole_rows}"),
+    (
+        lambda asked: asked.plan.cp > 1 and asked.parts_rows and asked.its.trains_apart,
+        "{asked.name} lets ranks train apart that share each row (plan.cp = {asked.plan.cp}): take "
+        '{{name = "islands", ranks = {asked.plan.cp}}}, or one that keeps replicas equal',
+    ),
+    (
+        lambda asked: asked.plan.tp > 1 and asked.its.of_whole_models,
+        NOT_WITH + "a model that is cut (plan.tp): {asked.its.of_whole_models}",
+    ),
+    (
+        lambda asked: asked.plan.ep > 1 and asked.its.trains_apart,
+        NOT_WITH + "plan.ep: its replicas train apart, and tokens of one would go to experts of another",
+    ),
+    (
+        lambda asked: asked.plan.ep > 1 and asked.its.updates_itself,
+        NOT_WITH
+        + "plan.ep: it averages each replica's own gradients, and those of experts come from tokens of several",
+    ),
+    (
+        lambda asked: asked.plan.ep > 1 and getattr(asked.its, "ranks_per_host", None) is not None,
+        NOT_WITH + "plan.ep: ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and "
+        "hosts count as they are",
+    ),
+    (lambda asked: asked.plan.ep > 1 and asked.its.of_whole_models, NOT_WITH + "plan.ep: {asked.its.of_whole_models}"),
+    (
+        lambda asked: asked.plan.pp > 1 and asked.its.trains_apart,
+        NOT_WITH + "plan.pp: its replicas train apart, each with a norm and a vote of its own, and a stage has a part "
+        "of a replica",
+    ),
+    (
+        lambda asked: asked.plan.pp > 1 and (asked.its.holds_otherwise or asked.its.updates_itself),
+        NOT_WITH + "plan.pp: it weighs each replica's gradients by their own mean, and only the last stage knows what "
+        "counts",
+    ),
+    (lambda asked: asked.plan.pp > 1 and asked.its.of_whole_models, NOT_WITH + "plan.pp: {asked.its.of_whole_models}"),
+    (
+        lambda asked: asked.keep != "whole" and (asked.its.trains_apart or asked.its.own_optimizers),
+        '{asked.name} exchanges fp32 weights, which precision master = "{asked.keep}" does not keep',
+    ),
+    (
+        lambda asked: asked.clip_value is not None and not asked.clip_value > 0,
+        "clip_value = {asked.clip_value}: give a number above 0, or None for no clipping",
+    ),
+    (
+        lambda asked: asked.clip_value is not None and asked.its.updates_itself,
+        "{asked.name} updates by itself, without clip_value: use clip",
+    ),
+    (
+        lambda asked: asked.moves_biases and asked.its.trains_apart,
+        "{asked.name} lets replicas train apart, and routers with balance_rate follow the counts of all of them: take "
+        "a balance loss instead",
+    ),
+)
+
+
+def check_exchange(
+    plan: Plan,
+    keep: str,
+    clip_value: float | None = None,
+    make: Callable[[], torch.optim.Optimizer] | None = None,
+    moves_biases: bool = False,
+) -> Algorithm:
+    """Returns the algorithm of `plan.exchange`. Raises UserError for the first of `EXCHANGES` that there is.
+
+    `make`: makes a small optimizer of the kind used, or None. The other parameters are those of `Exchange`.
+    """
+    chosen = algorithm(plan.exchange)
+    if make is not None:
+        chosen.suits(make)
+    asked = Exchange(plan, chosen, keep, clip_value, moves_biases)
+    for conflicts, why in EXCHANGES:
+        if conflicts(asked):
+            raise UserError(why.format(asked=asked))
+    return chosen
+
+
+def _first(reasons: Mapping[str, Any]) -> str | None:
+    """Returns the first of `reasons` that there is."""
+    return next((why for why, so in reasons.items() if so), None)
+
+
+def check_no_flush(
+    plan: Plan, precision: Precision, module: nn.Module, sync_bn: bool, moves_biases: bool, tied: bool
+) -> None:
+    """Raises UserError for what does not go with a schedule without a flush.
+
+    `moves_biases`: routers balance by a bias. `tied`: stages share weights.
+    """
+    name = option_name(plan.schedule, "schedule")
+    each = name == "pipedream"
+    reasons = {
+        "plan.zero = 2 keeps no whole gradient": plan.zero >= 2,
+        "ranks that send each other tokens (plan.ep) run their forwards together": plan.ep > 1,
+        "routers that balance by a bias (balance_rate) follow the counts at the end of a step": moves_biases,
+        "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
+        or (plan.replicas > 1 and has_batch_statistics(module)),
+        f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
+        "its stages update at different times, and the loss scale is of all": each and precision.scaling is not None,
+        "its stages update at different times, and some of them share weights": each and tied,
+    }
+    if (why := _first(reasons)) is not None:
+        raise UserError(
+            f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
+        )
+
+
 def check_dropout(dropout: str) -> None:
     """Raises UserError for a way to draw that there is not."""
     if dropout not in ("keyed", "fused"):
@@ -96,32 +257,23 @@ def check_recompute(plan: Plan) -> None:
         )
 
 
-def check_trainable(any_is: bool) -> None:
-    """Raises UserError for a model in which nothing is trained."""
-    if not any_is:
-        raise UserError("the model has no parameter with requires_grad: there is nothing to train")
-
-
-def check_schedule(scheduler: Any) -> None:
-    """Raises UserError for a scheduler that a step cannot call."""
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UserError(
-            "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own "
-            "loop"
-        )
-
-
 def check_gradients_by_name(plan: Plan, recipe: Recipe, exchange: Algorithm, flushes: bool) -> None:
     """Raises UserError where something asks for gradients by name, and ranks do not have the same ones."""
     same = exchange.holds(0) in (Holds.SUM, Holds.MEAN) and not exchange.drifts(FAR)
-    by_name: Mapping[str, Any] = {
+    named, schedule = option_name(plan.exchange, "exchange"), option_name(plan.schedule, "schedule")
+    by_name = {
         "clip by a function": callable(recipe.clip),
         "keep_gradients": recipe.keep_gradients,
         "norms_every": recipe.norms_every,
     }
-    for what, wanted in by_name.items():
-        if wanted:
-            check_by_name(what, plan, not flushes, same)
+    reasons = {
+        f'plan.exchange = "{named}" leaves each replica a gradient of its own': not same,
+        f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
+        f'plan.schedule = "{schedule}" has no flush, and its stages update by themselves': not flushes,
+    }
+    what, why = _first(by_name), _first(reasons)
+    if what is not None and why is not None:
+        raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
 
 
 def check_loop(microbatches: int, precision: Precision, pipeline: Runner | None, context: Context | None) -> None:

@@ -8,8 +8,8 @@ from functools import partial
 
 from torch import nn
 
-from shoal.assembly.compatibility import check_trainable
-from shoal.assembly.model import Local, on_any_stage
+from shoal.assembly.compatibility import check_exchange
+from shoal.assembly.model import Local, anywhere
 from shoal.assembly.offload import Offload
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.storage import Storage
@@ -18,9 +18,9 @@ from shoal.chunks.allocate import Private
 from shoal.chunks.make import groups_of
 from shoal.comm import Link
 from shoal.comm.links import link_of
+from shoal.errors import UserError
 from shoal.exchange import Algorithm
-from shoal.exchange.apart import check_biases
-from shoal.exchange.choose import choose_exchange
+from shoal.exchange.apart import with_variants
 from shoal.exchange.tuning import chunk_bytes, worth_measuring
 from shoal.optim.groups import needs_whole_parameters, small_optimizer
 from shoal.optim.tiers.pager import Pager
@@ -67,15 +67,14 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
     Raises UserError for an exchange or a memory that does not go with the rest of the
     plan.
     """
-    ranks, parted, pipeline = local.ranks, local.parted, local.pipeline
-    plan, device, replicas, tp = ranks.plan, ranks.world.device, ranks.replicas, ranks.tp
+    ranks, plan, device = local.ranks, local.ranks.plan, local.ranks.world.device
+    replicas, parts = ranks.replicas, ranks.parts
     precision, optimizer, options = recipe.precision, recipe.optimizer, local.whole.groups.options
 
     offload = None if plan.memory is None else Offload(plan, device, replicas, ranks.everyone, ranks.world.ledger)
     small = partial(small_optimizer, optimizer, options)
-    exchange = choose_exchange(plan, precision.keep, recipe.clip_value, local.apart, ranks.among, small)
-    if parted.moves_biases:
-        check_biases(exchange, plan.exchange)
+    chosen = check_exchange(plan, precision.keep, recipe.clip_value, small, local.parted.moves_biases)
+    exchange = with_variants(chosen, plan.exchange, local.apart, ranks.among)
     storage = Storage(plan, ranks.mesh, ranks.world, replicas, local.apart, ranks.stage, offload, local.tied)
     keeping, apart = storage.keeping(exchange, partial(needs_whole_parameters, optimizer, options, precision.master))
     if offload is not None and recipe.clip_value is None:
@@ -87,18 +86,17 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
         Private(device),
         {"": keeping, **apart},
         groups_of(local.layouts),
-        (tp.rank, tp.size),
+        (parts.rank, parts.size),
         not local.flushes,
     )
     sized = storage.chunk_bytes(exchange, maker, keeping.shards, precision.grad.itemsize)
-    gradient_bytes = tp.broadcast_object(maker.gradient_bytes)
+    gradient_bytes = parts.broadcast_object(maker.gradient_bytes)
     measured = sized is None and worth_measuring(exchange, gradient_bytes, replicas.size)
     link = link_of(replicas, device) if measured else None
-    size = tp.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, link))
-    if pipeline is not None:  # what is tied lies in chunks of one size
-        size = pipeline.group.broadcast_object(size)
+    size = parts.broadcast_object(sized or chunk_bytes(exchange, gradient_bytes, link))
+    size = ranks.stages.broadcast_object(size)  # what is tied lies in chunks of one size
     cut = maker.cut(size)
-    chunks = maker.make(cut if tp.size == 1 else maker.cut_like(cut, tp))
+    chunks = maker.make(cut if parts.size == 1 else maker.cut_like(cut, parts))
     pager = offload.pages(chunks, optimizer, options, precision) if offload is not None else None
     parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
     gather = storage.passing(local.module, chunks)
@@ -106,8 +104,9 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
         local.recompute.again.append(gather.again)
     storage.agree_on_buffers(local.module)
     if fill:
-        storage.agree(chunks, tp)
-    recut = measured and keeping.shards is None and pipeline is None
+        storage.agree(chunks, parts)
+    recut = measured and keeping.shards is None and ranks.stages.size == 1
     memory = Memory(exchange, precision, offload, storage, maker, size, link, recut, chunks, pager, parameters, gather)
-    check_trainable(on_any_stage(pipeline, bool(memory.trainable)))
+    if not anywhere(local.axes, bool(memory.trainable)):
+        raise UserError("the model has no parameter with requires_grad: there is nothing to train")
     return memory

@@ -6,17 +6,15 @@ goes the same way, in a world without other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from shoal.assembly.compatibility import check_dropout, check_recompute
+from shoal.assembly.compatibility import check_dropout, check_no_flush, check_recompute
 from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
 from shoal.comm import Group
-from shoal.errors import UserError
 from shoal.exchange.hooks import check_hooks, is_hooked
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import synchronise
@@ -26,13 +24,14 @@ from shoal.module.random import Randomness, attention
 from shoal.module.recompute import Recompute, without_caches
 from shoal.native.heap import keep_freed_memory
 from shoal.optim.groups import GroupRule, ParamGroups, group_options
+from shoal.parallel.axis import Axis
 from shoal.parallel.layout import Layout
 from shoal.parallel.parallelized import Parted
 from shoal.parallel.tensor import Rules
 from shoal.pipeline import Runner, cut_into_stages
+from shoal.pipeline.axis import PipelineParallel
 from shoal.plan import option_name
 from shoal.precision import Precision, cast_at_the_border, set_products
-from shoal.training.no_flush import check_unflushed
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,10 @@ class Local:
 
     `built`: its module, and the initial values of what is here. `layouts[name]`: what that is of a parameter.
     `whole`: the model before it was cut.
-    `parted`: what tp, cp and ep have made of it; `pipeline` runs its stages, None without pp.
-    `apart`: the groups of parameters that other ranks have than the rest of what is here, by kind: "experts" (plan.ep),
-    and "tied", those that the stages at the places `tied` share.
+    `axes`: those along which there are several ranks, innermost first.
+    `parted`: what the axes inside a stage have made of it; `pipeline` runs its stages, None where it has all.
+    `apart`: the groups of parameters that other ranks have than the rest of what is here, by kind: "experts", and
+    "tied", those that the stages at the places `tied` share.
     `randomness`: what forwards draw; `recompute`: what backward computes again, None for nothing.
     """
 
@@ -78,6 +78,7 @@ class Local:
     whole: WholeModel
     built: Built
     layouts: Mapping[str, Layout]
+    axes: tuple[Axis, ...]
     parted: Parted
     pipeline: Runner | None
     apart: Mapping[str, Group]
@@ -91,7 +92,7 @@ class Local:
 
     @property
     def across(self) -> Group | None:
-        """The ranks of this one's pipeline; None without pp."""
+        """The ranks of this one's pipeline; None where it has all stages."""
         return None if self.pipeline is None else self.pipeline.group
 
     @property
@@ -118,25 +119,25 @@ def localize(
     Raises UserError for a model that the plan cannot cut, on every rank alike.
     """
     plan, mesh, world = ranks.plan, ranks.mesh, ranks.world
-    pipeline = cut_into_stages(model.built, plan, mesh, world) if plan.pp > 1 and in_stages else None
+    pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
     parted = Parted(model.built, plan, mesh, world, rules, attention, elsewhere)
-    check_hooks(model.hooked, parted.layouts, plan)
-    tied, layouts = [], dict(parted.layouts)
-    apart = {} if parted.experts is None else {"experts": ranks.group("edp", "edp")}
+    axes: list[Axis] = [*parted.axes]
     if pipeline is not None:
-        pipeline.split.between = [] if parted.region is None else [parted.region]
-        pipeline.split.within = [] if parted.context is None else [parted.context]
-        tied = _tied_stages(pipeline, plan.pp)
-        layouts |= {name: layouts[name].tied for name, places in pipeline.tied.items() if places == tied}
-    if tied:
-        apart["tied"] = world.group(f"tied{ranks.serial}", mesh.on(tied, mesh.ranks("dp", "cp")))
+        pipeline.split.follow(axes)
+        axes.append(PipelineParallel(mesh, world, pipeline, ranks.serial))
+    check_hooks(model.hooked, parted.layouts, axes)
+    layouts: Mapping[str, Layout] = parted.layouts
+    for axis in axes:
+        layouts = axis.relaid(layouts)
+    apart = {kind: ranks.own(group) for axis in axes for kind, group in axis.variants.items()}
+    tied = [index for axis in axes for index in axis.tied]
     if pipeline is not None and not pipeline.flushes:
-        check_unflushed(plan, precision, parted, ranks.replicas.size, sync_bn, bool(pipeline.tied))
+        check_no_flush(plan, precision, parted.built.module, sync_bn, parted.moves_biases, bool(pipeline.tied))
     module = parted.built.module
     without_caches(module)
     if sync_bn:
-        synchronise(module, ranks.group("dp-batchnorm", "dp"))
+        synchronise(module, ranks.group("samples", "batchnorm"))
     check_dropout(dropout)
     attend = None if parted.context is None else parted.context.attend
     randomness = Randomness(seed, world.device, parted.parts, attend, keyed=dropout == "keyed")
@@ -145,36 +146,23 @@ def localize(
     set_products(module, precision, world.device)
     if plan.compile:
         compile_blocks(module, plan.compile)
-    recompute = _recompute(module, ranks, pipeline, randomness)
+    recompute = _recompute(module, ranks, axes, randomness)
     cast_at_the_border(module, precision)
-    return Local(ranks, model, parted.built, layouts, parted, pipeline, apart, tied, randomness, recompute)
+    return Local(ranks, model, parted.built, layouts, tuple(axes), parted, pipeline, apart, tied, randomness, recompute)
 
 
-def _tied_stages(pipeline: Runner, stages: int) -> list[int]:
-    """The places of the pipeline with which this rank's shares weights, its own among them; empty if it shares none."""
-    sets = {tuple(places) for places in pipeline.tied.values()}
-    for place in range(stages):
-        if len(several := sorted(each for each in sets if place in each)) > 1:
-            raise UserError(
-                f"plan.pp: weights are shared by the ranks {several} of the pipeline, and each can be in one such set: "
-                f"{sorted(pipeline.tied)}; name the stages by hand (plan.stages) so that these are the same ranks, or "
-                "take plan.pp = 2"
-            )
-    return next((list(places) for places in sets if pipeline.group.rank in places), [])
-
-
-def _recompute(module: nn.Module, ranks: Ranks, pipeline: Runner | None, randomness: Randomness) -> Recompute | None:
+def _recompute(module: nn.Module, ranks: Ranks, axes: Sequence[Axis], randomness: Randomness) -> Recompute | None:
     if option_name(ranks.plan.recompute, "recompute") == "none":
         return None
     check_recompute(ranks.plan)
     parts = recomputable(module)
-    if not on_any_stage(pipeline, bool(parts)):
+    if not anywhere(axes, bool(parts)):
         raise nothing_to_recompute()
     return Recompute(parts, ranks.plan.recompute, [randomness.again] if randomness.keyed else [])
 
 
-def on_any_stage(pipeline: Runner | None, here: bool) -> bool:
-    """Whether it is so on any rank of the pipeline, which all call it alike."""
-    if pipeline is None:
-        return here
-    return bool(pipeline.group.all_reduce(torch.tensor(int(here)), "max", purpose="stages"))
+def anywhere(axes: Iterable[Axis], here: bool) -> bool:
+    """Returns whether it is so on any rank along `axes`, which all call it alike."""
+    for axis in axes:
+        here = any(axis.gather_seen(here))
+    return here

@@ -72,6 +72,6 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         exchange=memory.exchange,
         runner=runner,
         versions=trainer.versions,
-        lag=on_device if local.flushes else ranks.plan.pp - 1,
+        lag=on_device if local.flushes else ranks.stages.size - 1,
         rounds=lambda batch: runner.dealing.cut(batch.ids).most,
     )

@@ -19,9 +19,10 @@ class Ranks:
     `serial`: how many engines this world had before, for names of groups that no two engines share.
     `number`: the engine's among those that live now: two may have gradients on their way at the same time, so each has
     groups of its own.
-    `replicas`: the ranks among whom samples are shared (dp), and tokens of rows (cp): gradients are reduced among them.
-    `tp`: the ranks that have the other parts of this one's matrices.
-    `stage`: all ranks that have the same stage of the pipeline; `everyone`: all ranks, who decide together.
+    `replicas`: the ranks among whom samples are shared, and tokens of rows: gradients are reduced among them.
+    `parts`: the ranks that have the other parts of this one's matrices.
+    `stages`: the ranks that have the other stages of the pipeline; `stage`: all that have the same one.
+    `everyone`: all ranks, who decide together.
     """
 
     plan: Plan
@@ -30,17 +31,28 @@ class Ranks:
     serial: int
     number: int
     replicas: Group
-    tp: Group
+    parts: Group
+    stages: Group
     stage: Group
     everyone: Group
 
-    def group(self, name: str, *axes: str) -> Group:
-        """The group `name` of the ranks that differ from this one along `axes` only."""
-        return self.world.group(f"{name}-{self.number}" if self.number else name, self.mesh.ranks(*axes))
+    @property
+    def tp(self) -> Group:
+        """The group `parts`."""
+        return self.parts
 
     def leave(self) -> None:
         """Ends the use of the groups, which the next engine may have."""
         self.world.give_back(ENGINE, self.number)
+
+    def own(self, group: Group) -> Group:
+        """Returns a group of the same ranks that no other engine has that lives now."""
+        return self.world.group(_numbered(group.name, self.number), group.ranks)
+
+    def group(self, role: str, name: str) -> Group:
+        """Makes a further group of the ranks with a role (see mesh.ROLES)."""
+        axes, those = self.mesh.role(role)
+        return self.world.group(_numbered(f"{axes}-{name}", self.number), those)
 
     def among(self, group: Group, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the ranks of `group`, by their places in it."""
@@ -49,10 +61,12 @@ class Ranks:
 
 def ranks(plan: Plan, world: World) -> Ranks:
     """Meets the other ranks. Raises UserError where `plan` is for another number of them; all ranks call it alike."""
-    mesh, serial, number = Mesh(plan, world.rank, world.size), world.serial("engine"), world.take(ENGINE)
-    own = f"-{number}" if number else ""
-    replicas = world.group(("dp-cp" if plan.cp > 1 else "dp") + own, mesh.ranks("dp", "cp"))
-    tp = world.group("tp" + own, mesh.ranks("tp"))
-    stage = replicas if tp.size == 1 else world.group("dp-cp-tp" + own, mesh.ranks("dp", "cp", "tp"))
-    everyone = stage if plan.pp == 1 else world.everyone
-    return Ranks(plan, world, mesh, serial, number, replicas, tp, stage, everyone)
+    mesh, serial, number = Mesh(plan, world.rank, world.size), world.serial(ENGINE), world.take(ENGINE)
+    roles = map(mesh.role, ("replicas", "parts", "stages", "stage"))
+    replicas, parts, stages, stage = (world.group(_numbered(name, number), those) for name, those in roles)
+    everyone = stage if stages.size == 1 else world.everyone
+    return Ranks(plan, world, mesh, serial, number, replicas, parts, stages, stage, everyone)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number}" if number else name

@@ -45,7 +45,7 @@ class Rebuild:
         order = ranks.stage.broadcast_object(order)
         if order is None:
             return
-        cut = maker.cut_like(maker.cut(size, order), ranks.tp)
+        cut = maker.cut_like(maker.cut(size, order), ranks.parts)
         runner.settle()
         exchange.settle()
         exchange.close()

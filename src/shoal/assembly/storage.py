@@ -112,7 +112,8 @@ class Storage:
 
     @torch.no_grad()
     def agree(self, chunks: Sequence[Chunk], beside: Group) -> None:
-        """Weights are those of the first rank, as buffers are. `beside`: the ranks along tp."""
+        """Weights are those of the first rank, as buffers are. `beside`: the ranks with other parts of the
+        matrices."""
         for chunk in chunks:
             if chunk.is_cut:  # alike within a copy since `adopt`
                 chunk.agree()

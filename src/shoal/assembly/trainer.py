@@ -7,7 +7,7 @@ from functools import partial
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.assembly.compatibility import check_gradients_by_name, check_schedule
+from shoal.assembly.compatibility import check_gradients_by_name
 from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
@@ -22,7 +22,7 @@ from shoal.exchange.rows import row_by_row
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.buffers import OtherBuffers
 from shoal.module.compiling import blocks
-from shoal.optim.lr import Course
+from shoal.optim.lr import Course, check_scheduler
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.optim.tiers.deferred_update import DeferredUpdate
 from shoal.pipeline import delay
@@ -66,7 +66,7 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
     world = local.ranks.world
     optimizer = _optimizer(local, memory, recipe)
     scheduler = recipe.schedule(optimizer.torch) if recipe.schedule else None
-    check_schedule(scheduler)
+    check_scheduler(scheduler)
     given = Given(optimizer, Course(scheduler) if scheduler else None, recipe.settings())
     for chunk in memory.trainable:
         chunk.rest()
@@ -81,7 +81,7 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
 
 def lockstep(local: Local, memory: Memory) -> bool:
     """Whether all ranks run as many forwards, since weights or tokens come together in them."""
-    return memory.gather is not None or local.parted.experts is not None
+    return memory.gather is not None or any(axis.lockstep for axis in local.axes)
 
 
 def _optimizer(local: Local, memory: Memory, recipe: Recipe) -> ChunkOptimizer:
@@ -105,12 +105,11 @@ def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane)
     ranks, offload = local.ranks, memory.offload
     shared = Shared(ranks.replicas, ranks.world.device)
     gradient_pool = memory.maker.gradient_pool(memory.trainable, shared, None if offload is None else offload.tier)
-    by_tokens = any("tp" in layout.reduce for layout in local.layouts.values())
-    tokens = ranks.group("tp-gradients", "tp") if by_tokens else None
-    deciding = ranks.group("tp-decisions", "tp") if ranks.tp.size > 1 else None
+    beside = next((axis.further("gradients") for axis in local.axes if axis.sums_gradients), None)
+    deciding = next((axis.further("decisions") for axis in local.axes if axis.cuts_matrices), None)
     among = partial(ranks.among, ranks.replicas)
     memory.exchange.attach(
-        Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, tokens, deciding)
+        Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, beside, deciding)
     )
     return gradient_pool
 
@@ -137,16 +136,15 @@ def _runner(
     streams = forward.streams
     of_group = (group.rank // streams, group.size // streams, partners_in(group, partners, streams))
     dealing = Dealing(microbatch, recipe.even, recipe.sync_bn, *of_group, lockstep=lockstep(local, memory))
-    hooks = UserHooks(memory.parameters, local.layouts, ranks.plan)
+    hooks = UserHooks(memory.parameters, local.layouts, local.axes)
     trained = Trained(memory.parameters, hooks, memory.exchange, optimizer, scheduler, scale)
     clipping = ClipSettings(recipe.clip, recipe.keep_gradients, recipe.norms_every, local.layouts)
-    tp = ranks.tp if ranks.tp.size > 1 else None
     if pipeline is None or versions is None:
-        groups = StepGroups(group, partners, tp, local.across)
+        groups = StepGroups(group, partners, local.axes)
         return StepRunner(forward, dealing, groups, trained, clipping, pipeline)
     # a schedule without a flush votes beside the computation
-    tp = None if tp is None else ranks.group(f"tp-ballot{ranks.serial}", "tp")
-    groups = StepGroups(group, partners, tp, ranks.group(f"pp-ballot{ranks.serial}", "pp"))
+    axes = [axis.beside(f"ballot{ranks.serial}") for axis in local.axes if axis.cuts_matrices or axis.cuts_layers]
+    groups = StepGroups(group, partners, axes)
     return NoFlushRunner(forward, dealing, groups, trained, clipping, pipeline, _delays(local, versions))
 
 
@@ -162,7 +160,7 @@ def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
     gather = memory.gather or Resident()
     ledger = local.ranks.world.ledger
-    return Forward(module, recipe.loss, local.randomness, ledger, effects, parted.context, rows, gather)
+    return Forward(module, recipe.loss, local.randomness, ledger, effects, local.axes, rows, gather)
 
 
 def _delays(local: Local, versions: Versions) -> Delays:
@@ -171,6 +169,6 @@ def _delays(local: Local, versions: Versions) -> Delays:
     together = option_name(ranks.plan.schedule, "schedule") == "2bw"
     telling = [
         ranks.world.group(f"dp-results{ranks.serial}", ranks.replicas.ranks),
-        ranks.group(f"pp-results{ranks.serial}", "pp"),
+        ranks.group("stages", f"results{ranks.serial}"),
     ]
     return Delays(versions, _late(local), together, telling)

@@ -81,10 +81,10 @@ class ChunkMaker:
         ordered = sorted(self.described, key=lambda each: position.get(each[0], len(position)))
         return assign(ordered, chunk_bytes, self._precision.grad.itemsize)
 
-    def cut_like(self, cut: Cut, tp: Group) -> Cut:
-        """Cuts as the first rank of the tensor-parallel group `tp` does, so that all of them decide alike chunk by
+    def cut_like(self, cut: Cut, group: Group) -> Cut:
+        """Cuts as the first rank of the tensor-parallel `group` does, so that all of them decide alike chunk by
         chunk."""
-        names = tp.broadcast_object([[slot.name for slot in slots] for _, slots in cut])
+        names = group.broadcast_object([[slot.name for slot in slots] for _, slots in cut])
         return assign_like(self.described, names, self._precision.grad.itemsize)
 
     def make(self, cut: Cut) -> list[Chunk]:

@@ -68,7 +68,7 @@ def role_table(prediction: Prediction) -> Table:
     rows = prediction.need.rows
     tiers = [tier for tier in TIERS if any(row.tier == tier for row in rows)]
     table = Table(
-        title="memory of a rank" if prediction.plan.pp == 1 else "memory of the rank that needs most",
+        title="memory of the rank that needs most" if prediction.plan.pipelined else "memory of a rank",
         title_justify="left",
         box=None,
         pad_edge=False,

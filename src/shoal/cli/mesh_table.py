@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shoal.jobs.choose import microbatches_of, ranks_here, spread
 from shoal.jobs.read import load_job
-from shoal.mesh import Mesh
+from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, simulate
 from shoal.plan import Plan
 
@@ -41,43 +41,40 @@ def mesh_table(plan: Plan) -> Table:
     """Makes a table of rank numbers: rows are coordinates on pp, dp and cp, columns on tp. Under `plan.ep` a cell also
     has the rank's index on ep."""
     mesh = Mesh(plan, 0, plan.size)
-    degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1)
+    degrees = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
     table = Table(
         title=f"{plan.size} rank(s) by number: {degrees or 'dp 1'}", title_justify="left", box=None, pad_edge=False
     )
-    outer = [axis for axis in ("pp", "dp", "cp") if mesh.size(axis) > 1]
+    *outside, inner = AXES
+    outer = [axis for axis in outside if mesh.size(axis) > 1]
     for axis in outer:
         table.add_column(axis, justify="right", no_wrap=True)
-    columns = list(_shown(plan.tp))
+    columns = list(_shown(mesh.size(inner)))
     for place in columns:
-        table.add_column("..." if place is None else f"tp {place}", justify="right", no_wrap=True)
-    rows = mesh.grid.flatten(0, 2)
-    experts = (mesh.grid.new_tensor(range(plan.size)) // plan.tp % plan.ep).view(-1, plan.tp)
+        table.add_column("..." if place is None else f"{inner} {place}", justify="right", no_wrap=True)
+    rows = mesh.grid.flatten(0, -2)
     for number in _shown(len(rows)):
         if number is None:
             table.add_row(*["..."] * (len(outer) + len(columns)))
             continue
-        at = {"pp": number // (plan.dp * plan.cp), "dp": number // plan.cp % plan.dp, "cp": number % plan.cp}
-        cells = []
-        for place in columns:
-            with_experts = f" (ep {int(experts[number, place])})" if plan.ep > 1 and place is not None else ""
-            cells.append("..." if place is None else f"{int(rows[number, place])}{with_experts}")
+        at = mesh.at(int(rows[number, 0]))
+        cells = ("..." if place is None else _cell(mesh, int(rows[number, place])) for place in columns)
         table.add_row(*(str(at[axis]) for axis in outer), *cells)
     return table
 
 
+def _cell(mesh: Mesh, rank: int) -> str:
+    return f"{rank} (ep {mesh.at(rank)['ep']})" if mesh.size("ep") > 1 else str(rank)
+
+
 def who_holds_what(plan: Plan) -> Iterator[str]:
     """Yields a line for each axis and for ZeRO: what the ranks along it share, and what is divided among them."""
-    if plan.dp > 1:
-        yield "along dp: the same weights, other samples"
-    if plan.cp > 1:
-        yield f'along cp: the same weights and samples, other tokens of each row (context = "{plan.context}")'
-    if plan.tp > 1:
-        yield "along tp: the same samples, other parts of each large matrix"
-    if plan.ep > 1:
-        yield f"along ep: other experts, to which tokens travel; {plan.dp * plan.cp // plan.ep} rank(s) have the same"
+    mesh = Mesh(plan, 0, plan.size)
+    for axis, what in ALONG.items():
+        if mesh.size(axis) > 1:
+            yield f"along {axis}: " + what.format(plan=plan, copies=mesh.size("edp"))
     if plan.zero:
-        within, copies = Mesh(plan, 0, plan.size).shards()
+        within, copies = mesh.shards()
         what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")[
             plan.zero - 1
         ]
@@ -91,7 +88,7 @@ def how_stages_run(plan: Plan, microbatches: int) -> Iterator[str]:
 
     The bubble is simulated in unit time: a forward and each half of a backward take equally long.
     """
-    if plan.pp == 1:
+    if not plan.pipelined:
         return
     schedule = schedule_of(plan, microbatches)
     check(schedule)

@@ -118,6 +118,16 @@ class Algorithm:
         """Whether each replica's optimizer uses its own gradients: then states differ though the weights do not."""
         return False
 
+    @property
+    def updates_itself(self) -> bool:
+        """Whether it makes the update itself, of every parameter on every replica."""
+        return type(self).update is not Algorithm.update
+
+    @property
+    def holds_otherwise(self) -> bool:
+        """Whether there are steps after whose exchange chunks do not hold the sum of all gradients."""
+        return type(self).holds is not Algorithm.holds
+
     def suits(self, make: Callable[[], torch.optim.Optimizer]) -> None:
         """Decides, before `attach`, what depends on the kind of the optimizer; `make` makes a small one."""
 

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
-from shoal.plan import Option, option_name
+from shoal.exchange.named import algorithm
+from shoal.plan import Option
+
+Among = Callable[[Group, str, Sequence[int]], Group]
+"""Makes another group of some ranks of a group, given a name and their ranks in it."""
 
 
 @dataclass(kw_only=True)
@@ -32,7 +35,7 @@ class Apart(Algorithm):
     usual: Algorithm
     apart: Mapping[str, Algorithm]
     groups: Mapping[str, Group] = field(repr=False)
-    among: Callable[[Group, str, Sequence[int]], Group] = field(repr=False)
+    among: Among = field(repr=False)
 
     def __post_init__(self) -> None:
         self.chunk_bytes = self.usual.chunk_bytes
@@ -108,37 +111,11 @@ class Apart(Algorithm):
             part.restored()
 
 
-def check_biases(chosen: Algorithm, option: Option) -> None:
-    """Raises UserError where replicas train apart: routers that balance by biases follow the counts of all replicas."""
-    if chosen.trains_apart:
-        raise UserError(
-            f'plan.exchange = "{option_name(option, "exchange")}" lets replicas train apart, and routers with '
-            "balance_rate follow the counts of all of them: take a balance loss instead"
-        )
+def with_variants(chosen: Algorithm, option: Option, groups: Mapping[str, Group], among: Among) -> Algorithm:
+    """Returns `chosen`, the algorithm of `option`, with another one of its kind for each variant of parameters.
 
-
-def check_experts(chosen: Algorithm, option: Option) -> None:
-    """Raises UserError where `chosen` does not go with experts that are spread over the replicas (plan.ep)."""
-    kind, reason = type(chosen), chosen.of_whole_models
-    if chosen.trains_apart:
-        reason = "its replicas train apart, and tokens of one would go to experts of another"
-    elif kind.update is not Algorithm.update:
-        reason = "it averages each replica's own gradients, and those of experts come from tokens of several"
-    elif getattr(chosen, "ranks_per_host", None) is not None:
-        reason = (
-            "ranks_per_host counts replicas of the model, and experts have fewer: leave it out, and hosts count as "
-            "they are"
-        )
-    if reason is not None:
-        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.ep: {reason}')
-
-
-def check_stages(chosen: Algorithm, option: Option) -> None:
-    """Raises UserError where `chosen` does not go with a model that is cut into stages (plan.pp)."""
-    kind, reason = type(chosen), chosen.of_whole_models
-    if chosen.trains_apart:
-        reason = "its replicas train apart, each with a norm and a vote of its own, and a stage has a part of a replica"
-    elif kind.holds is not Algorithm.holds or kind.update is not Algorithm.update:
-        reason = "it weighs each replica's gradients by their own mean, and only the last stage knows what counts"
-    if reason is not None:
-        raise UserError(f'plan.exchange = "{option_name(option, "exchange")}" does not go with plan.pp: {reason}')
+    `groups`: the ranks that share each variant (see parallel.layout); `among`: makes groups of some of them.
+    """
+    if not groups:
+        return chosen
+    return Apart(usual=chosen, apart={kind: algorithm(option) for kind in groups}, groups=groups, among=among)

@@ -28,7 +28,7 @@ def beyond_gradients(chosen: Algorithm) -> str | None:
             "each replica takes a step of its optimizer before they meet, which the hook never sees "
             '(of = "gradients" does not)'
         )
-    if kind.update is not Algorithm.update:
+    if chosen.updates_itself:
         return "it takes the place of the optimizer's step"
     if kind.exchanged is not Algorithm.exchanged or kind.end is not Algorithm.end:
         return "it works on after the backward pass"

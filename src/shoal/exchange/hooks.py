@@ -13,7 +13,7 @@ beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.chunks.weakly import is_weak
 from shoal.errors import UserError
+from shoal.parallel.axis import Axis
 from shoal.parallel.layout import Layout
-from shoal.plan import Plan
 
 Hook = Callable[[Tensor], Any]
 
@@ -34,31 +34,11 @@ def is_hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or _after(parameter))
 
 
-def why_not(name: str, layout: Layout | None, plan: Plan) -> str | None:
-    """Returns why `plan` cannot show a hook the gradient of the parameter `name`, or None if it can.
-
-    `layout`: the parameter's; None for one that other ranks have.
-    """
-    if plan.pp > 1:
-        return (
-            f"plan.pp = {plan.pp}: of the loss of a microbatch, whose mean's gradient a hook sees, only the last stage "
-            "knows the count"
-        )
-    if plan.cp > 1:
-        return f"plan.cp = {plan.cp}: each rank has the gradient of its part of the rows alone"
-    if layout is None or layout.of_experts:
-        return f"plan.ep = {plan.ep}: it lies on ranks that get tokens of several microbatches"
-    if not layout.alike:
-        return f"plan.tp = {plan.tp}: each rank has a part of it"
-    if plan.tp > 1 and "tp" in layout.reduce:
-        return f"plan.tp = {plan.tp}: each rank has the gradient of its tokens alone"
-    return None
-
-
-def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], plan: Plan) -> None:
-    """Raises UserError if `plan` cannot show hooks of these parameters what they are to see."""
+def check_hooks(names: Iterable[str], layouts: Mapping[str, Layout], axes: Sequence[Axis]) -> None:
+    """Raises UserError if ranks along `axes` cannot show hooks of these parameters what they are to see."""
     for name in names:
-        if (why := why_not(name, layouts.get(name), plan)) is not None:
+        reasons = (axis.why_no_hook(layouts.get(name)) for axis in reversed(axes))
+        if (why := next(filter(None, reasons), None)) is not None:
             raise UserError(
                 f"{name} has a hook (register_hook or register_post_accumulate_grad_hook), and {why}. Remove the hook, "
                 "or leave that to plan.dp and plan.zero"
@@ -111,14 +91,16 @@ class _Held:
 
 
 class UserHooks:
-    """The users' hooks on `parameters`, also those registered later.
+    """The users' hooks on `parameters`, also those registered later. `axes`: along which there are several ranks.
 
     `reshaped`: a parameter of which a hook changed a sum in this step, other than by zeros; "" for none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], plan: Plan) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], axes: Sequence[Axis]
+    ) -> None:
         self._parameters = {name: each for name, each in parameters.items() if each.requires_grad}
-        self._layouts, self._plan, self._unit = layouts, plan, _Unit()
+        self._layouts, self._axes, self._unit = layouts, axes, _Unit()
         self._unscale: Tensor | None = None
         self._seen = -1  # torch's number of hooks registered so far in this process, when they were looked at last
         self._hooked: dict[str, nn.Parameter] = {}  # the parameters that had hooks then
@@ -198,7 +180,7 @@ class UserHooks:
                 else []
             )
             if new or held:
-                check_hooks([name], self._layouts, self._plan)
+                check_hooks([name], self._layouts, self._axes)
             for key in new:
                 hooks[key] = _InUnit(hooks[key], self._unit)
             for key in held:

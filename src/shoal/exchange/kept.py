@@ -26,6 +26,7 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.device import is_accelerator
 from shoal.exchange.algorithm import State
+from shoal.plan import Plan
 
 
 class Kept:
@@ -92,7 +93,7 @@ def from_older(states: Mapping[str, State], extra: Mapping[str, Any], own_gradie
     They were in the unit of its last step's sums, or, with `own_gradients`, of the sum over replicas.
     """
     if own_gradients:
-        factor = 1 / (extra["plan"]["dp"] * extra["plan"].get("cp", 1))
+        factor = 1 / (Plan.from_dict(extra["plan"]).replicas)
     else:
         count = max(1e-6, extra["per_sample"] * extra["global_batch"])
         factor = 2.0 ** round(math.log2(max(1.0, count))) / count

@@ -23,7 +23,6 @@ from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds
 from shoal.exchange.hooks import Hook, UserHooks, only_zeroed, run_on_sum
 from shoal.exchange.rows import add_rows, clear, put, sum_rows
-from shoal.plan import Plan
 
 
 class Reducer:
@@ -45,7 +44,7 @@ class Reducer:
         self._algorithm, self._chunks, self._lane = algorithm, replica.chunks, replica.lane
         self._group = algorithm.partners
         self._gradient_pool, self._beside = replica.gradient_pool, replica.beside
-        self._users = users or UserHooks({}, {}, Plan())
+        self._users = users or UserHooks({}, {}, ())
         self._borrowing = {slot.name for chunk in self._chunks if chunk.borrows for slot in chunk.slots}
         self.touched: dict[str, bool] = {}
         self.rows: dict[str, Tensor | None] = {}

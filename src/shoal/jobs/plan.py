@@ -146,7 +146,7 @@ def plan_memory(
         prediction,
         tuple(instead),
         forecast.largest(),
-        stages=tuple(forecast.predict_each(plan)) if plan.pp > 1 else (),
+        stages=tuple(forecast.predict_each(plan)) if plan.pipelined else (),
         layers=recording.layers,
     )
 
@@ -170,24 +170,11 @@ class _Forecast:
         self._recordings: dict[str, Recording] = {}
 
     def recording(self, table: Mapping[str, Any], plan: Plan, place: int = 0) -> Recording:
-        key = repr(
-            (
-                dict(table),
-                plan.recompute,
-                plan.tp,
-                plan.cp,
-                plan.ep,
-                plan.context,
-                plan.pp,
-                plan.schedule,
-                plan.stages,
-                place,
-            )
-        )
+        key = repr((dict(table), plan.recompute, plan.division, place))
         if key not in self._recordings:
             model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
-            rank = place * (plan.size // plan.pp)
+            rank = place * plan.stage_size
             subject = Subject(
                 model.factory, model.loss, self._sample, self.microbatch, self._precision, plan, groups, rank=rank
             )
@@ -197,9 +184,9 @@ class _Forecast:
     def predict(self, plan: Plan) -> Prediction:
         """Predicts the rank that needs most; a host has what all its ranks need."""
         most = max(self.predict_each(plan), key=needed)
-        if plan.pp == 1:
+        if not plan.pipelined:
             return most
-        here, each = self._machine.ranks, plan.size // plan.pp
+        here, each = self._machine.ranks, plan.stage_size
         hosts = {
             tuple(rank // each for rank in range(first, min(first + here, plan.size)))
             for first in range(0, plan.size, here)
@@ -222,7 +209,7 @@ class _Forecast:
 
     def predict_each(self, plan: Plan) -> list[Prediction]:
         """Predicts each place of the pipeline."""
-        ranks = self._machine.ranks if plan.pp == 1 else min(self._machine.ranks, plan.size // plan.pp)
+        ranks = min(self._machine.ranks, plan.stage_size) if plan.pipelined else self._machine.ranks
         return [self._one(plan, place, ranks) for place in range(plan.pp)]
 
     def _one(self, plan: Plan, place: int, ranks: int) -> Prediction:
@@ -236,12 +223,12 @@ class _Forecast:
         """Finds the largest model under the job's own plan; not of a pipeline, whose stages would all have to be run
         dry for each size."""
         job, plan = self._settled.job, self._settled.job.plan
-        if plan.pp > 1:
+        if plan.pipelined:
             return None
         found = family(job.model, self._settled.model.values)
         if found is None:
             return None
-        even = plan.tp * plan.cp  # heads come out even among the ranks that share them
+        even = plan.head_sharers
         recorded = self._members(found, plan)
 
         def free(size: int) -> int:

@@ -10,11 +10,20 @@ from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from shoal.errors import UserError, did_you_mean
 
 Schedule = Callable[[Optimizer], LRScheduler]
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raises UserError for a scheduler that a step cannot call."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UserError(
+            "ReduceLROnPlateau needs a metric at each step, which the engine does not have: lower the lr from your own "
+            "loop"
+        )
 
 
 def _constant(step: int, warmup: int) -> float:

@@ -123,20 +123,23 @@ class Layout:
     parts: pairs local slice -> global slice. One pair covers a replicated or evenly cut parameter. Several cover a
         fused qkv (this rank's rows of q, of k and of v are apart in the global tensor, adjacent in the local one), and
         fewer KV heads than tensor-parallel ranks (two ranks name the same global slice).
-    replicas: mesh axes along which ranks hold the same parts; exactly one replica of each element is written to disk.
-    reduce: mesh axes over which the gradient is summed. A weight that is tied across stages has "pp" too.
+    alike: every rank that has a part of this one's model holds the whole parameter.
+    apart: the variant of the parameter, where its replicas differ from those of the model's other parameters.
+        "experts": other ranks hold other experts (see Mesh.experts). "tied": other stages of the pipeline hold it too.
+    reduce: mesh axes along which the gradient is summed beside its replicas.
     """
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    replicas: tuple[str, ...] = ("dp",)
-    reduce: tuple[str, ...] = ("dp",)
+    alike: bool = False
+    apart: str = ""
+    reduce: tuple[str, ...] = ()
 
     @classmethod
-    def replicated(cls, shape: tuple[int, ...], reduce: tuple[str, ...] = ("dp",)) -> Layout:
+    def replicated(cls, shape: tuple[int, ...], reduce: tuple[str, ...] = ()) -> Layout:
         """Returns the layout of a parameter that every rank holds whole."""
         whole = Box.whole(shape)
-        return cls(tuple(shape), (Part(whole, whole),), ("dp", "tp"), reduce)
+        return cls(tuple(shape), (Part(whole, whole),), alike=True, reduce=reduce)
 
     @classmethod
     def cut(cls, shape: tuple[int, ...], dim: int, stretches: Sequence[tuple[int, int]]) -> Layout:
@@ -154,38 +157,19 @@ class Layout:
     def within(self, dim: int, start: int, stop: int) -> Layout:
         """Returns the layout of the elements [start, stop) of `dim`, of which this layout holds all.
 
-        It serves a rank that has some of the experts, stacked along `dim`: the replicas are then the ranks along edp.
+        It serves a rank that has some of the experts, stacked along `dim`.
         """
         parts = []
         for part in self.parts:
             sizes, there = list(part.world.sizes), list(part.world.offsets)
             sizes[dim], there[dim] = stop - start, start
             parts.append(Part(Box(part.local.offsets, tuple(sizes)), Box(tuple(there), tuple(sizes))))
-        return replace(self, parts=tuple(parts), replicas=("edp",), reduce=("edp",))
-
-    @property
-    def apart(self) -> str:
-        """The variant of the parameter, where its replicas differ from those of the model's other parameters.
-
-        "experts": ranks along ep hold other experts (see Mesh.experts). "tied": other stages of the pipeline hold it
-        too. "": neither.
-        """
-        return "experts" if "edp" in self.reduce else "tied" if "pp" in self.reduce else ""
-
-    @property
-    def tied(self) -> Layout:
-        """This layout for a parameter that other stages hold too: gradients are also summed over pp."""
-        return replace(self, reduce=(*self.reduce, "pp"))
+        return replace(self, parts=tuple(parts), alike=False, apart="experts")
 
     @property
     def of_experts(self) -> bool:
         """True if ranks along ep hold other experts."""
         return self.apart == "experts"
-
-    @property
-    def alike(self) -> bool:
-        """True if every rank along tp (and ep) holds the whole parameter."""
-        return "tp" in self.replicas
 
     @property
     def own_shape(self) -> tuple[int, ...]:

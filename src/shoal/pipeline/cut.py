@@ -108,11 +108,14 @@ def _from_file(plan: Plan, parameters: dict[str, object], microbatches: int) -> 
     return schedule if schedule.microbatches == microbatches else schedule.of_first(microbatches)
 
 
-def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner:
-    """Removes from `built.module` the stages of other ranks; returns the runner of those that remain.
+def cut_into_stages(built: Built, plan: Plan, mesh: Mesh, world: World) -> Runner | None:
+    """Removes from `built.module` the stages of other ranks; returns the runner of those that remain, None where all
+    do.
 
     Raises UserError, on every rank alike, for a model that cannot be cut so.
     """
+    if plan.pp == 1:
+        return None
     one = schedule_of(plan, 1)
     units = units_of(built.module)
     stages = stages_of(units, one.stages, given_stages(plan))

@@ -9,7 +9,7 @@ any later stage, not only the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.module.stand_in import StandIn, Unseen
+from shoal.parallel.axis import Axis, Remembers
 from shoal.pipeline.captured_outputs import Taps, install
 from shoal.pipeline.units import Unit
 
@@ -29,13 +30,6 @@ class Left(BaseException):
 
     It is not an Exception, which a loss might catch.
     """
-
-
-class Remembers(Protocol):
-    """State that parts share besides their arguments, such as the number of tokens or the documents."""
-
-    def state(self) -> Any: ...
-    def recall(self, state: Any) -> None: ...
 
 
 class Forward(Protocol):
@@ -74,8 +68,8 @@ class Split:
         inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
         self._loose = {id(parameter) for parameter in built.module.parameters()} - inside
         self.tied, self.taps = _tied(built.module, units, stages, self._loose), Taps(units)
-        self.between: list[Remembers] = []  # sent from earlier parts to later ones
-        self.within: list[Remembers] = []  # set for a microbatch before its forward
+        self._carried: list[Remembers] = []  # sent from earlier parts to later ones
+        self._noted: list[Remembers] = []  # set for a microbatch before its forward
         self._forward: Forward | None = None
         self._stage = -1
         here = {
@@ -117,6 +111,12 @@ class Split:
             for key in module._buffers
         ]
 
+    def follow(self, axes: Iterable[Axis]) -> None:
+        """Brings the state of the other `axes` along with what travels between stages."""
+        for axis in axes:
+            self._carried += axis.carried
+            self._noted += axis.noted
+
     def names(self, stage: int) -> set[str]:
         """Returns the parameters that this rank has of `stage`, by their names in the module on this rank."""
         mine = {
@@ -130,16 +130,16 @@ class Split:
 
     def said(self) -> list[Any]:
         """Returns the state that parts leave for those that come after them."""
-        return [each.state() for each in self.between]
+        return [each.state() for each in self._carried]
 
     def hear(self, said: Sequence[Any]) -> None:
         """Restores the state `said` that earlier parts have left."""
-        for each, state in zip(self.between, said, strict=True):
+        for each, state in zip(self._carried, said, strict=True):
             each.recall(state)
 
     def remembered(self) -> Callable[[], None]:
         """Returns a function that restores, for a backward, the state of the forward that has just ended."""
-        states = [(each, each.state()) for each in (*self.between, *self.within)]
+        states = [(each, each.state()) for each in (*self._carried, *self._noted)]
 
         def recall() -> None:
             for each, state in states:

@@ -41,7 +41,7 @@ def _record(built: Built, subject: Subject) -> Recording:
     place = Mesh(subject.plan, subject.rank, subject.plan.size).rank("pp")
     with prepared(built, subject) as ready:
         parameters, stages = ready.parameters, None
-        if subject.plan.pp > 1:
+        if subject.plan.pipelined:
             stages = OwnStages(ready, built, subject.plan, place)
             stages.learn(partial(_loss, ready, subject))
             names = stages.names
@@ -93,8 +93,9 @@ def _loss(ready: Prepared, subject: Subject) -> Tensor:
     """Computes the loss of a microbatch, with what is added to it."""
     batch = {key: empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
     ready.local.randomness.begin(0, range(subject.microbatch))
-    context = ready.local.parted.context
-    sums = call_loss(subject.loss, ready.local.module, batch if context is None else context.cut(batch))
+    for axis in ready.local.axes:
+        batch = axis.take(batch)
+    sums = call_loss(subject.loss, ready.local.module, batch)
     return sum(sums.aux.values(), sums.total)
 
 

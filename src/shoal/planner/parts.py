@@ -64,7 +64,7 @@ class _Call:
 def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, device: torch.device) -> list[Part]:
     """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises
     UserError for a model that cannot be cut or run."""
-    if measured and is_accelerator(device) and subject.plan.tp * subject.plan.cp * subject.plan.ep > 1:
+    if measured and is_accelerator(device) and subject.plan.forwards_meet:
         raise UserError(
             'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take '
             '"counted"'
@@ -206,7 +206,7 @@ def _resting(ready: Prepared, unit: Unit, subject: Subject, optimizer: Optimizer
     own = tuple(each for each in ready.parameters if each[0] in names)
     if not own:
         return 0
-    alone = Recording(ready.whole, own, tuple(ready.options), 0, (), stages=((0, 0),) if subject.plan.pp > 1 else ())
+    alone = Recording(ready.whole, own, tuple(ready.options), 0, (), stages=((0, 0),) if subject.plan.pipelined else ())
     need = predict(alone, optimizer, subject.plan, subject.precision, Machine(0, 0), 1).need
     return sum(row.nbytes for row in need.rows if row.phase == "always")
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from shoal.assembly.compatibility import check_exchange
 from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
-from shoal.exchange.choose import check_exchange
 from shoal.exchange.tuning import given_chunk_bytes
 from shoal.optim.groups import OptimizerFactory
 from shoal.plan import Plan, option_name
@@ -84,13 +84,13 @@ def predict(
     """Of the first rank. Raises UserError, as the engine would, for what does not go together."""
     exchange = check_exchange(plan, precision.keep)
     limit, chunk = _limits(plan, machine)
-    together = (plan.shard or plan.dp) * plan.cp if plan.zero else 1
+    together = plan.copy_size if plan.zero else 1
     with_experts = max(1, together // plan.ep)
     place = Place(
         0,
         together,
         machine.ranks,
-        machine.ranks * plan.pp == plan.size,
+        machine.ranks == plan.stage_size,
         machine.device is not None,
         limit,
         with_experts,

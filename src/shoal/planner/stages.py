@@ -26,8 +26,7 @@ class OwnStages:
         one, units = schedule_of(plan, 1), units_of(built.module)
         self._ready, self._number, self._own = ready, one.stages, one.stages_of(place)
         self._split = Split(built, units, stages_of(units, one.stages, given_stages(plan)), range(one.stages))
-        self._split.between = [] if ready.local.parted.region is None else [ready.local.parted.region]
-        self._split.within = [] if ready.local.parted.context is None else [ready.local.parted.context]
+        self._split.follow(ready.local.parted.axes)
         self._routes = Routes()
         self.kept: dict[int, int] = {}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,16 +39,13 @@ class Answer:
 
 
 class Ballot:
-    """Adds up over partners, then over the stages of a pipeline.
+    """Adds up over partners, then over the ranks that have other parts of the model.
 
-    - `tied`: the parameters that stages share
-    - `told`: the stages have told each other their totals already, and count no experts here
+    - `told`: these have told each other their totals already, and count no experts here
     """
 
-    def __init__(
-        self, forward: Forward, groups: StepGroups, hooks: UserHooks, tied: Sequence[str] = (), told: bool = False
-    ) -> None:
-        self._groups, self._hooks, self._tied, self._told = groups, hooks, sorted(tied), told
+    def __init__(self, forward: Forward, groups: StepGroups, hooks: UserHooks, told: bool = False) -> None:
+        self._groups, self._hooks, self._told = groups, hooks, told
         self._effects, self._device = forward.effects, forward.randomness.device
         self._streams = forward.streams
 
@@ -63,7 +61,7 @@ class Ballot:
         experts = [] if tally is None else [tally.row()]
         if self._groups.partners.size == 1 or alone:
             untouched = [name for name, seen in reduced.touched.items() if not seen]
-            return self._over_stages(totals, reduced.squares, untouched, reduced, experts)
+            return self._over_axes(totals, reduced.squares, untouched, reduced, experts)
         effects, touched = self._effects, list(reduced.touched.values())
         flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
         flags = to_device(flags, self._device)
@@ -81,7 +79,7 @@ class Ballot:
         untouched = []
         if not all(touched):
             untouched = [name for name, ranks in zip(reduced.touched, flags.tolist(), strict=False) if ranks == 0]
-        return self._over_stages(totals, squares, untouched, reduced, experts)
+        return self._over_axes(totals, squares, untouched, reduced, experts)
 
     def _merge_buffers(self, flags: Tensor, ran: int, after: int) -> None:
         """Makes buffers equal that a rank has changed, where `flags` say so; new rules are told first."""
@@ -91,27 +89,18 @@ class Ballot:
                 buffers.agree(partners.all_gather_object(buffers.rules), partners.size, self._streams)
             buffers.merge(partners, ran, after, self._streams == 1)
 
-    def _over_stages(
+    def _over_axes(
         self, totals: Tensor, squares: Tensor, untouched: list[str], reduced: Reduced, experts: list[Tensor]
     ) -> Answer:
-        """Adds what other stages bring: the last one alone has seen the loss, and each counts its own experts."""
-        tally, pp = None if self._told else self._effects.experts, self._groups.pp
-        if pp is not None and not self._told:
-            told = pp.all_reduce(torch.cat([totals, *experts]), purpose="ballot")
-            totals, *experts = told.split([len(totals), *map(len, experts)])
+        """Adds what ranks with other parts of the model bring: not all of them have seen the loss, or the same
+        experts."""
+        tally = None if self._told else self._effects.experts
+        for axis in self._groups.axes:
+            if not self._told:
+                totals, *experts = axis.add_sums([totals, *experts], "ballot")
+            untouched = axis.untouched(untouched, reduced.touched)
         counted = () if tally is None else tally.read(*experts)
-        squares = self._groups.squared_norm(squares)
-        return Answer(totals, squares, self._untouched_anywhere(untouched, reduced), counted)
-
-    def _untouched_anywhere(self, untouched: list[str], reduced: Reduced) -> list[str]:
-        """Leaves out parameters that a stage which shares them has touched: all that have one update it alike."""
-        pp = self._groups.pp
-        if pp is None or not self._tied:
-            return untouched
-        touched = [name in reduced.touched and name not in untouched for name in self._tied]
-        flags = pp.all_reduce(torch.tensor(touched, dtype=torch.int32, device=self._device), "max", purpose="ballot")
-        elsewhere = {name for name, flag in zip(self._tied, flags.tolist(), strict=True) if flag}
-        return [name for name in untouched if name not in elsewhere]
+        return Answer(totals, self._groups.squared_norm(squares), untouched, counted)
 
 
 def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, alone: bool) -> None:
@@ -123,11 +112,16 @@ def agree(totals: Totals, effects: Effects, groups: StepGroups, streams: int, al
     totals.agreed = True
     names, buffers = totals.names, effects.buffers
     rules = everywhere = [buffers.rules]
-    for group in (groups.partners, groups.pp):
-        if group is not None and group.size > 1:
-            told = group.all_gather_object((names, everywhere))
-            names = next((each for each, _ in told if each is not None), None)
-            everywhere = [each for _, theirs in told for each in theirs]
-            rules = everywhere if group is groups.partners else rules
+    if groups.partners.size > 1:
+        names, everywhere = _merged(groups.partners.all_gather_object((names, everywhere)))
+        rules = everywhere
+    for axis in groups.axes:
+        names, everywhere = _merged(axis.gather_seen((names, everywhere)))
     buffers.agree(rules, 1 if alone else groups.partners.size, streams, everywhere)
     totals.learn(names)
+
+
+def _merged(told: Sequence[tuple[Any, list[Any]]]) -> tuple[Any, list[Any]]:
+    """Merges what ranks have told: the names that the first of them knows, and the rules of all."""
+    names = next((each for each, _ in told if each is not None), None)
+    return names, [each for _, theirs in told for each in theirs]

@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.device import is_accelerator
 from shoal.errors import TrainingError
 from shoal.exchange import Holds
+from shoal.parallel.axis import in_order
 from shoal.training.clip import Clipped
 from shoal.training.forward import Forward
 from shoal.training.reduce import Reduce
@@ -120,14 +121,13 @@ class Commit:
     def _of_all_owners(self, names: list[str]) -> list[str]:
         """Adds the names that other owners of a cut model, or of cut chunks, have found: in the module's order, stage
         by stage."""
-        groups = self._groups
+        groups, order = self._groups, self._trained.parameters
         if groups is None:
             return names
+        told = [names]
         if any(chunk.is_cut or chunk.spec.variant for chunk in self._trained.algorithm.replica.chunks):
-            names = [name for theirs in groups.partners.all_gather_object(names) for name in theirs]
-        if groups.tp is not None:
-            names = [name for theirs in groups.tp.all_gather_object(names) for name in theirs]
-        found = set(names)
-        names = [name for name in self._trained.parameters if name in found]
-        stages = [names] if groups.pp is None else groups.pp.all_gather_object(names)
-        return list(dict.fromkeys(name for each in stages for name in each))
+            told = groups.partners.all_gather_object(names)
+        names = in_order(told, order)
+        for axis in groups.axes:
+            names = axis.gather_names(names, order)
+        return names

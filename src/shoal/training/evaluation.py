@@ -101,8 +101,8 @@ def evaluate(
     finally:
         forward.module.train()
     totals = group.all_reduce(measured.totals, purpose="evaluation")
-    if pipeline is not None:
-        totals = pipeline.group.all_reduce(totals, purpose="evaluation")
+    for axis in forward.axes:
+        (totals,) = axis.add_sums([totals], "evaluation")
     sums, counted = totals.tolist()[::2], totals.tolist()[1::2]
     if 0 in counted:
         raise UserError("the evaluation set has nothing to count: every label is ignored, or it is empty")

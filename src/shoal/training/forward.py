@@ -3,6 +3,7 @@ dry run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,17 +13,13 @@ from torch import Tensor, nn
 from shoal.chunks import Passing
 from shoal.comm.ledger import Ledger
 from shoal.data import Batch
-from shoal.errors import UserError
 from shoal.exchange.rows import ByRows, as_rows
 from shoal.module.compiling import branching
 from shoal.module.random import Randomness, keyed_functional
-from shoal.parallel.context import Context
+from shoal.parallel.axis import Axis
 from shoal.training.effects import Effects
 from shoal.training.loss import Loss, Sums, call_loss
 from shoal.training.resident import Resident
-
-OF_ALL_TOKENS = frozenset({"router", "router_z"})
-"""Auxiliary losses that routers compute of all tokens of a microbatch, wherever they are."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Forward:
 
     - `randomness`: what is drawn, and with it the device
     - `effects`: what forwards in training mode change
-    - `context`: the ranks that share each microbatch's tokens (plan.cp)
+    - `axes`: those along which there are several ranks, who may share a microbatch
     - `embeddings`: those whose gradients are added up by rows
     - `gather`: brings weights that are whole only while they are used
     """
@@ -41,19 +38,19 @@ class Forward:
     randomness: Randomness
     ledger: Ledger
     effects: Effects
-    context: Context | None = None
+    axes: Sequence[Axis] = ()
     embeddings: Sequence[ByRows] = ()
     gather: Passing | Resident = field(default_factory=Resident)
 
     @property
     def is_keyed(self) -> bool:
         """Whether functional calls are stood in for, to draw by key or to attend to other ranks' tokens."""
-        return self.randomness.keyed or self.context is not None
+        return self.randomness.keyed or self.randomness.attend is not None
 
     @property
     def streams(self) -> int:
         """The number of ranks that share each row."""
-        return 1 if self.context is None else self.context.size
+        return math.prod(axis.streams for axis in self.axes)
 
     def load(self, batch: Batch, ids: Sequence[int]) -> dict[str, Tensor]:
         """Loads the samples `ids` onto the device; none of them as a batch of zero samples."""
@@ -64,7 +61,9 @@ class Forward:
     def place(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Puts loaded samples on the device: this rank's tokens of each row."""
         microbatch = {key: value.to(self.randomness.device, non_blocking=True) for key, value in loaded.items()}
-        return microbatch if self.context is None else self.context.cut(microbatch)
+        for axis in self.axes:
+            microbatch = axis.take(microbatch)
+        return microbatch
 
     @contextmanager
     def rows(self) -> Iterator[None]:
@@ -72,8 +71,8 @@ class Forward:
         try:
             yield
         finally:
-            if self.context is not None:
-                self.context.close()
+            for axis in self.axes:
+                axis.end()
 
     @contextmanager
     def keyed(self) -> Iterator[None]:
@@ -95,8 +94,8 @@ class Forward:
     def sums(self, microbatch: Mapping[str, Tensor]) -> Sums:
         """Runs the loss on a microbatch that was placed."""
         sums = call_loss(self.loss, self.module, microbatch)
-        if self.context is not None:
-            self.context.attended()
+        for axis in self.axes:
+            axis.ran()
         return sums
 
     def train(self, microbatch: Mapping[str, Tensor]) -> Sums:
@@ -104,14 +103,6 @@ class Forward:
         with self.ledger.span("compute", "forward"), as_rows(self.embeddings), self.effects.buffers.watching() as gave:
             sums = self.sums(microbatch)
             gave((sums.total, sums.count, sums.aux))
-        if (
-            self.context is not None
-            and sums.aux
-            and not (self.effects.routes_all_tokens and sums.aux.keys() <= OF_ALL_TOKENS)
-        ):
-            raise UserError(
-                f"plan.cp = {self.context.size} with the auxiliary losses {tuple(sums.aux)}: they are means over all "
-                f"tokens "
-                "of a microbatch, of which each rank has a part"
-            )
+        for axis in self.axes:
+            axis.check_auxiliary(sums.aux, self.effects.routes_all_tokens)
         return sums

@@ -32,12 +32,8 @@ from shoal.comm import Group, Lane
 from shoal.data import Batch
 from shoal.errors import UserError
 from shoal.exchange import Holds
-from shoal.module.batchnorm import has_batch_statistics
-from shoal.parallel.parallelized import Parted
 from shoal.pipeline import Action, Endless
 from shoal.pipeline import Runner as Pipeline
-from shoal.plan import Plan, option_name
-from shoal.precision import Precision
 from shoal.training.ballot import Ballot, agree
 from shoal.training.clip import Clip, ClipSettings
 from shoal.training.commit import Commit
@@ -67,27 +63,6 @@ class Delays:
     telling: Sequence[Group]
 
 
-def check_unflushed(plan: Plan, precision: Precision, parted: Parted, replicas: int, sync_bn: bool, tied: bool) -> None:
-    """Raises UserError for what does not go with a schedule without a flush. `tied`: stages share weights."""
-    name = option_name(plan.schedule, "schedule")
-    each = name == "pipedream"
-    reasons = {
-        "plan.zero = 2 keeps no whole gradient": plan.zero >= 2,
-        "ranks that send each other tokens (plan.ep) run their forwards together": plan.ep > 1,
-        "routers that balance by a bias (balance_rate) follow the counts at the end of a step": parted.moves_biases,
-        "sync_bn, and BatchNorm on several replicas, agree at the end of a step": sync_bn
-        or (replicas > 1 and has_batch_statistics(parted.built.module)),
-        f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
-        "its stages update at different times, and the loss scale is of all": each and precision.scaling is not None,
-        "its stages update at different times, and some of them share weights": each and tied,
-    }
-    why = next((reason for reason, so in reasons.items() if so), None)
-    if why is not None:
-        raise UserError(
-            f'plan.schedule = "{name}" has no flush: {why}. Take one with a flush, such as 1f1b, or leave that out'
-        )
-
-
 class NoFlushRunner:
     """Runs steps of a schedule without a flush; parameters as of StepRunner."""
 
@@ -108,8 +83,9 @@ class NoFlushRunner:
         self._totals = Totals(device, trained.scale, pipeline.is_last)
         self._reduce = ReduceAside(forward, trained, self._totals)
         self._staged = Staged(forward, self._totals, self._reduce, pipeline)
-        agreeing = groups if delays.together else replace(groups, pp=None)
-        self._ballot = Ballot(forward, agreeing, trained.hooks, tuple(pipeline.tied), told=True)
+        inside = [axis for axis in groups.axes if not axis.cuts_layers]
+        agreeing = groups if delays.together else replace(groups, axes=inside)
+        self._ballot = Ballot(forward, agreeing, trained.hooks, told=True)
         self._clip = Clip(clipping, agreeing, trained.algorithm, device)
         self._commit = Commit(forward, trained, self._reduce, groups if delays.together else None)
         self._order = Endless(pipeline.own[-1], pipeline.behind, 1 if delays.together else pipeline.behind)
@@ -162,9 +138,8 @@ class NoFlushRunner:
     def close(self) -> None:
         """Ends what goes on beside the steps; steps under way are lost, but not the results that were given."""
         self._results.close()
-        for group in (self._groups.tp, self._groups.pp, *self._delays.telling):
-            if group is not None:  # another stage may have closed before it came there
-                group.close()
+        for group in (*(axis.group for axis in self._groups.axes), *self._delays.telling):
+            group.close()  # another stage may have closed before it came there
         self._ballots.close()
 
     def _forwards(self, batch: Batch) -> Step:

@@ -10,26 +10,13 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.errors import UserError
+from shoal.parallel.axis import together
 from shoal.parallel.layout import Layout
-from shoal.plan import Plan, option_name
 from shoal.training.setup import StepGroups
 
 ClipRule = Callable[[Mapping[str, float]], float | Mapping[str, float]]
 """Takes the norms of all gradients by name, in the unit of the mean and the same on every rank, and gives a factor for
 all of them, or factors by name (1 where there is none)."""
-
-
-def check_by_name(what: str, plan: Plan, unflushed: bool, sums: bool) -> None:
-    """UserError where gradients by name, which `what` wants, are not the same on all ranks. `sums`: the exchange
-    leaves the group's sum or mean."""
-    exchange, schedule = option_name(plan.exchange, "exchange"), option_name(plan.schedule, "schedule")
-    reasons = {
-        f'plan.exchange = "{exchange}" leaves each replica a gradient of its own': not sums,
-        f"plan.ep = {plan.ep} leaves experts to some of the ranks": plan.ep > 1,
-        f'plan.schedule = "{schedule}" has no flush, and its stages update by themselves': unflushed,
-    }
-    if (why := next((why for why, so in reasons.items() if so), None)) is not None:
-        raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
 
 
 def norms_by_name(
@@ -43,25 +30,11 @@ def norms_by_name(
         slots = [] if chunk.copy_number else chunk.owned.slots  # one of those who keep the same stretch counts it
         sums = [slot.view(chunk.owned.gradient).double().square().sum() for slot in slots]
         squares.update(zip((slot.name for slot in slots), torch.stack(sums).tolist() if sums else [], strict=True))
-    squares = _together(groups.partners.all_gather_object(squares), cut)
-    if groups.tp is not None:
-        squares = _together(groups.tp.all_gather_object(squares), {name for name in squares if not layouts[name].alike})
-    squares = {name: squares[name] for name in layouts if name in squares}
-    if groups.pp is not None:
-        squares = _together(groups.pp.all_gather_object(squares), set())
-    return {name: math.sqrt(value) * unit for name, value in squares.items()}
-
-
-def _together(told: Sequence[Mapping[str, float]], summed: set[str]) -> dict[str, float]:
-    """What the ranks know of each name: the sum of those `summed`, of others what the first has that knows it."""
-    found: dict[str, float] = {}
-    for theirs in told:
-        for name, value in theirs.items():
-            if name not in found:
-                found[name] = value
-            elif name in summed:
-                found[name] += value
-    return found
+    told = together(groups.partners.all_gather_object(squares), cut)
+    found: Mapping[str, float] = {name: told[name] for name in layouts if name in told}
+    for axis in groups.axes:
+        found = axis.gather_squares(found, layouts)
+    return {name: math.sqrt(value) * unit for name, value in found.items()}
 
 
 def by_layer(norms: Mapping[str, float]) -> dict[str, float]:

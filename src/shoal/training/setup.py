@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from shoal.comm import Group
 from shoal.exchange import Algorithm
 from shoal.exchange.hooks import UserHooks
 from shoal.optim.optimizer import ChunkOptimizer
+from shoal.parallel.axis import Axis
 from shoal.precision import LossScale
 
 
@@ -22,20 +23,17 @@ class StepGroups:
 
     - `replicas`: the ranks among whom samples, and tokens of a row, are shared out
     - `partners`: those of them that update together
-    - `tp`: the ranks with other parts of these parameters; None where there is but one
-    - `pp`: the ranks with other stages; None where there is one, or where they do not speak with each other
+    - `axes`: those along which ranks with other parts of the model speak with each other
     """
 
     replicas: Group
     partners: Group
-    tp: Group | None = None
-    pp: Group | None = None
+    axes: Sequence[Axis] = ()
 
     def squared_norm(self, squares: Tensor) -> Tensor:
         """Gives the squared norm of the whole model's gradient, from the exact sum over what is here of it."""
-        for group in (self.tp, self.pp):
-            if group is not None:
-                squares = group.all_reduce(squares, purpose="norm")
+        for axis in self.axes:
+            squares = axis.add_squares(squares)
         return value_of(squares)
 
 

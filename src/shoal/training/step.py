@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
@@ -47,13 +48,14 @@ class StepRunner:
         self.forward, self.dealing = forward, dealing
         self._effects, self._groups, self._trained = forward.effects, groups, trained
         device = forward.randomness.device
-        self._totals = Totals(device, trained.scale, pipeline is None or pipeline.is_last)
-        self._reduce = Reduce(forward, trained, self._totals, 1 if pipeline is None else pipeline.rounds)
+        self._totals = Totals(device, trained.scale, all(axis.sees_loss for axis in groups.axes))
+        self._reduce = Reduce(forward, trained, self._totals, math.prod(axis.rounds for axis in groups.axes))
         self._local = Local(forward, self._totals, self._reduce, trained.hooks)
-        lockstep = groups.replicas if dealing.lockstep else None
-        staged = None if pipeline is None else Staged(forward, self._totals, self._reduce, pipeline, lockstep)
-        self._accumulate: Local | Staged = staged or self._local
-        self._ballot = Ballot(forward, groups, trained.hooks, () if pipeline is None else tuple(pipeline.tied))
+        self._accumulate: Local | Staged = self._local
+        if pipeline is not None:
+            lockstep = groups.replicas if dealing.lockstep else None
+            self._accumulate = Staged(forward, self._totals, self._reduce, pipeline, lockstep)
+        self._ballot = Ballot(forward, groups, trained.hooks)
         self._clip = Clip(clipping, groups, trained.algorithm, device)
         self._commit = Commit(forward, trained, self._reduce, groups)
         self.gradients: list[Tensor] = []

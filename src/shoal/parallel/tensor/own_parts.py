@@ -41,7 +41,7 @@ class OwnParts:
     def replace(self, axes: tuple[str, ...]) -> dict[str, Layout]:
         """Replaces the built parameters by ones of this rank's shapes; returns all layouts, by first name.
 
-        axes: over which the gradients of parameters that are not cut are summed
+        axes: along which the gradients of parameters that are not cut are summed, beside their replicas
         """
         layouts: dict[str, Layout] = {}
         for name, parameter in list(self._module.named_parameters(remove_duplicate=False)):

@@ -101,7 +101,7 @@ class _Slicing:
         kinds |= {name: "experts" for name in self._mixtures if name in kinds}
         before = {name: _weight(module) for name, module in modules}
         # in sequence parallel a replicated parameter sees only this rank's tokens: gradients are summed over tp too
-        built, layouts = self._own.built(), self._own.replace(("dp", "tp") if self._region.sequence else ("dp",))
+        built, layouts = self._own.built(), self._own.replace(("tp",) if self._region.sequence else ())
         layers = [
             CutLayer(name, kinds[name], before[name], _weight(module))
             for name, module in modules

@@ -1,0 +1,61 @@
+"""Tensor parallelism as an axis: ranks have parts of the same matrices, and see the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from shoal.comm import World
+from shoal.mesh import Mesh
+from shoal.module.build import Built
+from shoal.parallel.axis import Axis, Remembers, in_order, together
+from shoal.parallel.expert import Spread
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.overlap import TokenRing
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.rules import Rules, rules_for
+from shoal.parallel.tensor.slicing import Sliced, cut_among
+
+
+class TensorParallel(Axis):
+    """Cuts the layers of `module`, by its rules with those that the user has `given` over them.
+
+    region: the way into what ranks compute in parts, and out of it
+    rules: the kind of each layer that is known
+    """
+
+    name = "tp"
+    cuts_matrices = True
+
+    def __init__(self, mesh: Mesh, world: World, module: nn.Module, given: Rules | None) -> None:
+        super().__init__(mesh, world)
+        ring = TokenRing(self.group, self._lane()) if self.size > 1 else None
+        self.region = Region(self.group, partial(world.group, "tp-sharers"), ring)
+        self.rules: Rules = dict(rules_for(module, given)) if self.size > 1 else {}
+        self.carried: Sequence[Remembers] = [self.region]
+
+    def cut(self, built: Built, spread: Spread | None, experts: Sequence[str], elsewhere: Collection[str]) -> Sliced:
+        """Cuts the module of `built` (see `cut_among`, also for experts, which ranks along another axis may share)."""
+        sliced = cut_among(built, self.region, self.rules, spread, experts, elsewhere)
+        self.shares_tokens = self.region.sequence
+        self.sums_gradients = any(self.name in layout.reduce for layout in sliced.layouts.values())
+        return sliced
+
+    def why_no_hook(self, layout: Layout | None) -> str | None:
+        if layout is not None and not layout.alike:
+            return f"plan.tp = {self.size}: each rank has a part of it"
+        if layout is not None and self.name in layout.reduce:
+            return f"plan.tp = {self.size}: each rank has the gradient of its tokens alone"
+        return None
+
+    def add_squares(self, squares: Tensor) -> Tensor:
+        return self.group.all_reduce(squares, purpose="norm")
+
+    def gather_names(self, names: list[str], order: Iterable[str]) -> list[str]:
+        return in_order(self.group.all_gather_object(names), order)
+
+    def gather_squares(self, squares: Mapping[str, float], layouts: Mapping[str, Layout]) -> Mapping[str, float]:
+        cut = {name for name in squares if not layouts[name].alike}
+        return together(self.group.all_gather_object(dict(squares)), cut)
