@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from shoal.errors import UserError, did_you_mean
@@ -148,14 +148,34 @@ class Plan:
         but recompute, ZeRO and `memory` depends on these."""
         return self.tp, self.cp, self.ep, self.context, self.pp, self.schedule, self.stages
 
+    def changed(self, change: Mapping[str, Any], ranks: int) -> Plan:
+        """Returns this plan with the fields of `change`. Without dp among them, that is what the other degrees leave of
+        the ranks; what only makes sense beside a value that changes goes with it. Raises UserError for an unknown
+        field."""
+        self._known(change)
+        given = {"dp": 1, **change}
+        if given.get("zero") == 0:
+            given.setdefault("shard", None)
+        if given.get("pp") == 1:
+            given.setdefault("stages", None)
+        if "dp" not in change:
+            others = replace(self, **(given | {"ep": 1, "shard": None}))
+            given["dp"] = max(1, ranks // others.size)
+        return replace(self, **given)
+
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Plan:
         """Makes a plan from a TOML or JSON table. Raises UserError for an unknown key, naming the closest known one."""
+        cls._known(table)
+        return cls(**table)
+
+    @classmethod
+    def _known(cls, table: Mapping[str, Any]) -> None:
+        """Raises UserError for a key that is no field."""
         known = [field.name for field in fields(cls)]
         for key in table:
             if key not in known:
                 raise UserError(f'plan has no field "{key}".{did_you_mean(key, known)} Fields: {", ".join(known)}')
-        return cls(**table)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that differ from the defaults, for `from_dict` to read back."""

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError
 from shoal.jobs.config import Job
 from shoal.mesh import Mesh
 from shoal.plan import Plan
 
 
 def changed(plan: Plan, change: Mapping[str, Any], ranks: int) -> Plan:
-    """Returns `plan` with the fields of `change`. Without dp among them, that is what the other degrees leave of the
-    ranks. Raises UserError for an unknown field, and where the plan needs another number of ranks."""
-    known = [field.name for field in fields(Plan)]
-    for key in change:
-        if key not in known:
-            raise UserError(f'plan has no field "{key}".{did_you_mean(key, known)} Fields: {", ".join(known)}')
-    given = {"dp": 1, **change}
-    if plan.shard is not None and given.get("zero") == 0:
-        given.setdefault("shard", None)
-    if given.get("pp") == 1:
-        given.setdefault("stages", None)
-    if "dp" not in change:
-        given["dp"] = max(1, ranks // replace(plan, **(given | {"ep": 1, "shard": None})).size)
-    new = replace(plan, **given)
+    """Returns `plan` with the fields of `change` (see Plan.changed). Raises UserError where it then needs another
+    number of ranks."""
+    new = plan.changed(change, ranks)
     Mesh(new, 0, ranks)  # refuses a plan that does not fit
     return new
 
