@@ -141,12 +141,12 @@ def test_groups_of_an_axis_part_the_ranks(degrees, data):
             assert meshes[0].at(mesh_rank) == {axis: mesh.rank(axis) for axis in {*AXES, *EXPERT_AXES}}
 
 
-def test_roles_are_named_after_the_axes_that_have_several_ranks():
+def test_groups_of_peers_are_named_after_the_axes_that_have_several_ranks():
     whole, flat = spread(5, dp=2, cp=2, tp=2), spread(1, dp=4)
-    assert whole.role("replicas") == ("dp-cp", [1, 3, 5, 7]) and whole.role("parts") == ("tp", [4, 5])
-    assert whole.role("stage") == ("dp-cp-tp", list(range(8))) and whole.role("stages") == ("pp", [5])
-    assert flat.role("stage") == flat.role("replicas") == ("dp", [0, 1, 2, 3])
-    assert spread(0, cp=2).role("replicas") == ("dp-cp", [0, 1])  # not the group of the axis cp itself
+    assert whole.peers("replicas") == ("dp-cp", [1, 3, 5, 7]) and whole.peers("parts") == ("tp", [4, 5])
+    assert whole.peers("stage") == ("dp-cp-tp", list(range(8))) and whole.peers("stages") == ("pp", [5])
+    assert flat.peers("stage") == flat.peers("replicas") == ("dp", [0, 1, 2, 3])
+    assert spread(0, cp=2).peers("replicas") == ("dp-cp", [0, 1])  # not the group of the axis cp itself
 
 
 def test_a_plan_answers_with_a_meaning():

@@ -23,7 +23,7 @@ EXPERT_AXES = ("pp", "edp", "ep", "tp")
 them."""
 
 
-ROLES = {
+PEERS = {
     "samples": ("dp",),
     "replicas": ("dp", "cp"),
     "parts": ("tp",),
@@ -31,7 +31,7 @@ ROLES = {
     "stage": ("dp", "cp", "tp"),
     "stages": ("pp",),
 }
-"""The axes along which ranks differ who are to each other what the name says.
+"""The axes along which ranks differ that are peers of a kind.
 
 - samples: they have other samples, of the same weights
 - replicas: they have other samples or other tokens, of the same weights
@@ -91,10 +91,10 @@ class Mesh:
                 rest, found[axis] = divmod(rest, size)
         return found
 
-    def role(self, role: str) -> tuple[str, list[int]]:
-        """Returns the ranks that are to this one what `role` says (see ROLES), and a name for their group: its axes,
+    def peers(self, kind: str) -> tuple[str, list[int]]:
+        """Returns this rank's peers of a kind (see PEERS), itself included, and a name for their group: its axes,
         without last ones of one rank."""
-        axes = ROLES[role]
+        axes = PEERS[kind]
         shown = list(axes)
         while len(shown) > 1 and self.size(shown[-1]) == 1:
             shown.pop()

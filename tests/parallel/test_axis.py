@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.chunks import sum_of_squares
 from shoal.comm import World
 from shoal.mesh import Mesh
 from shoal.parallel.axis import Axis, in_order, together
 from shoal.parallel.layout import Layout
 from shoal.plan import Plan
-from shoal.training.setup import StepGroups
 
 pytestmark = pytest.mark.fast
 
@@ -29,8 +27,7 @@ def test_an_axis_leaves_everything_as_it_is() -> None:
     assert axis.take(batch) is batch and axis.relaid(layouts) is layouts and not axis.variants and not axis.tied
     assert axis.why_no_hook(layouts["w"]) is None and axis.untouched(["w"], ["w"]) == ["w"]
     assert axis.gather_names(["w"], []) == ["w"] and axis.gather_seen(None) == [None]
-    squares = sum_of_squares([torch.tensor([1.0, 2.0])], torch.device("cpu"))
-    assert StepGroups(axis.group, axis.group, [axis]).squared_norm(squares) == 5.0
+    assert axis.add_squares(batch["input_ids"]) is batch["input_ids"]
     assert axis.beside("ballot").group.name == "dp-ballot" and axis.group.name == "dp"
     axis.close()
 

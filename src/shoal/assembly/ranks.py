@@ -36,11 +36,6 @@ class Ranks:
     stage: Group
     everyone: Group
 
-    @property
-    def tp(self) -> Group:
-        """The group `parts`."""
-        return self.parts
-
     def leave(self) -> None:
         """Ends the use of the groups, which the next engine may have."""
         self.world.give_back(ENGINE, self.number)
@@ -49,10 +44,10 @@ class Ranks:
         """Returns a group of the same ranks that no other engine has that lives now."""
         return self.world.group(_numbered(group.name, self.number), group.ranks)
 
-    def group(self, role: str, name: str) -> Group:
-        """Makes a further group of the ranks with a role (see mesh.ROLES)."""
-        axes, those = self.mesh.role(role)
-        return self.world.group(_numbered(f"{axes}-{name}", self.number), those)
+    def group(self, kind: str, name: str) -> Group:
+        """Makes a further group of this rank's peers of a kind (see mesh.PEERS)."""
+        axes, peers = self.mesh.peers(kind)
+        return self.world.group(_numbered(f"{axes}-{name}", self.number), peers)
 
     def among(self, group: Group, name: str, places: Sequence[int]) -> Group:
         """A further group of some of the ranks of `group`, by their places in it."""
@@ -62,8 +57,8 @@ class Ranks:
 def ranks(plan: Plan, world: World) -> Ranks:
     """Meets the other ranks. Raises UserError where `plan` is for another number of them; all ranks call it alike."""
     mesh, serial, number = Mesh(plan, world.rank, world.size), world.serial(ENGINE), world.take(ENGINE)
-    roles = map(mesh.role, ("replicas", "parts", "stages", "stage"))
-    replicas, parts, stages, stage = (world.group(_numbered(name, number), those) for name, those in roles)
+    found = map(mesh.peers, ("replicas", "parts", "stages", "stage"))
+    replicas, parts, stages, stage = (world.group(_numbered(name, number), peers) for name, peers in found)
     everyone = stage if stages.size == 1 else world.everyone
     return Ranks(plan, world, mesh, serial, number, replicas, parts, stages, stage, everyone)
 

@@ -225,7 +225,7 @@ class Running:
         ranks, runner = self._local.ranks, self._trainer.runner
         experts = self._local.parted.experts or ranks.replicas
         groups = {
-            name: experts if layout.of_experts else ranks.stage if "tp" in layout.reduce else ranks.replicas
+            name: experts if layout.of_experts else ranks.stage if layout.reduce else ranks.replicas
             for name, layout in self.layouts.items()
         }
         return Objective(runner.forward, runner.dealing, batch, ranks.replicas, groups)

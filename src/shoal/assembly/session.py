@@ -16,7 +16,7 @@ def session(assembled: Assembled, closing: ExitStack) -> Session:
     local, memory, trainer, recipe = assembled.local, assembled.memory, assembled.trainer, assembled.recipe
     ranks, parted = local.ranks, local.parted
     members = Members(
-        ranks.replicas, ranks.tp, ranks.stage, local.across, ranks.everyone, parted.experts, parted.beside
+        ranks.replicas, ranks.parts, ranks.stage, local.across, ranks.everyone, parted.experts, parted.beside
     )
     state = State(
         local.module,
@@ -35,7 +35,7 @@ def session(assembled: Assembled, closing: ExitStack) -> Session:
 
 def standing(local: Local) -> WriterRole:
     """Who this rank is for a checkpoint."""
-    mine, parts = local.ranks.replicas, {"experts": local.parted.beside, "tied": local.ranks.tp}
+    mine, parts = local.ranks.replicas, {"experts": local.parted.beside, "tied": local.ranks.parts}
     apart = {
         kind: WriterRole(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
         for kind, group in local.apart.items()
@@ -43,5 +43,5 @@ def standing(local: Local) -> WriterRole:
     silent = frozenset[str]()
     if local.pipeline is not None and not local.pipeline.is_last:
         silent = frozenset(f"buffer.{name}" for name in local.pipeline.split.common_buffers)
-    tp = local.ranks.tp
+    tp = local.ranks.parts
     return WriterRole(local.layouts, mine.rank, mine.size, tp.rank, tp.size, apart, silent)

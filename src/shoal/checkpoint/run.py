@@ -44,21 +44,21 @@ class Members:
     """The groups over which this rank's part of the state is assembled.
 
     replicas: the data-parallel group
-    tp: the ranks with other parts of this one's matrices
+    parts: the ranks with other parts of this one's matrices
     stage: all ranks with this stage
     across: one rank of each stage; None without a pipeline
     everyone: all ranks
     experts: the ranks with the same experts; None if they are not spread
-    parts: the ranks along ep and tp
+    expert_parts: the ranks with other experts, or other parts of this one's
     """
 
     replicas: Group
-    tp: Group
+    parts: Group
     stage: Group
     across: Group | None
     everyone: Group
     experts: Group | None
-    parts: Group
+    expert_parts: Group
 
 
 @dataclass(frozen=True)

@@ -256,11 +256,11 @@ class Session:
             if (master := chunk.whole_master()) is not None:
                 weights.update({slot.name: slot.view(master) for slot in chunk.slots})
         of_experts = {name: value for name, value in weights.items() if layouts[name].of_experts}
-        if members.replicas.rank == 0 and members.tp.size > 1:
+        if members.replicas.rank == 0 and members.parts.size > 1:
             rest = {name: value for name, value in weights.items() if name not in of_experts}
-            weights.update(whole_parameters(rest, layouts, members.tp))
+            weights.update(whole_parameters(rest, layouts, members.parts))
         if members.experts is not None and members.experts.rank == 0:
-            weights.update(whole_parameters(of_experts, layouts, members.parts))
+            weights.update(whole_parameters(of_experts, layouts, members.expert_parts))
         if members.stage.rank == 0:
             saved = module.state_dict().keys() - {each.removeprefix("buffer.") for each in self.standing.silent}
             weights.update({name: buffer for name, buffer in module.named_buffers() if name in saved})

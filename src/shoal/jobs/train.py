@@ -106,7 +106,7 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
             mebibytes = engine.parts.chunk_bytes / 2**20
             chunks = f"{len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB"
             console.print(f"gradients travel in {chunks} ({engine.parts.link})", markup=False)
-        if settled.job.train.microbatch is None and engine.plan.pp > 1:
+        if settled.job.train.microbatch is None and engine.plan.pipelined:
             size, number = microbatches_of(settled.job)
             console.print(
                 f"train.microbatch = {size}: {number} in a step keep the {engine.plan.pp} ranks of a pipeline busy"

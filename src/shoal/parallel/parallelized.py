@@ -76,7 +76,7 @@ class Parted:
     @property
     def context(self) -> Context | None:
         """The cut of rows into the tokens of each rank; None where rows are whole."""
-        return self._rows.context
+        return self._rows.context if self._rows in self.axes else None
 
     @property
     def experts(self) -> Group | None:

@@ -54,7 +54,7 @@ class PipelineParallel(Axis):
     def variants(self) -> Mapping[str, Group]:
         if not self.tied:
             return {}
-        ranks = self._mesh.on(self.tied, self._mesh.role("replicas")[1])
+        ranks = self._mesh.on(self.tied, self._mesh.peers("replicas")[1])
         return {"tied": self._world.group(f"tied{self._serial}", ranks)}
 
     def relaid(self, layouts: Mapping[str, Layout]) -> Mapping[str, Layout]:

@@ -21,7 +21,7 @@ OF_ALL_TOKENS = frozenset({"router", "router_z"})
 class ContextParallel(Axis):
     """Cuts the tokens of each microbatch. `how`: plan.context; `attention`: of one device (see Context).
 
-    context: cuts tokens and attends to those of all ranks; None where a rank has whole rows
+    context: cuts tokens and attends to those of all ranks, once `watch` was called
     """
 
     name = "cp"
@@ -29,9 +29,7 @@ class ContextParallel(Axis):
 
     def __init__(self, mesh: Mesh, world: World, how: str, attention: Callable[..., Tensor]) -> None:
         super().__init__(mesh, world)
-        self._how, self._attention = how, attention
-        self.context: Context | None = None
-        self.streams = self.size
+        self._how, self._attention, self.streams = how, attention, self.size
 
     def watch(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Lets the attention of `module` see whole rows. `parts`: modules of all stages.
@@ -50,11 +48,10 @@ class ContextParallel(Axis):
         return f"plan.cp = {self.size}: each rank has the gradient of its part of the rows alone"
 
     def take(self, microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return microbatch if self.context is None else self.context.cut(microbatch)
+        return self.context.cut(microbatch)
 
     def ran(self) -> None:
-        if self.context is not None:
-            self.context.attended()
+        self.context.attended()
 
     def check_auxiliary(self, names: Collection[str], of_all_tokens: bool) -> None:
         if names and not (of_all_tokens and OF_ALL_TOKENS.issuperset(names)):
@@ -64,5 +61,4 @@ class ContextParallel(Axis):
             )
 
     def end(self) -> None:
-        if self.context is not None:
-            self.context.close()
+        self.context.close()

@@ -38,7 +38,7 @@ class ExpertParallel(Axis):
         self.lockstep = self.size > 1
         if self.size > 1:
             self.replicas = world.group("edp", mesh.ranks("edp"))
-            self.parts = world.group("ep-parts", mesh.role("expert parts")[1])
+            self.parts = world.group("ep-parts", mesh.peers("expert parts")[1])
         self._module = module
         modules = list(whole_model(module))  # all stages refuse and count alike
         self._mixtures = mixtures(module, [name for name, _ in modules if kind_of(name, rules) == "experts"])
