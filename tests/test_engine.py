@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import subprocess
@@ -26,6 +27,7 @@ from shoal.plan import Plan
 from tests.parity.cases import CASES, SAMPLES, engine, text, vectors
 from tests.pool import run_ranks
 
+verifying = importlib.import_module("shoal.checkpoint.verify")
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -64,6 +66,51 @@ def continue_from(world, case: str, precision: str, directory: str, steps: int) 
     running.load(directory)
     assert running.step_index == 9
     return [running.step(batch).loss for batch in running.batches(CASES[case].data(), steps=steps)]
+
+
+def load_damaged(world, directory: str) -> list[str]:
+    path, said = Path(directory) / "step-00000002", []
+    running = small(world=world, plan=Plan(dp=2, zero=1))
+    before = running.parameters["weight"].detach().clone()
+    for load in (path, Path(directory) / "step-00000007"):
+        with pytest.raises(CheckpointError) as refused:
+            running.load(load)
+        said.append(str(refused.value))
+    assert running.step_index == 0 and torch.equal(running.parameters["weight"], before)
+    return said
+
+
+def test_a_checkpoint_given_by_its_name_is_verified_on_the_first_rank_for_all(tmp_path):
+    """A flipped bit in a number is found by the hash alone: it would be loaded as another weight."""
+    running = small()
+    for batch in running.batches(vectors(), steps=2):
+        running.step(batch)
+    running.save(tmp_path)
+    file = next((tmp_path / "step-00000002").glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[data.index(running.parameters["weight"].detach().numpy().tobytes()) + 3] ^= 1
+    file.write_bytes(data)
+    for damaged, missing in run_ranks(load_damaged, 2, str(tmp_path)):
+        assert f"{file}: contents changed since the save" in damaged
+        assert f"load the directory {tmp_path}" in damaged
+        assert "step-00000007: manifest.json is missing" in missing
+
+
+@pytest.mark.fast
+def test_what_was_just_verified_is_not_read_again(tmp_path, monkeypatch):
+    hashed: list[Path] = []
+    whole = verifying._problem
+    monkeypatch.setattr(verifying, "_problem", lambda file, *more: hashed.append(file) or whole(file, *more))
+    small().save(tmp_path)
+    path = tmp_path / "step-00000000"
+    files = sorted(file for file in path.iterdir() if file.name != "manifest.json")
+    small().load(tmp_path)
+    assert sorted(hashed) == files
+    small().load(path)
+    assert sorted(hashed) == files, "known to be sound"
+    files[-1].write_bytes(files[-1].read_bytes())
+    small().load(path)
+    assert sorted(hashed) == sorted(files * 2), "written since"
 
 
 @pytest.mark.parametrize("size", [1, 3])

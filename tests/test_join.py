@@ -15,6 +15,7 @@ from torch import nn
 from shoal import Engine, Plan, UserError
 from shoal.comm import World
 from shoal.errors import LaunchError
+from shoal.models import GPT, GPTConfig
 from shoal.training.loop import callers_loss
 from tests.exchange.teacher import data, engine
 from tests.pool import apart, run_ranks
@@ -107,6 +108,51 @@ def meets(world: World) -> None:
 
 def test_join_is_refused_where_ranks_meet_in_forwards():
     run_ranks(meets, 2)
+
+
+def no_loop(world: World, plan: dict[str, Any]) -> None:
+    model = partial(GPT, GPTConfig(vocab_size=11, sequence=4, layers=2, d_model=8, heads=2))
+    running = Engine(
+        model, callers_loss, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=8, microbatch=4, world=world
+    )
+    with pytest.raises(UserError, match=rf"plan\.{next(iter(plan))} > 1 .*not with a loop of your own"):
+        running.loop()
+    running.close()
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"cp": 2}], ids=str)
+def test_loops_and_so_join_are_refused_where_the_engine_shares_out_what_a_forward_is_of(plan):
+    run_ranks(no_loop, 2, plan)
+
+
+def pairs(world: World) -> tuple[dict[str, torch.Tensor], int]:
+    """As `uneven`, of a model that is cut between two ranks: both of a replica have the same microbatches."""
+    torch.set_num_threads(1)
+    rank = world.rank // 2
+    layers = {"0": "column", "2": "row"}
+    running = Engine(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), callers_loss,
+        partial(torch.optim.SGD, lr=0.1), Plan(dp=2, tp=2), global_batch=8, microbatch=4, world=world,
+        tensor_rules=layers, seed=1,
+    )  # fmt: skip
+    loop = running.loop()
+    with loop.join():
+        for number in range([3, 1][rank]):
+            x, y = microbatch(rank, number)
+            loop.backward((loop(x) - y).square().mean())
+            loop.step()
+    found = {name: value.detach().clone() for name, value in running.module.state_dict().items()}, running.step_index
+    running.close()
+    return found
+
+
+def test_replicas_of_a_cut_model_join():
+    ranks = run_ranks(pairs, 4)
+    for place in (0, 1):
+        one, other = ranks[place], ranks[place + 2]
+        assert one[1] == other[1] == 3
+        for name, value in one[0].items():
+            assert torch.equal(other[0][name], value), name
 
 
 def unequal(world: World, settles: bool, first: int) -> str:

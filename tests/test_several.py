@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ PLANS: list[dict[str, Any]] = [
     {"zero": 3, "recompute": "full"},
     {"exchange": "powersgd"},
     {"exchange": {"name": "diloco", "every": 2}},
+    {"exchange": {"name": "delayed", "delay": 2}},
     {"dp": 1, "tp": 2},
     {"dp": 1, "pp": 2},
     {"dp": 1, "pp": 2, "schedule": "2bw"},
@@ -69,6 +71,35 @@ PLANS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_two_engines_in_turn_are_each_as_alone(plan):
     assert run_ranks(in_turn, 2, plan) == run_ranks(one_by_one, 2, plan)
+
+
+def averaging(world: World, exchange: dict[str, Any]) -> list[float]:
+    """Losses of two engines after training in turn, whose replicas average in the background; the first one ends while
+    the other goes on."""
+    torch.set_num_threads(1)
+    engines = [make(world, {"exchange": exchange}, layers) for layers in (2, 4)]
+    streams = [iter(each.batches(text())) for each in engines]
+    found = []
+    for _ in range(12):
+        for running, batches in zip(engines, streams, strict=True):
+            running.step(next(batches))
+    for place, running in enumerate(engines):
+        running.settle()
+        found.append(running.evaluate(text()).loss)
+        if place == 0:
+            running.close()
+            for _ in range(4):
+                engines[1].step(next(streams[1]))
+    engines[1].close()
+    return found
+
+
+@pytest.mark.parametrize("interval", [0, 5])
+def test_two_engines_that_average_in_the_background(interval):
+    """Rounds depend on clocks, so bits do too; both learn, and their ranks agree."""
+    untrained = math.log(61)
+    for losses in (ranks := run_ranks(averaging, 2, {"name": "async_average", "interval_ms": interval})):
+        assert all(loss < untrained - 0.05 for loss in losses) and losses == ranks[0]
 
 
 def example(world: World, name: str, steps: int) -> dict[str, float]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 
 class ShoalError(Exception):
@@ -107,3 +109,20 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def check_numbers(where: str, value: Any) -> None:
+    """Raises ArgumentError for a float that is not finite or an integer of more than 64 bits, anywhere in `value`.
+
+    where: the name of the argument or key that has the value.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ArgumentError(where, f" = {value}: give a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ArgumentError(where, f" is a number of {value.bit_length()} bits: give one below 2**63")
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            check_numbers(f"{where}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            check_numbers(f"{where}[{index}]", each)

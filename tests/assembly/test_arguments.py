@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,34 @@ def test_the_message_names_the_argument_and_its_remedy_works(argument: str, valu
     if remedy is not None:
         assert remedy in str(refused.value)
         assert trains(**{argument: eval(remedy, {"partial": partial, "torch": torch, "shoal": shoal})})
+
+
+BEYOND = {
+    "clip": [2**64, 10**400, -1, nan, -inf],
+    "clip_value": [2**64, 10**400, -1, nan],
+    "global_batch": [2**63, 10**400, 0, -1],
+    "microbatch": [2**63, 0, -1],
+    "norms_every": [2**63, -1],
+    "seed": [2**70, -(2**63), 10**400],
+    "sync_bn": ["no", None],
+    "keep_gradients": ["no"],
+    "collate": [3],
+    "param_groups": [{"weight": {"lr": 1.0}}],
+    "tensor_rules": [3, ["**.attention"]],
+    "precision": [{"name": "fp16", "loss_scale_window": 2**64}, {"name": "fp16", "min_loss_scale": nan}],
+    "plan": [shoal.Plan(exchange={"name": "topk", "ratio": nan}), shoal.Plan(memory={"device": 2**70})],
+}
+
+
+@pytest.mark.parametrize("argument", BEYOND)
+def test_a_value_beyond_the_bounds_of_a_job_is_refused_by_the_name_of_the_argument(argument: str) -> None:
+    for value in BEYOND[argument]:
+        with pytest.raises(UserError, match=rf"^{argument}\b"):
+            engine(**{argument: value})
+
+
+def test_an_infinite_clip_clips_nothing() -> None:
+    assert trains(clip=inf, clip_value=inf)
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:

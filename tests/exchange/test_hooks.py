@@ -271,3 +271,22 @@ def test_hooks_in_a_loop_of_the_callers():
     loop.step()
     assert len(seen) == 3
     running.close()
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_hook_registered_between_microbatches_sees_those_that_follow(zero):
+    """Also one that is registered for one microbatch alone, and where the plan has hooks of its own (zero 3)."""
+    seen: dict[str, list[Any]] = {"between": [], "each": [], "sum": []}
+    world = World.single(torch.device("cpu"))
+    running = Engine(partial(Net, {}, {}), loss, SGD, Plan(zero=zero), global_batch=2, microbatch=1, world=world)
+    loop, module = running.loop(2), running.module
+    for index, sample in enumerate(data()[:2]):
+        handle = module.out.weight.register_hook(seen["each"].append)
+        if index == 1:
+            module.words.weight.register_hook(seen["between"].append)
+            module.blocks[0].inner.bias.register_post_accumulate_grad_hook(seen["sum"].append)
+        loop.backward(F.cross_entropy(loop(sample["x"]), sample["y"]))
+        handle.remove()
+    loop.step()
+    assert {kind: len(each) for kind, each in seen.items()} == {"between": 1, "each": 2, "sum": 1}
+    running.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ class Steep(nn.Module):
         return self.body(x * self.steepness) / self.steepness
 
 
-def engine(steepness: float, **scaling: Any) -> Engine:
+def engine(steepness: float, schedule: Any = None, **scaling: Any) -> Engine:
     return Engine(
         lambda: Steep(steepness),
         regression,
@@ -75,6 +76,7 @@ def engine(steepness: float, **scaling: Any) -> Engine:
         global_batch=16,
         microbatch=8,
         precision={"name": "fp16", **scaling},
+        schedule=schedule,
     )
 
 
@@ -92,6 +94,23 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_gets_smaller(tmp_path):
     other = engine(1.0, initial_scale_power=3)
     other.load(tmp_path)
     assert other.loss_scale.state() == running.loss_scale.state()
+
+
+@pytest.mark.parametrize("milestones", [False, True], ids=["lambda", "milestones"])
+def test_a_first_step_that_is_skipped_counts_for_the_schedule_and_no_warning_comes(milestones):
+    """torch's warning of a schedule's step before the optimizer's first is for other loops."""
+
+    def schedule(optimizer):
+        if milestones:
+            return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], gamma=0.5)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.5, 0.5, 0.25][min(step, 3)])
+
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        running = engine(1.0, schedule, initial_scale_power=24, hysteresis=1)
+        results = [running.step(batch) for batch in running.batches(teacher.data(), steps=4)]
+    assert results[0].skipped
+    first = results[0].lr[0]
+    assert [result.lr[0] / first for result in results] == pytest.approx([1, 0.5, 0.5, 0.25])
 
 
 @pytest.mark.parametrize(

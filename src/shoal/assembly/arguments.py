@@ -4,6 +4,7 @@ what to write instead."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from shoal.comm import World
 from shoal.data import Batch
-from shoal.errors import ArgumentError, UserError
+from shoal.errors import ArgumentError, UserError, check_numbers
 from shoal.plan import Plan
 
 _NUMBERS = {
@@ -57,20 +58,20 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         raise ArgumentError(
             "precision", f" = {given['precision']!r}: give a name or a table with one, e.g. precision={name!r}"
         )
-    for name, kind in _NUMBERS.items():
-        value = given[name]
-        if (value is None and name not in ("global_batch", "seed", "norms_every")) or (
-            name == "clip" and callable(value)
-        ):
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
+    for name in ("sync_bn", "keep_gradients"):
+        if not isinstance(given[name], Integral):
+            raise ArgumentError(name, f" = {given[name]!r}: give True or False")
+    for name in ("param_groups", "collate"):
+        if given[name] is not None and not callable(given[name]):
             raise ArgumentError(
-                name, f" = {value!r} is a {_kind(value)}: give a {'whole ' if kind is Integral else ''}number"
+                name, f" is a {_kind(given[name])}: give a function (see shoal.Engine), or leave it out"
             )
-        if name.startswith("clip") and not float(value) > 0:
-            raise ArgumentError(name, f" = {value!r}: give a number above 0, or None for no clipping")
-        if name == "norms_every" and value < 0:
-            raise ArgumentError(name, f" = {value}: give 0 or more")
+    if not isinstance(given["tensor_rules"], Mapping | None):
+        raise ArgumentError(
+            "tensor_rules",
+            f" is a {_kind(given['tensor_rules'])}: give a table, from names of layers to how they are cut",
+        )
+    _check_numbers(given)
 
 
 def check_batch(batch: Any, step: int) -> None:
@@ -100,6 +101,29 @@ def check_dataset(dataset: Any, *, indexed: bool) -> None:
         raise UserError(
             f"a {_kind(dataset)} is no dataset: give one with __len__ and __getitem__{kinds}, of dicts of tensors"
         )
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for what is no number, and for one beyond the bounds of a job's."""
+    for name, kind in _NUMBERS.items():
+        value = given[name]
+        if (value is None and name not in ("global_batch", "seed", "norms_every")) or (
+            name == "clip" and callable(value)
+        ):
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ArgumentError(
+                name, f" = {value!r} is a {_kind(value)}: give a {'whole ' if kind is Integral else ''}number"
+            )
+        if value != math.inf:  # a clip without an effect
+            check_numbers(name, value)
+        if name.startswith("clip") and not float(value) > 0:
+            raise ArgumentError(name, f" = {value!r}: give a number above 0, or None for no clipping")
+        if name == "norms_every" and value < 0:
+            raise ArgumentError(name, f" = {value}: give 0 or more")
+    check_numbers("precision", given["precision"])
+    if given["plan"] is not None:
+        check_numbers("plan", given["plan"].to_dict())
 
 
 def _check_optimizer(given: Any) -> None:

@@ -40,9 +40,9 @@ class Ranks:
         """Ends the use of the groups, which the next engine may have."""
         self.world.give_back(ENGINE, self.number)
 
-    def own(self, group: Group) -> Group:
-        """Returns a group of the same ranks that no other engine has that lives now."""
-        return self.world.group(_numbered(group.name, self.number), group.ranks)
+    def own(self, group: Group, name: str = "") -> Group:
+        """Returns a group of the same ranks, with a further `name`, that no other engine has that lives now."""
+        return self.world.group(_numbered(f"{group.name}-{name}".rstrip("-"), self.number), group.ranks)
 
     def group(self, kind: str, name: str) -> Group:
         """Makes a further group of this rank's peers of a kind (see mesh.PEERS)."""

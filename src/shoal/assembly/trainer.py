@@ -105,8 +105,8 @@ def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane)
     ranks, offload = local.ranks, memory.offload
     shared = Shared(ranks.replicas, ranks.world.device)
     gradient_pool = memory.maker.gradient_pool(memory.trainable, shared, None if offload is None else offload.tier)
-    beside = next((axis.further("gradients") for axis in local.axes if axis.sums_gradients), None)
-    deciding = next((axis.further("decisions") for axis in local.axes if axis.cuts_matrices), None)
+    beside = next((ranks.own(axis.group, "gradients") for axis in local.axes if axis.sums_gradients), None)
+    deciding = next((ranks.own(axis.group, "decisions") for axis in local.axes if axis.cuts_matrices), None)
     among = partial(ranks.among, ranks.replicas)
     memory.exchange.attach(
         Replica(memory.trainable, ranks.replicas, lane, optimizer, among, gradient_pool, beside, deciding)

@@ -29,7 +29,7 @@ def restore_exchange(
 ) -> bool:
     """Reads the state of an exchange algorithm in place.
 
-    `states`: {state: (tensors by parameter, effect of a resize: "split", "whole" or "mean")}. Returns False if
+    `states`: {state: (tensors by parameter, effect of a resize: "split" or "mean")}. Returns False if
     `source` lacks some of them, which stay as they are: it was written under another algorithm, before it had any, or
     under another cut of parameters with a state that is not laid out as they are.
     """
@@ -65,7 +65,7 @@ def restore_exchange(
             for name, each in theirs.items():
                 totals[name] += each
         for name, each in resized.items():
-            each.copy_(totals[name] / {"split": standing.of(name).size, "whole": 1, "mean": before[name]}[on_resize])
+            each.copy_(totals[name] / (standing.of(name).size if on_resize == "split" else before[name]))
     source.load(own)
     return complete
 

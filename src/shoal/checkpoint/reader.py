@@ -16,7 +16,8 @@ from shoal.checkpoint import directory as names
 from shoal.checkpoint.index import read_index
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Want
-from shoal.checkpoint.verify import verify
+from shoal.checkpoint.verify import is_known_sound, verify
+from shoal.comm import Group
 from shoal.errors import CheckpointError
 from shoal.parallel.layout import Box, intersect
 
@@ -49,6 +50,21 @@ def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Pat
             return path
         on_damage(path, reason)
     return None
+
+
+def require_sound(path: Path, group: Group) -> None:
+    """Raises CheckpointError, on all ranks of `group` alike, if the checkpoint is damaged.
+
+    The first rank reads every byte, unless it has done so already and no file was written since.
+    """
+    found: list[str] = []
+    if group.rank == 0 and not is_known_sound(path):
+        found = verify(path)
+    if found := group.broadcast_object(found):
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: {'; '.join(found[:3])}. Bring back a copy, or load the directory "
+            f"{path.parent}: that takes the newest one that is whole"
+        )
 
 
 def tensor_names(path: Path | str) -> list[str]:

@@ -15,7 +15,7 @@ from shoal.checkpoint import exchange_state, optimizer_state, state, version_sta
 from shoal.checkpoint.given import as_json
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.reader import newest
+from shoal.checkpoint.reader import newest, require_sound
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
@@ -168,6 +168,7 @@ class Session:
         path = Path(directory)
         if not path.name.startswith("step-"):
             path = self._newest(path)
+        require_sound(path, self.members.everyone)
         return self._read(OnDisk(path))["user"]
 
     def _read(self, source: Source) -> dict[str, Any]:
@@ -221,8 +222,7 @@ class Session:
         self.progress.step = extra["step"]
 
     def _newest(self, directory: Path) -> Path:
-        """Returns the newest sound checkpoint, found by the first rank, since that reads every byte; warns of damaged
-        ones."""
+        """Returns the newest sound checkpoint, found by rank 0, which reads every byte; warns of damaged ones."""
         found: Path | None = None
         damaged: list[str] = []
         everyone = self.members.everyone

@@ -14,10 +14,31 @@ from shoal.checkpoint import directory as names
 from shoal.checkpoint.manifest import FileRecord, read_manifest
 from shoal.errors import CheckpointError
 
+_sound: dict[Path, list[tuple[str, int, int, int]]] = {}
+"""The checkpoints that this process has found sound, and the stamps of their files then (see `_stamps`)."""
+
 
 def verify(path: Path | str) -> list[str]:
     """Reads every byte of the checkpoint; returns one sentence per problem, none if it is sound."""
-    return problems(Path(path), hashes=True)
+    path = Path(path)
+    stamps = _stamps(path)
+    if not (found := problems(path, hashes=True)):
+        _sound[path.resolve()] = stamps
+    return found
+
+
+def is_known_sound(path: Path) -> bool:
+    """Returns whether this process has verified the checkpoint, and no file of it was written since."""
+    return _sound.get(path.resolve(), []) == _stamps(path) != []
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int, int]]:
+    """Returns name, inode, size and time of the last change of each file of the checkpoint, none if there is none."""
+    try:
+        files = sorted((file.name, file.stat()) for file in path.iterdir())
+    except OSError:
+        return []
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files]
 
 
 def problems(path: Path, hashes: bool) -> list[str]:

@@ -75,11 +75,11 @@ class State:
     """Tensors of an algorithm by parameter name, each of its parameter's shape or its own.
 
     `on_resize`: what a replica starts with when their number changes: an equal part of their sum ("split", for error
-    feedback), the whole sum, or the mean.
+    feedback), or the mean.
     """
 
     tensors: Mapping[str, Tensor]
-    on_resize: Literal["split", "whole", "mean"]
+    on_resize: Literal["split", "mean"]
 
 
 @dataclass(kw_only=True)

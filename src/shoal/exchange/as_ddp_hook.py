@@ -154,8 +154,6 @@ class BucketExchange:
         for kind, state in states.items() if carried else ():
             for name, tensor in state.tensors.items():
                 tensor.copy_(carried[kind][name])
-                if state.on_resize == "whole":  # each rank had a cut of it, and has another one now
-                    self._group.all_reduce(tensor, purpose="state")
         self._algorithm.restored()
 
     def _submit(self, chunk: Chunk, arrival: "_Arrival", last: bool) -> None:

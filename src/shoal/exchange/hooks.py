@@ -165,12 +165,18 @@ class UserHooks:
         return _held(parameter)
 
     def _wrap(self) -> None:
-        """Wraps hooks that have come since it was last called; where none has been registered anywhere it is one
-        comparison."""
+        """Wraps hooks that have come since it was last called, which may be in any forward; where none has been
+        registered anywhere it is one comparison."""
         if self._seen == RemovableHandle.next_id:
             return
         self._seen = RemovableHandle.next_id
-        self._hooked = {name: each for name, each in self._parameters.items() if is_hooked(each)}
+        # the reducer has one on each, so most are passed over by their number alone
+        some = (
+            (name, each)
+            for name, each in self._parameters.items()
+            if each._backward_hooks or len(each._post_accumulate_grad_hooks or ()) > 1
+        )
+        self._hooked = {name: each for name, each in some if is_hooked(each)}
         for name, each in self._hooked.items():
             hooks, after = each._backward_hooks or {}, each._post_accumulate_grad_hooks or {}
             new = [key for key, hook in hooks.items() if not isinstance(hook, _InUnit)]

@@ -62,12 +62,14 @@ class Feedback:
         self.drop()
         return {
             "own_residual": State(by_parameter(self._chunks, self.own), "split"),
-            "summed_residual": State(by_parameter(self._chunks, self.summed), "whole"),
+            "summed_residual": State(by_parameter(self._chunks, self.summed), "split"),
         }
 
     def restored(self) -> None:
-        """Keeps this rank's cut of what a resize gave to all."""
+        """Hands each rank its cut of what all of them hold of the sums: it was another rank's if the number of replicas
+        or the chunks have changed."""
         for flat in self.summed:
+            self._group.all_reduce(flat, purpose="residuals")
             mine = cuts_of(flat.numel(), self._group.size)[self._group.rank]
             flat[: mine.start].zero_()
             flat[mine.stop :].zero_()

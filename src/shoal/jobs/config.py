@@ -5,12 +5,11 @@ A field that is None is chosen by Shoal (see `choose`), or is absent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from shoal.errors import UserError
+from shoal.errors import UserError, check_numbers
 from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
@@ -149,7 +148,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for section, table in tables(self).items():
-            _check_numbers(section, table)
+            check_numbers(section, table)
 
 
 SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run}
@@ -181,20 +180,6 @@ def _check_changes(changes: list[dict[str, Any]]) -> None:
                 f"{where}.step = {step!r}: give whole numbers of steps, each above the one before ({before})"
             )
         before = step
-
-
-def _check_numbers(where: str, value: Any) -> None:
-    """Raises UserError for a float that is not finite or an integer of more than 64 bits, anywhere in `value`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} = {value}: give a finite number")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise UserError(f"{where} is a number of {value.bit_length()} bits: give one below 2**63")
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _check_numbers(f"{where}.{key}", each)
-    elif isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            _check_numbers(f"{where}[{index}]", each)
 
 
 def describe(job: Job, origins: Origins) -> dict[str, dict[str, Any]]:

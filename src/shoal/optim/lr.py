@@ -76,6 +76,8 @@ class Course:
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
+        # A step counts that updates nothing, for an overflow or no labels; torch warns where the first one is such.
+        scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._fresh = deepcopy(scheduler.state_dict())
         self._options = [
             {key: deepcopy(value) for key, value in each.items() if key != "params"} for each in self._groups
@@ -102,8 +104,6 @@ class Course:
         jump = isinstance(self._scheduler, LambdaLR) and step > 0  # a function of the step: no need to walk there
         if jump:
             self._scheduler.last_epoch, self._scheduler._step_count = step - 1, step
-        # updates came before, in another process
-        self._scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         for _ in range(1 if jump else step):
             self._scheduler.step()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
@@ -72,7 +72,8 @@ def evaluate(
     Raises UserError if nothing there counts.
     """
     started = time.perf_counter()
-    device, measured = forward.randomness.device, _Measured(forward, (forward.loss, *measures))
+    device = forward.randomness.device
+    measured = _Measured(forward, (forward.loss, *measures), pipeline is not None)
     whole = replace(dealing, all_run=False, partners=range(dealing.ranks))
     share, first = whole.cut(range(data.samples)), replace(whole, rank=0).cut(range(data.samples)).microbatches
     runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, first[0] if first else ())
@@ -111,22 +112,30 @@ def evaluate(
 
 
 class _Measured:
-    """Sums of one loss after the other over microbatches. `totals`: (sum, count) of each, fp64 [2 * losses]."""
+    """Sums of one loss after the other over microbatches. `totals`: (sum, count) of each, fp64 [2 * losses].
 
-    def __init__(self, forward: Forward, losses: Sequence[Loss]) -> None:
-        self._forward, self._losses = forward, losses
+    `staged`: the module is one of a pipeline's, which runs once a microbatch.
+    """
+
+    def __init__(self, forward: Forward, losses: Sequence[Loss], staged: bool) -> None:
+        self._forward, self._losses, self._staged = forward, losses, staged
         self.totals = torch.zeros(2 * len(losses), dtype=torch.float64, device=forward.randomness.device)
 
     def measure(self, loaded: Mapping[str, Tensor], ids: Sequence[int]) -> list[Sums]:
-        """Takes all of one microbatch, whose samples are `ids`."""
-        forward = self._forward
+        """Takes all of one microbatch, whose samples are `ids`; each sees it as it was loaded."""
+        forward, several = self._forward, len(self._losses) > 1
         microbatch = forward.place(loaded)
-        module: Any = forward.module if len(self._losses) == 1 else _Once(forward.module)
+        module: Any = _Once(forward.module, self._staged) if several else forward.module
+        before = {key: value.clone() for key, value in microbatch.items()} if several else {}
         found = []
         for loss in self._losses:
+            versions = _versions(microbatch)
             forward.randomness.begin("evaluation", ids)
             with forward.keyed():
-                found.append(replace(forward, module=module, loss=loss).sums(microbatch))
+                found.append(replace(forward, module=module, loss=loss).sums(dict(microbatch)))
+            if versions != _versions(microbatch):
+                for key, value in before.items():
+                    microbatch[key].copy_(value)
         return found
 
     def add(self, found: Sequence[Sums], counts: bool) -> None:
@@ -139,11 +148,11 @@ class _Once:
     """A module that several measures call on one microbatch: called again with the same tensors it gives the same
     output.
 
-    It runs again where a measure has written to that output.
+    It runs again where a measure has written to that output; with `copies` it runs once, and each gets a copy.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, copies: bool) -> None:
+        self._module, self._copies = module, copies
         self._given: tuple[Any, ...] | None = None
         self._output: Any = None
         self._versions: list[int] = []
@@ -154,7 +163,7 @@ class _Once:
         if not same or self._versions != _versions(self._output):
             self._given, self._output = given, self._module(*args, **kwargs)
             self._versions = _versions(self._output)
-        return self._output
+        return tree_map_only(Tensor, Tensor.clone, self._output) if self._copies else self._output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
