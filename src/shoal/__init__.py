@@ -6,7 +6,6 @@ Names are imported when they are first used: `shoal --help` and the launcher nee
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import version  # a fifth of what `shoal --help` takes, and seldom asked for
+
         return version("shoal")
     if name == "lr":
         return import_module("shoal.optim.lr")

@@ -147,3 +147,22 @@ def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
     answer = asked.plan_memory(job_file, [f"model.layers={own}", "run.nproc=1"], host=2**30, process=2**28)
     assert answer.largest.table["layers"] > 2 * own
     assert depths[0] == own and all(depth <= SHALLOW for depth in depths[1:]) and len(depths) <= 10
+
+
+def test_no_model_is_run_dry_twice(job_file, monkeypatch):
+    """Also where the largest that fits is the job's own, which another table describes."""
+    from shoal.jobs import plan as asked
+    from shoal.planner import dry_run
+
+    ran = []
+
+    def counted(subject):
+        ran.append(repr(subject.factory))
+        return dry_run(subject)
+
+    monkeypatch.setattr(asked, "dry_run", counted)
+    job = (job_file, ["model.layers=5", "run.nproc=1"])
+    needed = asked.plan_memory(*job, host=2**29, process=2**28).prediction.fits[0].needed
+    ran.clear()
+    answer = asked.plan_memory(*job, host=needed, process=2**28)
+    assert answer.largest.parameters == answer.parameters and len(set(ran)) == len(ran)

@@ -24,8 +24,8 @@ from shoal.comm import World
 from shoal.data.cached.record import pack, unpack
 from shoal.doors import _settings
 from shoal.errors import CheckpointError, ShoalError, UserError
-from shoal.jobs.assemble import optimizer_named
-from shoal.jobs.choose import ranks_here, spread
+from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job, parse_job
 from shoal.models import build
 from shoal.optim.lr import by_name

@@ -15,9 +15,9 @@ import pytest
 from shoal import checkpoint
 from shoal.comm import World
 from shoal.errors import CheckpointError, UserError
-from shoal.jobs.choose import ranks_here, spread
 from shoal.jobs.config import Job, Train
 from shoal.jobs.export import export_checkpoint
+from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Stop
 from shoal.jobs.train import train

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import shoal
 from shoal.cli import ckpt
+from shoal.jobs.imports import imports
 
 app = typer.Typer(
     help="Trains one PyTorch model, written for one device, on whatever devices there are.",
@@ -21,7 +22,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"shoal {version('shoal')}")
+        print(f"shoal {shoal.__version__}")
         raise typer.Exit()
 
 
@@ -59,7 +60,8 @@ def train(
     """Trains a job file. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
     if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
         print(f"{job}: importing torch", flush=True)
-    from shoal.cli.start import start_job, text_assignment
+    with imports():
+        from shoal.cli.start import start_job, text_assignment
 
     given = list(assignments or [])
     given += [f"run.nproc={nproc}"] if nproc is not None else []
@@ -86,11 +88,13 @@ def plan(
     if it does not fit this machine."""
     given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
     if not memory:
-        from shoal.cli.mesh_table import show_mesh
+        with imports():
+            from shoal.cli.mesh_table import show_mesh
 
         show_mesh(job, given, as_json)
         return
-    from shoal.cli.memory_table import ask, show
+    with imports():
+        from shoal.cli.memory_table import ask, show
 
     answer = ask(job, given, device, host)
     show(answer, as_json)
@@ -104,7 +108,8 @@ def run(
     nproc: Nproc = None,
 ) -> None:
     """Starts a script on N local ranks."""
-    from shoal.cli.start import start_script
+    with imports():
+        from shoal.cli.start import start_script
 
     raise typer.Exit(start_script(script, args or [], nproc))
 
@@ -117,7 +122,8 @@ def demo(
     ] = None,
 ) -> None:
     """Trains a small GPT on Python's standard library for less than a minute."""
-    from shoal.cli.start import start_demo
+    with imports():
+        from shoal.cli.start import start_demo
 
     raise typer.Exit(start_demo(nproc, directory))
 
@@ -125,7 +131,8 @@ def demo(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False) -> None:
     """Checks this machine: what is there, what is missing, and the remedy. Exit code 1 if something fails."""
-    from shoal.cli.doctor import examine, show
+    with imports():
+        from shoal.cli.doctor import examine, show
 
     checks, links, peaks = examine()
     show(checks, links, peaks, as_json)
@@ -147,7 +154,8 @@ def generate(
     ] = None,
 ) -> None:
     """Writes a text that begins with a prompt, by the model of a run's newest good checkpoint."""
-    from shoal.jobs.export import generate_text
+    with imports():
+        from shoal.jobs.export import generate_text
 
     text = generate_text(path, prompt, job, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     print(prompt + text)
@@ -167,8 +175,9 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
     """Measures the loss of a run's newest good checkpoint on other data, and the accuracy of a classifier."""
-    from shoal.cli.evaluation import show
-    from shoal.jobs.export import evaluate_run
+    with imports():
+        from shoal.cli.evaluation import show
+        from shoal.jobs.export import evaluate_run
 
     show(*evaluate_run(path, data, samples, job), as_json)
 
@@ -190,6 +199,7 @@ def replan(
 @app.command()
 def report(directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")]) -> None:
     """Draws the report of a run again, also while it runs."""
-    from shoal.report.page import write_report
+    with imports():
+        from shoal.report.page import write_report
 
     print(write_report(directory))

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.jobs.imports import imports
+
 app = typer.Typer(help="Lists, verifies and exports checkpoints.", no_args_is_help=True)
 
 
@@ -15,9 +17,10 @@ def list_checkpoints(
     directory: Annotated[Path, typer.Argument(help="A run directory, or a directory of checkpoints.", metavar="DIR")],
 ) -> None:
     """Lists the checkpoints of a directory, judged by the sizes of their files."""
-    from shoal.checkpoint import listing
-    from shoal.errors import UserError
-    from shoal.report import units
+    with imports():
+        from shoal.checkpoint import listing
+        from shoal.errors import UserError
+        from shoal.report import units
 
     rows = listing(checkpoints_of(directory))
     if not rows:
@@ -41,8 +44,9 @@ def list_checkpoints(
 @app.command()
 def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them.")]) -> None:
     """Reads every byte and says what is damaged. Exit code 5 if anything is."""
-    from shoal.checkpoint import listing, verify
-    from shoal.errors import CheckpointError, UserError
+    with imports():
+        from shoal.checkpoint import listing, verify
+        from shoal.errors import CheckpointError, UserError
 
     paths = (
         [path]
@@ -68,7 +72,8 @@ def export(
     ] = None,
 ) -> None:
     """Writes the weights as safetensors, in Hugging Face layout where the model has one."""
-    from shoal.jobs.export import export_checkpoint
+    with imports():
+        from shoal.jobs.export import export_checkpoint
 
     print(export_checkpoint(path, out, job))
 
@@ -76,8 +81,9 @@ def export(
 def checkpoints_of(directory: Path) -> Path:
     """Returns the directory of checkpoints of a run, or `directory` itself. Raises UserError where it does not
     exist."""
-    from shoal.errors import UserError
-    from shoal.jobs.save import checkpoints_in
+    with imports():
+        from shoal.errors import UserError
+        from shoal.jobs.save import checkpoints_in
 
     if not directory.is_dir():
         raise UserError(f"no such directory: {directory}")

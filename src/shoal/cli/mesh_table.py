@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.jobs.choose import microbatches_of, ranks_here, spread
+from shoal.jobs.config import Job
+from shoal.jobs.ranks import ranks_here, spread
 from shoal.jobs.read import load_job
 from shoal.mesh import ALONG, AXES, Mesh
-from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, simulate
 from shoal.plan import Plan
 
 MOST = 16
@@ -31,10 +31,8 @@ def show_mesh(job: Path, assignments: Sequence[str], as_json: bool) -> None:
         mesh = Mesh(plan, 0, plan.size)
         print(json.dumps({"plan": plan.to_dict(), "ranks": mesh.grid.tolist(), "experts": mesh.experts.tolist()}))
         return
-    _, microbatches = microbatches_of(replace(settled, plan=plan))
-    Console(highlight=False, soft_wrap=True).print(
-        mesh_table(plan), *who_holds_what(plan), *how_stages_run(plan, microbatches), sep="\n"
-    )
+    stages = how_stages_run(replace(settled, plan=plan)) if plan.pipelined else []
+    Console(highlight=False, soft_wrap=True).print(mesh_table(plan), *who_holds_what(plan), *stages, sep="\n")
 
 
 def mesh_table(plan: Plan) -> Table:
@@ -83,13 +81,16 @@ def who_holds_what(plan: Plan) -> Iterator[str]:
         yield f"zero = {plan.zero}: {what} cut among {len(within)} ranks, such as {ranks}{again}"
 
 
-def how_stages_run(plan: Plan, microbatches: int) -> Iterator[str]:
-    """Yields a line on the pipeline schedule with `microbatches` a step: its bubble and its activations.
+def how_stages_run(job: Job) -> Iterator[str]:
+    """Yields a line on the pipeline schedule of `job`: its bubble and its activations.
 
     The bubble is simulated in unit time: a forward and each half of a backward take equally long.
     """
-    if not plan.pipelined:
-        return
+    # imported here: the pipeline needs torch._dynamo, which takes as long as torch itself
+    from shoal.jobs.choose import microbatches_of
+    from shoal.pipeline import Costs, check, delay, live_activations, schedule_of, simulate
+
+    plan, microbatches = job.plan, microbatches_of(job)[1]
     schedule = schedule_of(plan, microbatches)
     check(schedule)
     each = f" ({schedule.chunks} a rank)" if schedule.chunks > 1 else ""

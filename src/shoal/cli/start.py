@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from shoal.jobs.choose import default_ranks, ranks_here, spread
 from shoal.jobs.lock import refuse_if_taken
+from shoal.jobs.ranks import default_ranks, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
 

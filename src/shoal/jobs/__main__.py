@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
+from shoal.jobs.imports import imports
 
-from shoal.jobs.read import load_job
-from shoal.jobs.train import Outcome, train
-from shoal.jobs.underway import tell_what_is_under_way
-from shoal.launch import discover
-from shoal.report.metrics import read_metrics
-from shoal.report.progress import print_summary
+with imports():
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from shoal.jobs.read import load_job
+    from shoal.jobs.train import Outcome, train
+    from shoal.jobs.underway import tell_what_is_under_way
+    from shoal.launch import discover
+    from shoal.report.metrics import read_metrics
+    from shoal.report.progress import print_summary
 
 
 def run(path: str, assignments: list[str]) -> Outcome:

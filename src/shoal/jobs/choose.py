@@ -9,14 +9,12 @@ from typing import Any
 
 from shoal.comm import World
 from shoal.data import ArrayData, Cursor, TextData, Tokenizer, open_text
-from shoal.device import accelerators, any_device
+from shoal.device import any_device
 from shoal.errors import UserError, in_section
-from shoal.jobs.assemble import optimizer_named
-from shoal.jobs.config import Data, Job, Origins
-from shoal.jobs.plans import check_plans
+from shoal.jobs.config import Data, Job, Origins, put
+from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.ranks import spread
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
-from shoal.launch.local import usable_cores
-from shoal.mesh import Mesh
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import samples_to_fill
@@ -47,30 +45,6 @@ class Settled:
         return self.data.tokenizer if isinstance(self.data, TextData) else None
 
 
-def ranks_here(job: Job) -> int:
-    """Returns the number of ranks to start on this host: the job's, else the plan's size, else `default_ranks`."""
-    if job.run.nproc is not None:
-        return job.run.nproc
-    return job.plan.size if job.plan.size > 1 else default_ranks()
-
-
-def default_ranks() -> int:
-    """Returns one rank for each GPU; without GPUs one for each core but at most two, which leaves a laptop usable."""
-    return len(accelerators()) or min(2, usable_cores())
-
-
-def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:
-    """Returns the job for `size` ranks, data parallel unless the plan says otherwise, and its origins.
-
-    Raises UserError where the plan needs another number of ranks.
-    """
-    if "plan.dp" not in origins and job.plan.dp == 1 and size % job.plan.size == 0:
-        job, origins = _put(job, origins, "plan", dp=size // job.plan.size)
-    Mesh(job.plan, 0, size)  # refuses a plan that does not fit
-    check_plans(job, size)
-    return job, origins
-
-
 @dataclass(frozen=True)
 class Sizes:
     """The part of a World that choices depend on: the number of ranks, in all and on this host."""
@@ -86,7 +60,7 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
     """
     job, origins = spread(job, origins, world.size)
     if job.run.nproc is None:
-        job, origins = _put(job, origins, "run", nproc=world.local_size)
+        job, origins = put(job, origins, "run", nproc=world.local_size)
     job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
     total = _total(job, data)
     job, origins = _put_schedule(job, origins, total)
@@ -110,7 +84,7 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
     if job.data.sequence is None:
         preset = PRESETS.get(str(table.get("preset")))
         longest = table.get("sequence", preset.sequence if preset else SEQUENCE)
-        job, origins = _put(job, origins, "data", sequence=longest)
+        job, origins = put(job, origins, "data", sequence=longest)
     data = _open(job)
     job, origins = _put_model(job, origins, _from_data(table, job, data))
     model = build(job.model)
@@ -120,7 +94,7 @@ def _settle_text(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, T
 
 def _settle_samples(job: Job, origins: Origins) -> tuple[Job, Origins, ModelSpec, ArrayData]:
     if isinstance(job.data.source, str) and job.data.source == Data.source:
-        job, origins = _put(job, origins, "data", source=DEFAULT[job.model["name"]])
+        job, origins = put(job, origins, "data", source=DEFAULT[job.model["name"]])
     data = open_samples(job)
     job, origins = _put_model(job, origins, settings_from(data, job))
     model = build(job.model)
@@ -182,7 +156,7 @@ def _total(job: Job, data: TextData | ArrayData) -> int | None:
 
 def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, Origins]:
     if job.train.schedule is None:
-        job, origins = _put(job, origins, "train", schedule="constant" if total is None else "cosine")
+        job, origins = put(job, origins, "train", schedule="constant" if total is None else "cosine")
     elif total is None and job.train.schedule != "constant":
         raise UserError(
             f'train.schedule = "{job.train.schedule}" ends at the last step, which train.seconds does not tell: give '
@@ -190,7 +164,7 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
             'or schedule = "constant"'
         )
     if job.train.warmup is None:
-        job, origins = _put(
+        job, origins = put(
             job, origins, "train", warmup=0 if total is None else min(WARMUP_MOST, int(WARMUP_SHARE * total))
         )
     return job, origins
@@ -232,12 +206,7 @@ def _put_stages(
         found = world.everyone.broadcast_object(found)
     if isinstance(found, UserError):
         raise found
-    return _put(job, origins, "plan", stages=found)
-
-
-def _put(job: Job, origins: Origins, section: str, **values: Any) -> tuple[Job, Origins]:
-    changed = replace(job, **{section: replace(getattr(job, section), **values)})
-    return changed, {**origins, **{f"{section}.{key}": "planner" for key in values}}
+    return put(job, origins, "plan", stages=found)
 
 
 def _put_model(job: Job, origins: Origins, values: Mapping[str, Any]) -> tuple[Job, Origins]:

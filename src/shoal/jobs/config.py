@@ -6,7 +6,7 @@ A field that is None is chosen by Shoal (see `choose`), or is absent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shoal.errors import UserError, check_numbers
@@ -180,6 +180,12 @@ def _check_changes(changes: list[dict[str, Any]]) -> None:
                 f"{where}.step = {step!r}: give whole numbers of steps, each above the one before ({before})"
             )
         before = step
+
+
+def put(job: Job, origins: Origins, section: str, **values: Any) -> tuple[Job, Origins]:
+    """Returns the job with `values`, which Shoal has chosen, in a section, and the origins with theirs."""
+    changed = replace(job, **{section: replace(getattr(job, section), **values)})
+    return changed, {**origins, **{f"{section}.{key}": "planner" for key in values}}
 
 
 def describe(job: Job, origins: Origins) -> dict[str, dict[str, Any]]:

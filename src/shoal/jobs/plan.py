@@ -14,8 +14,9 @@ import torch
 
 from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
-from shoal.jobs.assemble import optimizer_named
-from shoal.jobs.choose import Settled, Sizes, microbatches_of, ranks_here, settle
+from shoal.jobs.choose import Settled, Sizes, microbatches_of, settle
+from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job
 from shoal.models import build
 from shoal.optim.groups import decay_matrices_only
@@ -170,9 +171,11 @@ class _Forecast:
         self._recordings: dict[str, Recording] = {}
 
     def recording(self, table: Mapping[str, Any], plan: Plan, place: int = 0) -> Recording:
-        key = repr((dict(table), plan.recompute, plan.division, place))
+        model = build(table)
+        # by all settings of the model: what one table leaves to a preset or a default, another may give
+        settings = (model.name, table.get("loss"), model.values)
+        key = repr((settings, plan.recompute, plan.division, place))
         if key not in self._recordings:
-            model = build(table)
             groups = decay_matrices_only(self._settled.job.train.weight_decay)
             rank = place * plan.stage_size
             subject = Subject(

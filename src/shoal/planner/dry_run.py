@@ -14,7 +14,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, empty
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.chunks import Passing, Slot, Tier
@@ -91,8 +92,9 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
 
 def _loss(ready: Prepared, subject: Subject) -> Tensor:
     """Computes the loss of a microbatch, with what is added to it."""
-    batch = {key: empty(subject.microbatch, *each.shape, dtype=each.dtype) for key, each in subject.sample.items()}
-    ready.local.randomness.begin(0, range(subject.microbatch))
+    rows, sample = subject.microbatch, subject.sample
+    batch = {key: torch.empty(rows, *each.shape, dtype=each.dtype) for key, each in sample.items()}
+    ready.local.randomness.begin(0, range(rows))
     for axis in ready.local.axes:
         batch = axis.take(batch)
     sums = call_loss(subject.loss, ready.local.module, batch)
@@ -148,6 +150,8 @@ class _Living(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each tensor for it
+            return args[0].device
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs or {}))}
         out = with_workspace(func, args, func(*args, **(kwargs or {})))
         for each in _tensors(out):

@@ -1,0 +1,42 @@
+"""The optimizers that a job can name."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.errors import UserError, did_you_mean
+from shoal.optim.fused.trial import try_out
+from shoal.optim.groups import OptimizerFactory
+from shoal.plan import option_parameters
+
+OPTIMIZERS = {
+    name.lower(): getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Adafactor")
+}
+"""torch's optimizers that update any parameter from its gradient alone."""
+
+
+def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory:
+    """Returns a factory of the torch optimizer that `option` names: a name, or a table {name = "sgd", momentum = 0.9}.
+
+    Raises UserError for an unknown name and for parameters that the optimizer does not take.
+    """
+    parameters = option_parameters(option)
+    name = option if isinstance(option, str) else option.get("name")
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        closest = did_you_mean(str(name), list(OPTIMIZERS))
+        raise UserError(f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{closest}")
+    kind = OPTIMIZERS[name]
+    known = [each for each in inspect.signature(kind).parameters if each not in ("params", "lr", "weight_decay")]
+    for key in parameters:
+        if key not in known:
+            closest = did_you_mean(key, known)
+            raise UserError(f"train.optimizer.{key} is no parameter of {name}.{closest} Parameters: {', '.join(known)}")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
+    factory = partial(kind, lr=lr, **values)
+    try_out(factory, f"train.optimizer = {option!r} with lr = {lr}")
+    return factory
