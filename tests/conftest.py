@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.leftovers import SharedMemory, end_processes
-from tests.pool import close_pools
+from tests.pool import end_ranks
 
 # before ranks start, which else make one in the home directory
 os.environ.setdefault("SHOAL_SECRET", "that of the tests")
@@ -31,6 +31,9 @@ LONG = (
     "tests/pipeline/",
     "tests/planner/",
     "tests/exchange/",
+    "tests/jobs/",
+    "tests/launch/",
+    "tests/optim/",
 )
 """Files that two processes take first, so that they end together."""
 SHOWN = 10  # rooms in the summary
@@ -42,7 +45,7 @@ def nothing_left_behind() -> Iterator[None]:
     torch.set_num_threads(1)
     shared_memory = SharedMemory()
     yield
-    close_pools()
+    end_ranks()
     left = end_processes() + shared_memory.left()
     assert not left, "the tests left behind:\n" + "\n".join(left)
 

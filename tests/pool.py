@@ -1,4 +1,4 @@
-"""Ranks for tests: a standing pool for ordinary multi-process tests, disposable ranks for those that kill.
+"""Ranks for tests: standing ones for ordinary multi-process tests, disposable ones for those that kill.
 
     def add(world, value):                       # top level, so that it can be pickled
         return float(world.everyone.all_reduce(torch.tensor(value)))
@@ -6,7 +6,8 @@
     assert run_ranks(add, 2, 1.0) == [2.0, 2.0]
 
 Rank processes are forked from a server that has imported torch, shoal and the models of tests/parity, so a start costs
-a fraction of a second. The store's server lives here, in the test's own process.
+a fraction of a second. A call on `size` ranks uses the first `size` standing ones, so what a rank has imported and
+warmed up serves calls of every size. The store's server lives here, in the test's own process.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from shoal.comm.world import Seat, World
@@ -41,9 +44,12 @@ _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("forkserver")
 _HF = "transformers.models"
 _PRELOADED = ["pytest", "tests.parity.cases", f"{_HF}.llama.modeling_llama", f"{_HF}.mixtral.modeling_mixtral"]
-_context.set_forkserver_preload(_PRELOADED)  # what most ranks import: 3 s for each that does so itself
+_PRELOADED += ["torch._inductor.compile_fx"]  # which torch.compile imports, whatever the backend
+preload = _context.set_forkserver_preload
+preload(_PRELOADED)  # what most ranks import: 3 s for each that does so itself
 _call_numbers = itertools.count()
-_pools: dict[int, list[Rank]] = {}
+_standing: dict[int, Rank] = {}
+_numbers: WeakKeyDictionary[World, Iterator[int]] = WeakKeyDictionary()
 
 
 class RankError(AssertionError):
@@ -54,20 +60,18 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
     """Calls `fn(world, *args)` on `size` standing ranks; returns their results in rank order.
 
     The world is fresh: its keys stand under a prefix of this call. Raises RankError if a rank raises, dies or does not
-    return in `timeout` seconds; ranks that did not answer are killed and the next call starts new ones.
+    return in `timeout` seconds; if one did not answer, those of the call are killed and the next one starts new ones.
     """
-    if size not in _pools:
-        _pools[size] = [Rank(rank, size) for rank in range(size)]
-    pool = _pools[size]
+    pool = [_standing.get(rank) or _standing.setdefault(rank, Rank(rank)) for rank in range(size)]
     try:
         _submit(pool, fn, args)
         answers = _collect(pool, timeout)
     except BaseException:
-        _discard(size)
+        _end(pool)
         raise
     silent = [rank for rank in pool if rank.rank not in answers]
     if silent or any(rank.pipe_ended for rank in pool):
-        _discard(size)
+        _end(pool)
     failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failed)}
     if silent or failures:
         raise RankError(_describe(failures, silent, timeout))
@@ -78,7 +82,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
 def disposable_ranks(fn: Callable[..., Any], size: int, *args: Any) -> Iterator[list[Rank]]:
     """Fresh ranks running `fn(world, *args)`, for tests that kill, stop or abandon them; those left at the end are
     killed."""
-    ranks = [Rank(rank, size) for rank in range(size)]
+    ranks = [Rank(rank) for rank in range(size)]
     try:
         _submit(ranks, fn, args)
         yield ranks
@@ -87,10 +91,9 @@ def disposable_ranks(fn: Callable[..., Any], size: int, *args: Any) -> Iterator[
             rank.kill()
 
 
-def close_pools() -> None:
-    """Ends every standing rank."""
-    for size in list(_pools):
-        _discard(size)
+def end_ranks() -> None:
+    """Ends the standing ranks."""
+    _end(list(_standing.values()))
 
 
 class Failed:
@@ -108,11 +111,11 @@ class Failed:
 class Rank:
     """One rank's process and the pipe to it."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank = rank
         self.pipe_ended = False
         self.pipe, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, rank, size, _server().port), daemon=True)
+        self.process = _context.Process(target=_serve, args=(theirs, rank, _server().port), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -151,7 +154,7 @@ def _server() -> dist.TCPStore:
 
 
 def _submit(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    message = pickle.dumps((next(_call_numbers), sys.path, pickle.dumps((fn, args))))
+    message = pickle.dumps((next(_call_numbers), len(ranks), sys.path, pickle.dumps((fn, args))))
     for rank in ranks:
         rank.pipe.send_bytes(message)
 
@@ -190,12 +193,12 @@ def _describe(failures: dict[int, Failed], silent: list[Rank], timeout: float) -
     return "\n".join(lines)
 
 
-def _discard(size: int) -> None:
-    for rank in _pools.pop(size):
-        rank.kill()
+def _end(pool: list[Rank]) -> None:
+    for rank in pool:
+        _standing.pop(rank.rank).kill()
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, port: int) -> None:
     """The rank's process: answers calls until the pipe closes; dies with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
@@ -203,11 +206,12 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     imported = _freeze()
     while True:
         try:
-            number, path, call = pickle.loads(pipe.recv_bytes())
+            number, size, path, call = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         sys.path[:] = path  # a test's module may lie in a folder that the test run has only now come to
         answer = _answer(call, rank, size, dist.PrefixStore(f"call{number}", store))
+        torch._dynamo.reset()  # or, past the limit of recompilations, what is compiled would run as it is written
         gc.collect()  # closes the call's connections, so that the ranks that wait for a failed one notice it
         if len(sys.modules) > imported:
             imported = _freeze()
@@ -237,6 +241,11 @@ def apart(world: World) -> World:
     store = dist.PrefixStore("apart", world.store) if world.store is not None else None
     seat = Seat(host_id=f"host {world.rank}")
     return World(world.rank, world.size, seat=seat, store=store, device="cpu", timeout=world.timeout)
+
+
+def next_number(world: World) -> int:
+    """Counts the calls with this world. A process may not count for itself: it serves calls of more and fewer ranks."""
+    return next(_numbers.setdefault(world, itertools.count()))
 
 
 def make_world(rank: int, size: int, store: dist.Store | None) -> World:

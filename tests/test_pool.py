@@ -121,10 +121,11 @@ def test_ranks_die_with_the_test_run(tmp_path: Path):
     script = tmp_path / "suite.py"
     script.write_text(
         "import os, signal\n"
-        "from tests.pool import run_ranks\n"
+        "from tests import pool\n"
         "from tests.test_pool import pid\n"
         "if __name__ == '__main__':\n"
-        "    print(*run_ranks(pid, 2), flush=True)\n"
+        "    pool.preload([])\n"
+        "    print(*pool.run_ranks(pid, 2), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = str(Path(__file__).parents[1])

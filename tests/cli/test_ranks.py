@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,13 +65,13 @@ def test_an_interrupted_run_leaves_checkpoint_and_report_and_goes_on(start, shoa
     assert len(losses(run_dir)) == row.step + 2
 
 
-def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_from_its_last_checkpoint(
-    start, shoal, job_file, tmp_path
-):
+def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_dies(start, shoal, job_file, tmp_path):
     """What reads a run goes on; a second job is refused before its ranks start; after kill -9 the next one starts at
-    once, and says from where."""
-    run_dir = tmp_path / "run"
-    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=5")
+    once: from the last checkpoint, and it says so; where the state was on a disk, from the last update."""
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    memory = f'plan.memory={{disk = "{tmp_path / "disk"}"}}'
+    endless = ("--set", "train.steps=1000000", "--set", "run.save_every=10", "--set", memory)
+    process = start("train", job_file, "--nproc", 2, *endless)
     wait_for_step(process, run_dir, 12)
     second = shoal("train", job_file, "--nproc", 2)
     assert second.code == 2 and f"{run_dir} is in use by process" in second.err and "give another run.dir" in second.err
@@ -81,15 +82,30 @@ def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_from_its_last_
     _, left = psutil.wait_procs(ranks, timeout=10)
     assert not left, "ranks die with their launcher"
     assert (run_dir / "run.lock").exists()
+    seen = read_metrics(run_dir / "metrics.jsonl").steps[-1].step
     newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
+    shutil.copytree(run_dir, copy)
+
     last = ("--resume", "auto", "--set", f"train.steps={newest + 3}", "--set", "train.lr=3e-2")
-    answer = shoal("train", job_file, "--nproc", 1, *last)
-    assert answer.code == 0 and not (run_dir / "run.lock").exists()
+    answer = shoal("train", job_file, "--nproc", 1, *last, "--set", f"run.dir={copy}")
+    assert answer.code == 0 and not (copy / "run.lock").exists()
     assert f"resumed from step {newest} (2 ranks then, 1 now)\n" in answer.out
     assert "lr = 0.03 is used from here on; the checkpoint was trained with 0.01\n" in answer.out
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records = read_metrics(copy / "metrics.jsonl")
     assert [record.step for record in records.steps] == list(range(1, newest + 4))
     assert records.end is not None and records.attempts == 2
+
+    again = start("train", job_file, "--nproc", 2, *endless)
+    wait_for_step(again, run_dir, seen + 3)
+    dying = next(rank for rank in psutil.Process(again.pid).children() if rank.environ().get("SHOAL_RANK") == "1")
+    dying.kill()
+    _, err = again.communicate(timeout=30)
+    assert again.returncode == 4
+    assert err.startswith("error: rank 1 on host") and "SIGKILL" in err
+    steps = [
+        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line
+    ]
+    assert newest <= seen <= steps[steps.index(seen) + 1], "from the last update on, not from the checkpoint"
 
 
 def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file, tmp_path):
@@ -105,37 +121,6 @@ def test_a_last_checkpoint_that_does_not_fit_the_disk_ends_with_code_5(job_file,
     )
     assert "free space there" in done.stderr and "Traceback" not in done.stderr
     assert done.stdout.count("warning: saving the checkpoint of step") == 3
-
-
-def test_a_killed_run_with_its_state_on_a_disk_loses_no_update(start, shoal, job_file, tmp_path):
-    run_dir = tmp_path / "run"
-    memory = f'plan.memory={{disk = "{tmp_path / "disk"}"}}'
-    process = start(
-        "train", job_file, "--nproc", 2, "--set", "train.steps=1000000", "--set", "run.save_every=10", "--set", memory
-    )
-    wait_for_step(process, run_dir, 12)
-    ranks = psutil.Process(process.pid).children()
-    process.kill()
-    psutil.wait_procs(ranks, timeout=10)
-    seen = read_metrics(run_dir / "metrics.jsonl").steps[-1].step
-    newest = max(row.step for row in checkpoint.listing(run_dir / "checkpoints") if row.state == "ok")
-    answer = shoal("train", job_file, "--nproc", 2, "--set", f"train.steps={seen + 3}", "--set", memory)
-    assert answer.code == 0, answer.err
-    steps = [
-        json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line
-    ]
-    again = steps[steps.index(seen) + 1] if steps[-1] != seen else seen + 1
-    assert newest < seen <= again, "from the last update on, not from the checkpoint"
-
-
-def test_a_rank_that_dies_ends_the_run_and_is_named(start, job_file, tmp_path):
-    process = start("train", job_file, "--nproc", 2, "--set", "train.steps=1000000")
-    wait_for_step(process, tmp_path / "run", 3)
-    second = next(rank for rank in psutil.Process(process.pid).children() if rank.environ().get("SHOAL_RANK") == "1")
-    second.kill()
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 4
-    assert err.startswith("error: rank 1 on host") and "SIGKILL" in err
 
 
 def test_a_script_runs_on_ranks_with_its_arguments(shoal, job_file, tmp_path):

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
 
 import pytest
 import torch
@@ -20,14 +19,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm import World
-from tests.pool import disposable_ranks, run_ranks
-
-_started = count()
+from tests.pool import disposable_ranks, next_number, run_ranks
 
 
 @contextmanager
 def process_group(world: World, backend: str) -> Iterator[None]:
-    store = dist.PrefixStore(f"backend{next(_started)}", world.store)
+    store = dist.PrefixStore(f"backend{next_number(world)}", world.store)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=30))
     try:
         yield

@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,13 @@ import torch.distributed as dist
 from shoal.comm import Group, World, shm_segment
 from shoal.comm.shm import Shared
 from tests.comm.operations import every_operation, expected
-from tests.pool import disposable_ranks, run_ranks
-
-_opened = count()
+from tests.pool import disposable_ranks, next_number, run_ranks
 
 
 def open_shared(world: World, seconds: float = 30.0) -> Shared | None:
     """Opens once more in the same world; all ranks count alike."""
     assert world.store is not None
-    store = dist.PrefixStore(f"test{next(_opened)}", world.store)
+    store = dist.PrefixStore(f"test{next_number(world)}", world.store)
     return Shared.open(store, world.rank, world.size, timedelta(seconds=seconds))
 
 
@@ -61,11 +58,10 @@ def test_every_operation_gives_the_bits_of_the_rank_order(size):
     assert run_ranks(wrong_operations, size, FLOATS + INTEGERS, [0, 1, 7, 9001]) == [[]] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_tensors_of_several_slots(size):
-    assert (
-        run_ranks(wrong_operations, size, [torch.float32], [2**18 - 1, 2**18, 600_001, 2_200_003]) == [[]] * size
-    )  # the last: filled past the caches
+@pytest.mark.parametrize(("size", "lengths"), [(2, [2_200_003]), (3, [2**18 - 1, 2**18, 600_001])])
+def test_tensors_of_several_slots(size, lengths):
+    """The longest is filled past the caches, by each rank as by one of two."""
+    assert run_ranks(wrong_operations, size, [torch.float32], lengths) == [[]] * size
 
 
 def reduce_bools_and_complex(world: World) -> list:

@@ -21,6 +21,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from shoal.comm import World
+from tests.pool import next_number
 
 SECONDS = 6
 """How long a collective of a test waits, on either backend."""
@@ -28,8 +29,6 @@ SECONDS = 6
 MODEL_BY_NAME = "test_accumulate_gradients_no_sync"
 """How tests begin that make their model for backends that they know by name: told that they run on gloo, they run on
 any."""
-
-_started = count()
 
 
 @cache
@@ -97,7 +96,7 @@ def _meet(
 
 @contextmanager
 def _process_group(world: World, backend: str) -> Iterator[None]:
-    store = dist.PrefixStore(f"suite{next(_started)}", world.store)
+    store = dist.PrefixStore(f"suite{next_number(world)}", world.store)
     # names groups; the ranks' counts differ after a test that failed on some
     dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ from shoal.checkpoint.whole import whole_state
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded, StorageError, UserError
 from shoal.models import causal_lm, regression
-from shoal.optim.tiers.disk import SECTOR, Disk, buffer, wait
+from shoal.optim.tiers import pager
+from shoal.optim.tiers.disk import SECTOR, Disk, Stored, buffer, wait
 from tests.exchange import teacher
 from tests.parity.cases import text
+from tests.pool import RankError, disposable_ranks
 from tests.test_memory import EXCHANGE, gpt, train
 
 NADAM = partial(torch.optim.NAdam, lr=3e-3)
@@ -156,31 +159,30 @@ def test_another_plan_or_model_recovers_nothing(tmp_path):
     other.close()
 
 
-CHILD = """
-import os, signal, sys
-import torch
-from shoal.optim.tiers import disk
-from shoal.optim.tiers import pager
-torch.set_num_threads(1)
-from tests.optim.test_disk import losses, make
-where, number = sys.argv[2], int(sys.argv[3])
-count = 0
-def dies(function):
+def dies_at(number: int, function):
+    """`function`, at whose call `number` the process is killed."""
+    count = itertools.count(1)
+
     def call(*args):
-        global count
-        count += 1
-        if count == number:
+        if next(count) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args)
+
     return call
-if where == "write":
-    disk.Stored._write = dies(disk.Stored._write)
-else:
-    pager.os.replace = dies(pager.os.replace)
-engine = make(sys.argv[1], sys.argv[4])
-losses(engine, 5)
-print("lived")
-"""
+
+
+def killed(child, *args) -> None:
+    """Calls `child` in a process, which is killed before it returns."""
+    with disposable_ranks(child, 1, *args) as (rank,), pytest.raises(RankError, match="killed by SIGKILL"):
+        rank.result()
+
+
+def dies_in_an_update(world, path: Path, where: str, number: int, precision: str) -> None:
+    if where == "write":
+        Stored._write = dies_at(number, Stored._write)
+    else:
+        pager.os.replace = dies_at(number, os.replace)
+    losses(make(path, precision), 5)
 
 
 @pytest.mark.parametrize(
@@ -195,13 +197,7 @@ print("lived")
 )
 def test_killed_in_the_middle_of_an_update(tmp_path, where, number, precision):
     whole = train(None, {}, precision)[0]
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path), where, str(number), precision],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert child.returncode == -signal.SIGKILL and "lived" not in child.stdout, child.stderr
+    killed(dies_in_an_update, tmp_path, where, number, precision)
     engine = make(tmp_path, precision)
     recovered = engine.recover()
     assert recovered == (where == "write" or number > 1)
@@ -212,29 +208,15 @@ def test_killed_in_the_middle_of_an_update(tmp_path, where, number, precision):
     engine.close()
 
 
-TORN = """
-import os, signal, sys
-import torch
-from shoal.optim.tiers import disk
-from tests.optim.test_disk import losses, make
-torch.set_num_threads(1)
-path, checkpoints = sys.argv[1:]
-write, count = disk.Stored._write, 0
-def dies(*args):
-    global count
-    count += 1
-    if count == 7:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(*args)
-engine = make(path)
-if checkpoints:
-    losses(engine, 2)
-    engine.save(checkpoints)
-    losses(engine, 3)
-    engine.load(checkpoints)
-disk.Stored._write = dies
-losses(engine, 1)
-"""
+def dies_in_its_first_write(world, path: Path, checkpoints: Path | None) -> None:
+    engine = make(path)
+    if checkpoints is not None:
+        losses(engine, 2)
+        engine.save(checkpoints)
+        losses(engine, 3)
+        engine.load(checkpoints)
+    Stored._write = dies_at(7, Stored._write)
+    losses(engine, 1)
 
 
 @pytest.mark.parametrize("loads", [True, False], ids=["load", "fresh start"])
@@ -246,9 +228,7 @@ def test_what_an_older_record_says_is_withdrawn_before_its_files_are_written(tmp
         engine = make(disk)
         losses(engine, 3)
         engine.close()
-    arguments = [str(disk), str(tmp_path / "checkpoints") if loads else ""]
-    child = subprocess.run([sys.executable, "-c", TORN, *arguments], capture_output=True, text=True, timeout=120)
-    assert child.returncode == -signal.SIGKILL, child.stderr
+    killed(dies_in_its_first_write, disk, tmp_path / "checkpoints" if loads else None)
     engine = make(disk)
     assert not engine.recover()
     engine.close()

@@ -22,7 +22,7 @@ from tests.parity.test_mesh import TOLERANCE
 from tests.parity.test_parity import compare
 from tests.pool import apart, run_ranks
 
-STEPS = 6  # the fourth is short
+STEPS = 5  # the fourth is short
 PLANS: dict[str, dict[str, Any]] = {
     "ep2": {"dp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},

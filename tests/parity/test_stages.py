@@ -22,7 +22,7 @@ from tests.parity.test_mesh import TOLERANCE, WIDER, state_of
 from tests.parity.test_parity import compare
 from tests.pool import run_ranks
 
-STEPS = 6  # the fourth is short
+STEPS = 5  # the fourth is short
 PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp4": {"pp": 4},
@@ -108,6 +108,8 @@ COLLECTED = [
     "offload",
 ]
 ROUTED = [("mixtral", plan, *turn) for plan in COLLECTED for turn in [("fp32", 1), ("fp32", 3), ("bf16", 1)]]
+# where logits pass through something of their own: a split backward, half of a router, a second forward, a tier
+SPLIT = [("mixtral", plan) for plan in ("pp2", "pp2-zb1p", "tp2-pp2", "recompute", "pp2-ep2", "offload")]
 ROWS = [row for row in product(*COLUMNS) if goes_together(*row)] + ROUTED
 TURNS = [("fp64", 1), ("fp32", 3), ("bf16", 1), ("fp32", 1)]
 COVERING = (
@@ -130,8 +132,8 @@ COVERING = (
     }
     | {(case, "pp2", "fp32", 3) for case in MODELS[:5]}
     | {("gpt-deep", "dp2-pp2", "fp16", 3)}
-    | {(*row, *turn) for row, turn in in_turn([row[:2] for row in ROUTED[::3]], [row[2:] for row in ROUTED[:3]])}
-)
+    | {(*row, *turn) for row, turn in in_turn(SPLIT, [row[2:] for row in ROUTED[:3]])}
+) - {("gpt", "compiled", "fp32", 1)}  # a whole backward of compiled blocks is in test_unflushed.py, a split one here
 
 
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:
@@ -189,7 +191,7 @@ def load_and_go_on(
     running = under(world, case, precision, 1, CUTS[cut])
     running.load(directory)
     found = state_of(running)
-    results = [running.step(batch) for batch in running.batches(CASES[case].data(), steps=3)]
+    results = [running.step(batch) for batch in running.batches(CASES[case].data(), steps=2)]
     running.close()
     return found, [result.loss for result in results] + [rate for result in results for rate in result.lr]
 

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.pool import close_pools
+from tests.pool import end_ranks
 from tests.zoo.runs import GLOBAL_BATCH, MICROBATCH, PLANS, STEPS, TOLERANCE, ZOO, outcome
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
@@ -84,4 +84,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     finally:
-        close_pools()
+        end_ranks()
