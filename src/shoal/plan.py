@@ -113,6 +113,11 @@ class Plan:
         return self.pp * self.dp * self.cp * self.tp
 
     @property
+    def sample_ranks(self) -> int:
+        """The number of ranks among which the samples of a batch are dealt."""
+        return self.dp
+
+    @property
     def replicas(self) -> int:
         """The number of ranks among which the samples of a batch, and the tokens of its rows, are shared."""
         return self.dp * self.cp

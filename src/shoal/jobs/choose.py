@@ -172,7 +172,7 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
 
 def microbatches_of(job: Job) -> tuple[int, int]:
     """Returns the number of samples in a microbatch, and the most microbatches that a rank has in a step."""
-    train, ranks = job.train, job.plan.dp
+    train, ranks = job.train, job.plan.sample_ranks
     if train.microbatch is not None:
         return train.microbatch, math.ceil(math.ceil(train.global_batch / train.microbatch) / ranks)
     share = math.ceil(train.global_batch / ranks)

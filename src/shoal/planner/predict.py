@@ -150,7 +150,7 @@ def others(plan: Plan) -> list[Plan]:
     """Plans of the same ranks that need less of some memory: those with fewest changes first, and recompute before
     zero before memory."""
     recompute = [plan.recompute, *(["full"] if option_name(plan.recompute, "recompute") != "full" else [])]
-    stages = range(plan.zero, 4 if plan.dp > 1 else plan.zero + 1)
+    stages = range(plan.zero, 4 if plan.sample_ranks > 1 else plan.zero + 1)
     memory = [plan.memory, *([{}] if plan.memory != {} else [])]
     found = [
         replace(plan, recompute=again, zero=stage, memory=kept)
