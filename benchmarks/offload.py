@@ -102,9 +102,9 @@ def train(case: Case, memory: dict[str, Any] | None, rule: str = OURS, rate: flo
 
     def step() -> None:
         global _moved
-        before = engine.parts.passing.executor.bytes_in if engine.parts.passing else 0
+        before = engine.parts.gather.executor.bytes_in if engine.parts.gather else 0
         engine.step(next(batches))
-        _moved = engine.parts.passing.executor.bytes_in - before if engine.parts.passing else 0
+        _moved = engine.parts.gather.executor.bytes_in - before if engine.parts.gather else 0
 
     return step
 
@@ -123,7 +123,7 @@ def _time_updates(engine: Engine) -> None:
 def moves() -> dict[str, Any]:
     """Of the engine that runs in this process: bytes a step by its plan, by the other rules for the same trace and
     room, and as they came. `others`: what all else on the device takes at most."""
-    executor, tier = _running.parts.passing.executor, _running.parts.tier  # type: ignore[union-attr]
+    executor, tier = _running.parts.gather.executor, _running.parts.tier  # type: ignore[union-attr]
     assert isinstance(executor, Planned) and tier is not None
     trace, ticks = executor.recorded
     return {

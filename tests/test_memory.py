@@ -44,9 +44,9 @@ def train(
     try:
         results = []
         for batch in running.batches(text(), steps=steps):
-            before = running.parts.passing.executor.bytes_in if running.parts.passing else 0
+            before = running.parts.gather.executor.bytes_in if running.parts.gather else 0
             results.append(running.step(batch))
-        moved = running.parts.passing.executor.bytes_in - before if running.parts.passing else 0
+        moved = running.parts.gather.executor.bytes_in - before if running.parts.gather else 0
         masters = {name: value.detach().clone() for name, value in running.optimizer.parameters.items()}
         sizes = [chunk.nbytes_whole for chunk in running.parts.chunks if chunk.passes]
         return (

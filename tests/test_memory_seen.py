@@ -46,7 +46,7 @@ def test_levels_stay_below_the_budget_and_reach_what_the_tier_says(tight):
 def test_what_moves_is_what_was_planned(share):
     least, most = smallest(), 10**6
     engine = make({"device": int(least + share * (most - least))})
-    executor = engine.parts.passing.executor
+    executor = engine.parts.gather.executor
     for batch in engine.batches(text(), steps=3):
         before = executor.bytes_in
         engine.step(batch)

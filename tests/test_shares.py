@@ -84,13 +84,13 @@ def train(world, stage: int, config: GPTConfig) -> dict[str, int]:
     kept = sum(chunk.nbytes for chunk in engine.parts.chunks)
     masters = sum(each.master.nbytes for each in owned)
     whole = sum(chunk.data.nbytes for chunk in engine.parts.chunks)  # without memory of its own where it passes
-    weights = sum(each.data.nbytes for each in owned) if engine.parts.passing else whole
+    weights = sum(each.data.nbytes for each in owned) if engine.parts.gather else whole
     found = {
         "weights": weights,
         "gradients": kept - masters - weights,
         "masters": masters,
         "optimizer state": sum(each.nbytes for each in engine.optimizer.state_tensors().values()),
-        "in use": engine.parts.passing.executor.most if engine.parts.passing else 0,
+        "in use": engine.parts.gather.executor.most if engine.parts.gather else 0,
         "on loan": loans.most,
         "tied": tied.size,
         "largest": max((chunk.size for chunk in others), default=0),

@@ -149,7 +149,7 @@ def of_engine(config: GPTConfig, batch: int, device: str, memory: Any, steps: in
         most = max(most, peak(device, running))  # the tier resets the allocator's peak while it records
 
     batches = running.batches(rows(config.vocab_size, config.sequence, batch * 4))
-    executor = running.parts.passing.executor if running.parts.passing else None
+    executor = running.parts.gather.executor if running.parts.gather else None
     assert executor is None or isinstance(executor, Stalled)
     try:
         for _ in range(WARM_UP):

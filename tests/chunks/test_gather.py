@@ -62,8 +62,8 @@ def train(world: World, zero: int, model=Mixed, steps: int = 4, chunk_bytes: int
         with running.whole_weights():
             weights = {name: parameter.detach().clone() for name, parameter in running.parameters.items()}
         moved = None
-        if running.parts.passing is not None:
-            executor = running.parts.passing.executor
+        if running.parts.gather is not None:
+            executor = running.parts.gather.executor
             moved = (
                 executor.most,
                 executor.bytes_in,
@@ -160,7 +160,7 @@ def what_moves(world: World, steps: int) -> tuple[int, int, list[str]]:
     )  # fmt: skip
     seen: list[str] = []
     try:
-        executor = running.parts.passing.executor
+        executor = running.parts.gather.executor
         before = []
         for batch in running.batches(teacher.data(), steps=steps):
             before.append(executor.bytes_in)

@@ -199,7 +199,7 @@ def outputs_of(world, hosts: bool, **plan) -> tuple[list[float], dict, int]:
         model.backward(loss)
         model.step()
         losses.append(model.result.loss)
-    passing = engine.parts.passing
+    passing = engine.parts.gather
     after, moved = model.state_dict(), 0 if passing is None else passing.executor.bytes_in
     model.close()
     return losses, after, moved
@@ -220,7 +220,7 @@ def test_the_caller_may_compute_the_loss_and_read_weights_in_it(hosts, plan):
 
 def test_a_forward_without_a_backward_is_forgotten():
     model, optimizer = alone({**SGD, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
-    assert model.engine.parts.passing is not None
+    assert model.engine.parts.gather is not None
     model(microbatch(7, 0, 0))
     before = model.state_dict()
     losses = []

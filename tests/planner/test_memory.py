@@ -83,7 +83,7 @@ def held(world: World | None, plan: Plan, precision, optimizer, model=gpt, chunk
             "state": sum(each.nbytes for each in running.optimizer.state_tensors().values()),
             "buffers": sum(each.nbytes for each in running.module.buffers()),
             "tier": None if running.parts.tier is None else dict(running.parts.tier.most),
-            "executor": None if running.parts.passing is None else running.parts.passing.executor.most,
+            "executor": None if running.parts.gather is None else running.parts.gather.executor.most,
             "chunk_bytes": running.parts.chunk_bytes,
         }
     finally:

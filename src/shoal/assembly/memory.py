@@ -13,7 +13,7 @@ from shoal.assembly.model import Local, anywhere
 from shoal.assembly.offload import Offload
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.storage import Storage
-from shoal.chunks import Chunk, ChunkMaker, Passing, adopt
+from shoal.chunks import Chunk, ChunkMaker, Gather, adopt
 from shoal.chunks.allocate import Private
 from shoal.chunks.make import groups_of
 from shoal.comm import Link
@@ -52,7 +52,7 @@ class Memory:
     chunks: list[Chunk]
     pager: Pager | None
     parameters: dict[str, nn.Parameter]
-    gather: Passing | None
+    gather: Gather | None
 
     @property
     def trainable(self) -> list[Chunk]:
@@ -73,7 +73,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
 
     offload = None if plan.memory is None else Offload(plan, device, replicas, ranks.everyone, ranks.world.ledger)
     small = partial(small_optimizer, optimizer, options)
-    chosen = check_exchange(plan, precision.keep, recipe.clip_value, small, local.parted.moves_biases)
+    chosen = check_exchange(plan, precision.keep, recipe.clip_value, small, local.parallelized.moves_biases)
     exchange = with_variants(chosen, plan.exchange, local.apart, ranks.among)
     storage = Storage(plan, ranks.mesh, ranks.world, replicas, local.apart, ranks.stage, offload, local.tied)
     keeping, apart = storage.keeping(exchange, partial(needs_whole_parameters, optimizer, options, precision.master))
@@ -99,7 +99,7 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
     chunks = maker.make(cut if parts.size == 1 else maker.cut_like(cut, parts))
     pager = offload.pages(chunks, optimizer, options, precision) if offload is not None else None
     parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
-    gather = storage.passing(local.module, chunks)
+    gather = storage.gather(local.module, chunks)
     if gather is not None and local.recompute is not None:
         local.recompute.again.append(gather.again)
     storage.agree_on_buffers(local.module)

@@ -26,7 +26,7 @@ from shoal.native.heap import keep_freed_memory
 from shoal.optim.groups import GroupRule, ParamGroups, group_options
 from shoal.parallel.axis import Axis
 from shoal.parallel.layout import Layout
-from shoal.parallel.parallelized import Parted
+from shoal.parallel.parallelized import Parallelized
 from shoal.parallel.tensor import Rules
 from shoal.pipeline import Runner, cut_into_stages
 from shoal.pipeline.axis import PipelineParallel
@@ -68,7 +68,7 @@ class Local:
     `built`: its module, and the initial values of what is here. `layouts[name]`: what that is of a parameter.
     `whole`: the model before it was cut.
     `axes`: those along which there are several ranks, innermost first.
-    `parted`: what the axes inside a stage have made of it; `pipeline` runs its stages, None where it has all.
+    `parallelized`: what the axes inside a stage have made of it; `pipeline` runs its stages, None where it has all.
     `apart`: the groups of parameters that other ranks have than the rest of what is here, by kind: "experts", and
     "tied", those that the stages at the places `tied` share.
     `randomness`: what forwards draw; `recompute`: what backward computes again, None for nothing.
@@ -79,7 +79,7 @@ class Local:
     built: Built
     layouts: Mapping[str, Layout]
     axes: tuple[Axis, ...]
-    parted: Parted
+    parallelized: Parallelized
     pipeline: Runner | None
     apart: Mapping[str, Group]
     tied: Sequence[int]
@@ -121,26 +121,28 @@ def localize(
     plan, mesh, world = ranks.plan, ranks.mesh, ranks.world
     pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
-    parted = Parted(model.built, plan, mesh, world, rules, attention, elsewhere)
-    axes: list[Axis] = [*parted.axes]
+    parallelized = Parallelized(model.built, plan, mesh, world, rules, attention, elsewhere)
+    axes: list[Axis] = [*parallelized.axes]
     if pipeline is not None:
         pipeline.split.follow(axes)
         axes.append(PipelineParallel(mesh, world, pipeline, ranks.serial))
-    check_hooks(model.hooked, parted.layouts, axes)
-    layouts: Mapping[str, Layout] = parted.layouts
+    check_hooks(model.hooked, parallelized.layouts, axes)
+    layouts: Mapping[str, Layout] = parallelized.layouts
     for axis in axes:
         layouts = axis.relaid(layouts)
     apart = {kind: ranks.own(group) for axis in axes for kind, group in axis.variants.items()}
     tied = [index for axis in axes for index in axis.tied]
     if pipeline is not None and not pipeline.flushes:
-        check_no_flush(plan, precision, parted.built.module, sync_bn, parted.moves_biases, bool(pipeline.tied))
-    module = parted.built.module
+        check_no_flush(
+            plan, precision, parallelized.built.module, sync_bn, parallelized.moves_biases, bool(pipeline.tied)
+        )
+    module = parallelized.built.module
     without_caches(module)
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))
     check_dropout(dropout)
-    attend = None if parted.context is None else parted.context.attend
-    randomness = Randomness(seed, world.device, parted.parts, attend, keyed=dropout == "keyed")
+    attend = None if parallelized.context is None else parallelized.context.attend
+    randomness = Randomness(seed, world.device, parallelized.parts, attend, keyed=dropout == "keyed")
     if randomness.keyed:
         randomness.take_over(module, [block for block in blocks(module) if block is not module])
     set_products(module, precision, world.device)
@@ -148,7 +150,19 @@ def localize(
         compile_blocks(module, plan.compile)
     recompute = _recompute(module, ranks, axes, randomness)
     cast_at_the_border(module, precision)
-    return Local(ranks, model, parted.built, layouts, tuple(axes), parted, pipeline, apart, tied, randomness, recompute)
+    return Local(
+        ranks,
+        model,
+        parallelized.built,
+        layouts,
+        tuple(axes),
+        parallelized,
+        pipeline,
+        apart,
+        tied,
+        randomness,
+        recompute,
+    )
 
 
 def _recompute(module: nn.Module, ranks: Ranks, axes: Sequence[Axis], randomness: Randomness) -> Recompute | None:

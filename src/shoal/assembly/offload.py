@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import optimizer_state, state
-from shoal.chunks import Buffer, Chunk, Passing, Tier, budget
+from shoal.chunks import Buffer, Chunk, Gather, Tier, budget
 from shoal.chunks.allocate import Private
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
@@ -106,7 +106,7 @@ class Offload:
         faster = able and streams(link_rate(self._device), host_seconds(), 4 * (1 + len(self._keys)))
         return "streamed" if self._everyone.broadcast_object(faster) else "deferred"
 
-    def use_the_device(self, chunks: Sequence[Chunk], passing: Passing, optimizer: ChunkOptimizer) -> bool:
+    def use_the_device(self, chunks: Sequence[Chunk], gather: Gather, optimizer: ChunkOptimizer) -> bool:
         """Once, after the first step: what it left of the device's memory gets what is updated, with its weights, as
         far as that goes. Nothing that is computed changes. Returns whether chunks have moved."""
         if not self._places_are_open:
@@ -114,14 +114,14 @@ class Offload:
         self._places_are_open = False
         away = {id(page.chunk) for page in optimizer.pages}
         movable = [chunk for chunk in chunks if chunk.passes and chunk.trainable and id(chunk.owned) not in away]
-        fit = on_device(movable, self._keys, passing.executor.spare)
+        fit = on_device(movable, self._keys, gather.executor.spare)
         number = min(self._group.all_gather_object(len(fit)))  # they are gathered together
         if number:
             optimizer.settle()
         for chunk in fit[:number]:
             move_to_device(chunk, self._keys, self.host, self.tier)
             chunk.stay()
-            passing.stays(chunk)
+            gather.stays(chunk)
             optimizer.stays(chunk)
         return number > 0
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.trainer import Trainer
-from shoal.chunks import Chunk, Passing, Tier
+from shoal.chunks import Chunk, Gather, Tier
 from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.versions import Versions
 from shoal.comm import Link
@@ -28,7 +28,7 @@ class Parts:
 
     `mesh`: which rank stands where.
     `chunks`: what parameters lie in, of about `chunk_bytes` each, chosen for `link` where that was measured.
-    `passing`: how weights come and go that are not whole here; `recompute`: what backward computes again.
+    `gather`: how weights come and go that are not whole here; `recompute`: what backward computes again.
     `gradient_pool`: memory that gradients take in turn; `pager`: optimizer state that comes from host or disk.
     `tier`: what is on the device of `plan.memory`, `host`: what it has at home there.
     `exchange`: the algorithm of the plan's exchange; `runner`: what makes steps.
@@ -41,7 +41,7 @@ class Parts:
     chunks: Sequence[Chunk]
     chunk_bytes: int
     link: Link | None
-    passing: Passing | None
+    gather: Gather | None
     recompute: Recompute | None
     gradient_pool: GradientPool | None
     pager: Pager | None
@@ -63,7 +63,7 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         chunks=memory.chunks,
         chunk_bytes=memory.chunk_bytes,
         link=memory.link,
-        passing=memory.gather,
+        gather=memory.gather,
         recompute=local.recompute,
         gradient_pool=trainer.gradient_pool,
         pager=memory.pager,

@@ -29,7 +29,7 @@ from shoal.data.loader import Order
 from shoal.errors import UserError
 from shoal.models.generate import generate
 from shoal.parallel.tensor import CutLayers
-from shoal.pipeline import Whole
+from shoal.pipeline import PipelinedModule
 from shoal.training.evaluation import Evaluation, HeldOut, evaluate
 from shoal.training.loop import Loop
 from shoal.training.loss import Loss
@@ -160,7 +160,7 @@ class Running:
         `global_batch` has, where that has decided how gradients are kept.
         """
         local, runner, group = self._local, self._trainer.runner, self._local.ranks.replicas
-        check_loop(microbatches, self.precision, local.pipeline, local.parted.context)
+        check_loop(microbatches, self.precision, local.pipeline, local.parallelized.context)
         assert isinstance(runner, StepRunner)
         partners = [group.ranks.index(rank) for rank in self._memory.exchange.partners.ranks]
         meets = runner.dealing.lockstep or runner.dealing.all_run
@@ -216,14 +216,14 @@ class Running:
         pipeline, runner = self._local.pipeline, self._trainer.runner
         if pipeline is None:
             return self.module
-        return Whole(pipeline, self._local.ranks.replicas if runner.dealing.lockstep else None, runner.flush)
+        return PipelinedModule(pipeline, self._local.ranks.replicas if runner.dealing.lockstep else None, runner.flush)
 
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and
         products with the Hessian pass through its collectives and equal one process. All ranks must call it alike."""
         check_objective(self._local.pipeline)
         ranks, runner = self._local.ranks, self._trainer.runner
-        experts = self._local.parted.experts or ranks.replicas
+        experts = self._local.parallelized.experts or ranks.replicas
         groups = {
             name: experts if layout.of_experts else ranks.stage if layout.reduce else ranks.replicas
             for name, layout in self.layouts.items()
@@ -274,4 +274,4 @@ class Running:
     def tensor_layers(self) -> CutLayers:
         """What `plan.tp` and `plan.ep` have made of each layer that this rank has, by which rule; printed it is a
         table."""
-        return self._local.parted.layers
+        return self._local.parallelized.layers

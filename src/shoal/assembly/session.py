@@ -14,9 +14,15 @@ from shoal.checkpoint.session import Session
 def session(assembled: Assembled, closing: ExitStack) -> Session:
     """What saves and reads the state of the run."""
     local, memory, trainer, recipe = assembled.local, assembled.memory, assembled.trainer, assembled.recipe
-    ranks, parted = local.ranks, local.parted
+    ranks, parallelized = local.ranks, local.parallelized
     members = Members(
-        ranks.replicas, ranks.parts, ranks.stage, local.across, ranks.everyone, parted.experts, parted.beside
+        ranks.replicas,
+        ranks.parts,
+        ranks.stage,
+        local.across,
+        ranks.everyone,
+        parallelized.experts,
+        parallelized.beside,
     )
     state = State(
         local.module,
@@ -30,12 +36,12 @@ def session(assembled: Assembled, closing: ExitStack) -> Session:
         trainer.given,
     )
     settings = {"seed": recipe.seed, "global_batch": recipe.global_batch, "precision": recipe.precision.name}
-    return Session(ranks.plan, ranks.world, settings, members, standing(local), state, trainer.runner, closing)
+    return Session(ranks.plan, ranks.world, settings, members, role(local), state, trainer.runner, closing)
 
 
-def standing(local: Local) -> WriterRole:
+def role(local: Local) -> WriterRole:
     """Who this rank is for a checkpoint."""
-    mine, parts = local.ranks.replicas, {"experts": local.parted.beside, "tied": local.ranks.parts}
+    mine, parts = local.ranks.replicas, {"experts": local.parallelized.beside, "tied": local.ranks.parts}
     apart = {
         kind: WriterRole(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
         for kind, group in local.apart.items()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.assembly.offload import Offload
-from shoal.chunks import Budget, Chunk, ChunkMaker, Executor, Passing, search
+from shoal.chunks import Budget, Chunk, ChunkMaker, Executor, Gather, search
 from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.allocate import Private, Shared
 from shoal.chunks.make import Keeping
@@ -83,7 +83,7 @@ class Storage:
         ).best.chunk_bytes
         return int(self._everyone.broadcast_object(found))  # "auto" may see other memory on each GPU
 
-    def passing(self, module: nn.Module, chunks: Sequence[Chunk]) -> Passing | None:
+    def gather(self, module: nn.Module, chunks: Sequence[Chunk]) -> Gather | None:
         """Watches the weights that are whole only while they are used, if there are such."""
         passing = [chunk for chunk in chunks if chunk.passes]
         if not passing:
@@ -102,7 +102,7 @@ class Storage:
         if offload is not None and offload.allowed.activations:
             on_host = partial(OnHost, offload.allowed.activations, self._lane, offload.host)
         together = [*(blocks(module) if self._plan.compile else []), *compiled_parts(module)]
-        return Passing(module, passing, executor, together, tier, on_host)
+        return Gather(module, passing, executor, together, tier, on_host)
 
     @torch.no_grad()
     def agree_on_buffers(self, module: nn.Module) -> None:

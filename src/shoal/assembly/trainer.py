@@ -150,13 +150,13 @@ def _runner(
 
 def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     """Makes what runs the forward of a microbatch, and sees what it changes."""
-    module, parted, device = local.module, local.parted, local.ranks.world.device
+    module, parallelized, device = local.module, local.parallelized, local.ranks.world.device
     fixed, partners = no_fixed_cut(recipe.microbatch, recipe.sync_bn), memory.exchange.partners
-    tally = parted.tally()
+    counts = parallelized.counts()
     buffers = OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed)
-    of_all = tally is not None and parted.losses_of_all_tokens
+    of_all = counts is not None and parallelized.losses_of_all_tokens
     statistics = RunningStatistics(module)
-    effects = Effects(module, statistics, buffers, tally, of_all, merges_statistics=not recipe.sync_bn)
+    effects = Effects(module, statistics, buffers, counts, of_all, merges_statistics=not recipe.sync_bn)
     rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
     gather = memory.gather or Resident()
     ledger = local.ranks.world.ledger

@@ -12,21 +12,19 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
 
 
-def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
+def exchange_pieces(states: Mapping[str, Mapping[str, Tensor]], role: WriterRole) -> list[Piece]:
     """Returns the pieces of the exchange algorithm's state on this rank's replica, given as {state: {parameter:
     tensor}}."""
     found = []
     for state, tensors in states.items():
         for name, tensor in tensors.items():
-            title = _exchange_title(standing.of(name).rank, state, name, tensor, standing)
-            writer = WriterRole(standing.layouts) if "@" in title else standing.of(name).alone
+            title = _exchange_title(role.of(name).rank, state, name, tensor, role)
+            writer = WriterRole(role.layouts) if "@" in title else role.of(name).alone
             found += writer.share(title, name, canonical(tensor.detach()))
     return found
 
 
-def restore_exchange(
-    source: Source, states: Mapping[str, tuple[Mapping[str, Tensor], str]], standing: WriterRole
-) -> bool:
+def restore_exchange(source: Source, states: Mapping[str, tuple[Mapping[str, Tensor], str]], role: WriterRole) -> bool:
     """Reads the state of an exchange algorithm in place.
 
     `states`: {state: (tensors by parameter, effect of a resize: "split" or "mean")}. Returns False if
@@ -40,9 +38,7 @@ def restore_exchange(
         return [
             want
             for name, tensor in tensors.items()
-            for want in wants_of(
-                _exchange_title(replica, state, name, tensor, standing), standing.layout(name, tensor), tensor
-            )
+            for want in wants_of(_exchange_title(replica, state, name, tensor, role), role.layout(name, tensor), tensor)
         ]
 
     complete, own = True, list[Want]()
@@ -54,9 +50,9 @@ def restore_exchange(
         }
         complete = complete and len(there) == len(tensors)
         before = {name: replicas[f"{state}.{name}"] for name in there}
-        resized = {name: each for name, each in there.items() if before[name] != standing.of(name).size}
+        resized = {name: each for name, each in there.items() if before[name] != role.of(name).size}
         for name in there.keys() - resized.keys():
-            own += wants(standing.of(name).rank, state, {name: there[name]})
+            own += wants(role.of(name).rank, state, {name: there[name]})
         totals = {name: torch.zeros_like(each) for name, each in resized.items()}
         for replica in range(max((before[name] for name in resized), default=0)):
             # one by one, so that memory holds one replica's state at a time
@@ -65,18 +61,18 @@ def restore_exchange(
             for name, each in theirs.items():
                 totals[name] += each
         for name, each in resized.items():
-            each.copy_(totals[name] / (standing.of(name).size if on_resize == "split" else before[name]))
+            each.copy_(totals[name] / (role.of(name).size if on_resize == "split" else before[name]))
     source.load(own)
     return complete
 
 
-def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, standing: WriterRole) -> str:
+def _exchange_title(rank: int, state: str, name: str, tensor: Tensor, role: WriterRole) -> str:
     """Returns the checkpoint's name for a tensor of an exchange algorithm.
 
     If the parameter is cut and the state is not laid out as it, the name includes the part.
     """
-    own = name in standing.layouts and not standing.layouts[name].alike and standing.layout(name, tensor).alike
-    mine = standing.of(name)
+    own = name in role.layouts and not role.layouts[name].alike and role.layout(name, tensor).alike
+    mine = role.of(name)
     return f"exchange.{rank}.{state}.{name}" + (f"@{mine.place}of{mine.places}" if own else "")
 
 

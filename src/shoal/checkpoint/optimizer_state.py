@@ -85,14 +85,14 @@ def _is_optimizer_state(title: str) -> bool:
 
 
 def states_wanted(
-    optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], standing: WriterRole, own: str
+    optimizer: ChunkOptimizer, states: Mapping[str, Mapping[str, Tensor]], role: WriterRole, own: str
 ) -> list[Want]:
     wants = []
     for name, values in states.items():
         for key, tensor in values.items():
             slot = optimizer.slots[name]
-            layout = standing.layout(name, tensor, slot)
-            start = slot.start if layout is standing.layouts[name] else 0
+            layout = role.layout(name, tensor, slot)
+            start = slot.start if layout is role.layouts[name] else 0
             wants += wants_of(f"{own}optim.{name}.{key}", layout, tensor, start)
     return wants
 
@@ -111,7 +111,7 @@ def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
 def empty_states(
     saved: Mapping[str, tuple[int, ...]],
     optimizer: ChunkOptimizer,
-    standing: WriterRole,
+    role: WriterRole,
     own: str,
     names: Collection[str],
 ) -> dict[str, dict[str, Tensor]]:
@@ -124,7 +124,7 @@ def empty_states(
         for key, shape in saved.items():
             if key.startswith(prefix) and "." not in key[len(prefix) :]:
                 slot = optimizer.slots[name]
-                if shape == standing.layouts[name].shape:
+                if shape == role.layouts[name].shape:
                     empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
                 else:
                     empty = torch.zeros(shape)

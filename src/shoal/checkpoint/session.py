@@ -34,7 +34,7 @@ from shoal.plan import Plan
 class Session:
     """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
-    `settings`: global batch, seed and precision, as a checkpoint records them. `standing`: the role of this rank in
+    `settings`: global batch, seed and precision, as a checkpoint records them. `role`: the role of this rank in
     writing. `closing`: closed at the end of the run; writers of checkpoints are added to it.
     """
 
@@ -42,7 +42,7 @@ class Session:
     world: World
     settings: Mapping[str, Any]
     members: Members
-    standing: WriterRole
+    role: WriterRole
     state: State
     steps: Steps
     closing: ExitStack
@@ -71,7 +71,7 @@ class Session:
         pager = self.state.pager
         copy = pager is None or pager.disk is None
         extra = {**self._extra(), "user": dict(user or {})}
-        self._writers[path].save(self.progress.step, self._pieces(self.standing), extra, wait or not copy, copy)
+        self._writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy)
 
     def _pause(self) -> None:
         """Ends what steps, exchange and updates do in the background."""
@@ -88,7 +88,7 @@ class Session:
         for writer in self._writers.values():
             writer.wait()
         disk = None if self.state.pager is None else self.state.pager.disk
-        pieces = self._pieces(self.standing.with_copies)
+        pieces = self._pieces(self.role.with_copies)
         with nullcontext() if disk is None else disk.aside():
             yield Handover(self.members.everyone, pieces, as_json(self._extra()), self.world.host_id, self.world.device)
 
@@ -101,23 +101,23 @@ class Session:
             old.progress.source = self.progress.source
         vars(self.progress).update(vars(old.progress))
 
-    def _pieces(self, standing: WriterRole) -> list[Piece]:
-        """Returns the pieces of this rank, as `standing` says: its share of the common state (or of the mean), or all
+    def _pieces(self, role: WriterRole) -> list[Piece]:
+        """Returns the pieces of this rank, as `role` says: its share of the common state (or of the mean), or all
         that it holds of it, and what only it has."""
         mine = self.state
         own = exchange_state.exchange_pieces(
-            {name: kept.tensors for name, kept in mine.exchange.state().items()}, self.standing
+            {name: kept.tensors for name, kept in mine.exchange.state().items()}, self.role
         )
         if (versions := mine.versions) is not None:
             kept = {versions.newest - each: versions.tensors(each) for each in versions.kept}
-            own += version_state.version_pieces(kept, standing)
+            own += version_state.version_pieces(kept, role)
         if not self.drifted():
-            return own + state.pieces(mine.module, mine.chunks, mine.optimizer, standing)
-        drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.standing)
+            return own + state.pieces(mine.module, mine.chunks, mine.optimizer, role)
+        drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role)
         own += [_copied(piece) for piece in drifted]
         means = mean_of_optimizers(mine.optimizer, self.members.replicas)
         with mean_of_replicas(mine.module, mine.chunks, self.members.replicas):
-            pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, standing, means)
+            pieces = state.pieces(mine.module, mine.chunks, mine.optimizer, role, means)
             return own + [_copied(piece) for piece in pieces]
 
     def _extra(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Session:
 
     def _read(self, source: Source) -> dict[str, Any]:
         """Replaces the state by that of `source`; returns its JSON state."""
-        mine, standing = self.state, self.standing
+        mine, role = self.state, self.role
         self.steps.flush()
         mine.exchange.settle()
         mine.optimizer.settle()
@@ -184,11 +184,11 @@ class Session:
         # else all of them start from the mean.
         saved = source.extra
         own = f"replica.{rank}." if saved.get("replicas") == size and mine.exchange.drifts(saved["step"]) else ""
-        extra = state.restore(source, mine.module, mine.chunks, mine.optimizer, standing, own)
+        extra = state.restore(source, mine.module, mine.chunks, mine.optimizer, role, own)
         if (versions := mine.versions) is not None:
             ago, step = version_state.versions_saved(source, versions.names, versions.keep - 1), extra["step"]
             versions.restart(step, [step - each for each in ago])
-            version_state.restore_versions(source, {each: versions.tensors(step - each) for each in ago}, standing)
+            version_state.restore_versions(source, {each: versions.tensors(step - each) for each in ago}, role)
         self._restore_exchange(source, extra)
         self._go_on(extra)
         return extra
@@ -196,7 +196,7 @@ class Session:
     def _restore_exchange(self, source: Source, extra: Mapping[str, Any]) -> None:
         exchange = self.state.exchange
         kept = {name: (part.tensors, part.on_resize) for name, part in exchange.state().items()}
-        complete = exchange_state.restore_exchange(source, kept, self.standing)
+        complete = exchange_state.restore_exchange(source, kept, self.role)
         if not extra.get("kept_of_mean"):
             from_older(exchange.state(), extra, not exchange.keeps_back)
         if not complete and self.members.everyone.rank == 0:
@@ -250,7 +250,7 @@ class Session:
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """Returns all weights and persistent buffers by name, complete on the first rank."""
-        members, layouts, module = self.members, self.standing.layouts, self.state.module
+        members, layouts, module = self.members, self.role.layouts, self.state.module
         weights: dict[str, Tensor] = {}
         for chunk in self.state.chunks:  # masters on a disk are read as they lie there
             if (master := chunk.whole_master()) is not None:
@@ -262,7 +262,7 @@ class Session:
         if members.experts is not None and members.experts.rank == 0:
             weights.update(whole_parameters(of_experts, layouts, members.expert_parts))
         if members.stage.rank == 0:
-            saved = module.state_dict().keys() - {each.removeprefix("buffer.") for each in self.standing.silent}
+            saved = module.state_dict().keys() - {each.removeprefix("buffer.") for each in self.role.silent}
             weights.update({name: buffer for name, buffer in module.named_buffers() if name in saved})
             if members.across is not None:
                 weights = of_all_stages(weights, members.across)

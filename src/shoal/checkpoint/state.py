@@ -34,7 +34,7 @@ def pieces(
     module: nn.Module,
     chunks: Sequence[Chunk],
     optimizer: ChunkOptimizer,
-    standing: WriterRole,
+    role: WriterRole,
     means: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> list[Piece]:
     """Returns the pieces that this rank writes of the state that replicas have in common.
@@ -42,7 +42,7 @@ def pieces(
     module: of this rank
     chunks: its parameters
     optimizer: of the chunks
-    standing: the role of this rank
+    role: the role of this rank
     means: optimizer state to write in place of its own, if replicas have drifted apart
 
     Raises UserError for a parameter that is no longer a view of its chunk.
@@ -55,20 +55,20 @@ def pieces(
                     "data"
                 )
     states = means if means is not None else optimizer.state_tensors()
-    alike, own = _named(module, chunks, optimizer, states, standing.holds_copies)
-    pieces = [piece for title, name, tensor in alike for piece in standing.share(title, name, tensor.detach())]
-    return pieces + [piece for title, slot, tensor in own for piece in standing.part(title, slot, tensor.detach())]
+    alike, own = _named(module, chunks, optimizer, states, role.holds_copies)
+    pieces = [piece for title, name, tensor in alike for piece in role.share(title, name, tensor.detach())]
+    return pieces + [piece for title, slot, tensor in own for piece in role.part(title, slot, tensor.detach())]
 
 
 def replica_pieces(
-    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, standing: WriterRole
+    module: nn.Module, chunks: Sequence[Chunk], optimizer: ChunkOptimizer, role: WriterRole
 ) -> list[Piece]:
     """Returns the pieces of the state that only this rank's replica has, for replicas that have drifted apart."""
     named = [*_state(module, chunks)]
     named += [
         (f"optim.{name}.{key}", name, canonical(value)) for (name, key), value in optimizer.state_tensors().items()
     ]
-    alone, before = standing.alone, f"replica.{standing.rank}."
+    alone, before = role.alone, f"replica.{role.rank}."
     return [
         piece
         for title, name, tensor in named
@@ -86,35 +86,33 @@ def restore(
     module: nn.Module,
     chunks: Sequence[Chunk],
     optimizer: ChunkOptimizer | None,
-    standing: WriterRole,
+    role: WriterRole,
     own: str = "",
 ) -> dict[str, Any]:
     """Reads model, buffers and optimizer state from `source` in place; returns its JSON state.
 
     module, chunks: of this rank
     optimizer: of the chunks; None: its state is not read
-    standing: the role of this rank
+    role: the role of this rank
     own: prefix "replica.<r>." to read a replica's own values; "": those in common
 
     The result has a line in "anew" if the optimizer cannot take over the saved state.
     """
     saved = source.shapes()
-    _check_shapes(source.name, saved, chunks, standing)
+    _check_shapes(source.name, saved, chunks, role)
     pages = optimizer.pages if optimizer is not None else []
     elsewhere = {slot.name for page in pages for slot in page.chunk.slots}
     alike = _state(module, [chunk for chunk in chunks if not chunk.is_cut])
-    wants = [
-        want for title, name, tensor in alike for want in wants_of(own + title, standing.layout(name, tensor), tensor)
-    ]
+    wants = [want for title, name, tensor in alike for want in wants_of(own + title, role.layout(name, tensor), tensor)]
     for chunk in chunks:
         if chunk.is_cut and not any(page.chunk is chunk.owned and page.has_master for page in pages):
-            wants += _masters_wanted(chunk.owned, standing)
+            wants += _masters_wanted(chunk.owned, role)
     states: dict[str, dict[str, Tensor]] = {}
     anew = ""
     if optimizer is not None:
         saved, plain, anew = that_fits(source.extra, optimizer, saved)
-        states = empty_states(saved, optimizer, standing, own, optimizer.known.keys() - elsewhere)
-        wants += states_wanted(optimizer, states, standing, own)
+        states = empty_states(saved, optimizer, role, own, optimizer.known.keys() - elsewhere)
+        wants += states_wanted(optimizer, states, role, own)
     with torch.no_grad():
         source.load(wants)
         extra = {**source.extra, "anew": anew}
@@ -127,9 +125,9 @@ def restore(
         assert optimizer is not None
         with torch.no_grad(), page.there():
             names = {slot.name for slot in page.chunk.slots}
-            states = empty_states(saved, optimizer, standing, own, names)
-            masters = _masters_wanted(page.chunk, standing) if page.has_master else []
-            source.load(states_wanted(optimizer, states, standing, own) + masters)
+            states = empty_states(saved, optimizer, role, own, names)
+            masters = _masters_wanted(page.chunk, role) if page.has_master else []
+            source.load(states_wanted(optimizer, states, role, own) + masters)
             for name in names:
                 optimizer.torch.state[optimizer.known[name]] = {**states.get(name, {}), **extra["optim"].get(name, {})}
             page.chunk.rest()
@@ -203,22 +201,20 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def _masters_wanted(owned: Buffer, standing: WriterRole) -> list[Want]:
+def _masters_wanted(owned: Buffer, role: WriterRole) -> list[Want]:
     wants = []
     for slot in owned.slots:
-        wants += wants_of(f"model.{slot.name}", standing.layouts[slot.name], slot.view(owned.master), slot.start)
+        wants += wants_of(f"model.{slot.name}", role.layouts[slot.name], slot.view(owned.master), slot.start)
     return wants
 
 
-def _check_shapes(
-    source: str, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], standing: WriterRole
-) -> None:
+def _check_shapes(source: str, saved: Mapping[str, tuple[int, ...]], chunks: Sequence[Chunk], role: WriterRole) -> None:
     """Raises CheckpointError, on every rank alike, if a parameter is missing or has another shape, whoever owns it."""
     for chunk in chunks:
         for slot in chunk.slots:
             there = saved.get(f"model.{slot.name}")
             if there is None:
                 raise CheckpointError(f"{source} does not hold model.{slot.name}")
-            wanted = standing.layouts[slot.name].shape
+            wanted = role.layouts[slot.name].shape
             if there != wanted:
                 raise CheckpointError(f"{source}: model.{slot.name} has shape {there}, the model wants {wanted}")

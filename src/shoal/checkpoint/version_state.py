@@ -12,7 +12,7 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.source import Source
 
 
-def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> list[Piece]:
+def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], role: WriterRole) -> list[Piece]:
     """Returns the pieces that this rank writes of earlier weights, given as {number of updates ago: {parameter:
     tensor}}.
 
@@ -22,7 +22,7 @@ def version_pieces(versions: Mapping[int, Mapping[str, Tensor]], standing: Write
         piece
         for ago, tensors in versions.items()
         for name, tensor in tensors.items()
-        for piece in standing.share(f"version.{ago}.{name}", name, canonical(tensor.detach()))
+        for piece in role.share(f"version.{ago}.{name}", name, canonical(tensor.detach()))
     ]
 
 
@@ -36,7 +36,7 @@ def versions_saved(source: Source, names: Collection[str], most: int) -> list[in
 
 
 @torch.no_grad()
-def restore_versions(source: Source, versions: Mapping[int, Mapping[str, Tensor]], standing: WriterRole) -> None:
+def restore_versions(source: Source, versions: Mapping[int, Mapping[str, Tensor]], role: WriterRole) -> None:
     """Reads earlier weights in place, given as for `version_pieces`."""
     for ago, tensors in versions.items():
         read = {name: torch.empty(tensor.shape, dtype=canonical(tensor[:0]).dtype) for name, tensor in tensors.items()}
@@ -44,7 +44,7 @@ def restore_versions(source: Source, versions: Mapping[int, Mapping[str, Tensor]
             [
                 want
                 for name, into in read.items()
-                for want in wants_of(f"version.{ago}.{name}", standing.layout(name, into), into)
+                for want in wants_of(f"version.{ago}.{name}", role.layout(name, into), into)
             ]
         )
         for name, tensor in tensors.items():

@@ -6,7 +6,7 @@ from shoal.chunks.buffer import Buffer, sum_of_squares
 from shoal.chunks.chunk import Chunk
 from shoal.chunks.exact import value_of
 from shoal.chunks.executor import Executor
-from shoal.chunks.gather import Passing
+from shoal.chunks.gather import Gather
 from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.make import ChunkMaker
 from shoal.chunks.search import search
@@ -22,8 +22,8 @@ __all__ = [
     "ChunkMaker",
     "ChunkSpec",
     "Executor",
+    "Gather",
     "GradientPool",
-    "Passing",
     "Slot",
     "Tier",
     "adopt",

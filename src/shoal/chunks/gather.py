@@ -32,7 +32,7 @@ from shoal.chunks.weakly import weakly
 from shoal.errors import UserError
 
 
-class Passing:
+class Gather:
     """Watches `module` and asks `executor` for the weights that it needs, in time.
 
     - `chunks`: whose weights are gathered; the module may have others
@@ -207,7 +207,7 @@ class Passing:
         for parameter, view, blank in self._views.values():
             parameter.data = view if views else blank
 
-    def __deepcopy__(self, _: Any) -> Passing:
+    def __deepcopy__(self, _: Any) -> Gather:
         """Returns itself: the hooks that a copy of the module has need somebody, though it is not watched."""
         return self
 

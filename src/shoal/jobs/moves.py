@@ -25,10 +25,10 @@ class Moves:
     def after(self, batch: Batch) -> MovesRecord | None:
         """Returns the record of the step on `batch` that has just ended; None for a step that is not recorded, or where
         nothing moves between tiers."""
-        engine, passing = self._engine, self._engine.parts.passing
-        if engine.parts.tier is None and passing is None:
+        engine, gather = self._engine, self._engine.parts.gather
+        if engine.parts.tier is None and gather is None:
             return None
-        plan = passing.executor.followed if passing is not None else None
+        plan = gather.executor.followed if gather is not None else None
         is_new = plan is not None and id(plan) not in self._known
         if not (is_new or engine.ledger.recording):
             return None
@@ -49,9 +49,9 @@ class Moves:
         )
 
     def _counted(self) -> dict[str, int]:
-        passing, gradient_pool = self._engine.parts.passing, self._engine.parts.gradient_pool
+        gather, gradient_pool = self._engine.parts.gather, self._engine.parts.gradient_pool
         return {
-            WEIGHTS: passing.executor.bytes_in if passing is not None else 0,
+            WEIGHTS: gather.executor.bytes_in if gather is not None else 0,
             GRADIENTS: gradient_pool.bytes_home if gradient_pool is not None else 0,
         }
 

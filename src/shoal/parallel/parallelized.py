@@ -14,7 +14,7 @@ from shoal.module.stand_in import whole_model
 from shoal.parallel.axis import Axis
 from shoal.parallel.context import Context, Parts
 from shoal.parallel.context.axis import ContextParallel
-from shoal.parallel.expert import Tally
+from shoal.parallel.expert import ExpertCounts
 from shoal.parallel.expert.axis import ExpertParallel
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor import CutLayers, Region, Rules
@@ -24,7 +24,7 @@ from shoal.plan import Plan
 LOG = logging.getLogger(__name__)
 
 
-class Parted:
+class Parallelized:
     """Cuts `built` for this rank, as the plan says.
 
     built: the whole module; the attribute `built` is the module with this rank's parts
@@ -98,7 +98,7 @@ class Parted:
         """Whether a router balances its experts by a bias, which follows the counts of all replicas."""
         return self._experts.moves_biases
 
-    def tally(self) -> Tally | None:
+    def counts(self) -> ExpertCounts | None:
         """Makes the counters of tokens per expert; None if the model has no experts on any stage."""
         among = self._tensor.group if self._tensor.shares_tokens else None
-        return self._experts.tally(self.built.module.modules(), self._device, among)
+        return self._experts.counts(self.built.module.modules(), self._device, among)

@@ -9,7 +9,7 @@ from shoal.pipeline.endless import Endless
 from shoal.pipeline.files import read_schedule, write_schedule
 from shoal.pipeline.find_routes import look
 from shoal.pipeline.interpreter import Work
-from shoal.pipeline.model import Whole
+from shoal.pipeline.model import PipelinedModule
 from shoal.pipeline.passes import Pass
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.runner import Runner
@@ -27,6 +27,7 @@ __all__ = [
     "Kind",
     "Left",
     "Pass",
+    "PipelinedModule",
     "Routes",
     "Runner",
     "Schedule",
@@ -35,7 +36,6 @@ __all__ = [
     "Stages",
     "Tied",
     "Unit",
-    "Whole",
     "Work",
     "balance",
     "check",

@@ -16,7 +16,7 @@ from shoal.pipeline.interpreter import Work
 from shoal.pipeline.runner import Runner
 
 
-class Whole(StandIn):
+class PipelinedModule(StandIn):
     """Calls a pipelined model without gradients; returns its output tensor, or the `logits` of its output, gathered.
 
     runner: of the stages of this rank
@@ -29,7 +29,7 @@ class Whole(StandIn):
         super().__init__(runner.split.module, self._run)
         self.__dict__.update(_runner=runner, _alike=alike, _flush=flush)
 
-    def train(self, mode: bool = True) -> Whole:
+    def train(self, mode: bool = True) -> PipelinedModule:
         self.__dict__["_part"].train(mode)
         return super().train(mode)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.chunks import Passing, Slot, Tier
+from shoal.chunks import Gather, Slot, Tier
 from shoal.mesh import Mesh
 from shoal.module.build import Built, build
 from shoal.plan import option_name
@@ -28,7 +28,7 @@ from shoal.planner.stages import OwnStages
 from shoal.planner.workspace import with_workspace
 from shoal.training.loss import call_loss
 
-Through = Callable[[list[Event], Callable[[], Tensor], Passing], None]
+Through = Callable[[list[Event], Callable[[], Tensor], Gather], None]
 
 
 def dry_run(subject: Subject) -> Recording:
@@ -54,21 +54,28 @@ def _record(built: Built, subject: Subject) -> Recording:
     for flow, traffic in ready.world.ledger.traffic.items():
         sent[flow.purpose] = sent.get(flow.purpose, 0) + traffic.payload
     return Recording(
-        ready.whole, tuple(parameters), tuple(ready.options), buffers, events, sent, kept, ready.local.parted.layers
+        ready.whole,
+        tuple(parameters),
+        tuple(ready.options),
+        buffers,
+        events,
+        sent,
+        kept,
+        ready.local.parallelized.layers,
     )
 
 
 def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tuple[Event, ...]:
     """Gives the events of a microbatch as it is once `recompute` has decided what it computes again. `through(log,
-    forward, passing)`: forward and backward, where that is not the loss's; `forward()` gives the loss and what is added
+    forward, gather)`: forward and backward, where that is not the loss's; `forward()` gives the loss and what is added
     to it."""
     log: list[Event] = []
     module, recompute = ready.local.module, ready.local.recompute
     named = dict(module.named_parameters())
     watched = [SimpleNamespace(slots=[Slot(name, p.shape, 0)], data=p.detach()) for name, p in named.items()]
-    passing = Passing(module, watched, _Watcher(list(named), log), [], _Log(log))  # type: ignore[arg-type]
+    gather = Gather(module, watched, _Watcher(list(named), log), [], _Log(log))  # type: ignore[arg-type]
     if recompute is not None:
-        recompute.again.append(passing.again)
+        recompute.again.append(gather.again)
     for name, parameter in named.items():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_came, log, name))
@@ -76,15 +83,15 @@ def run(ready: Prepared, subject: Subject, through: Through | None = None) -> tu
     again = recompute is not None and option_name(subject.plan.recompute, "recompute") == "budget"
     for _ in range(1 + again):
         log.clear()
-        with _Living(log), passing.step("dry run"):
+        with _Living(log), gather.step("dry run"):
             if through is not None:
-                through(log, partial(_loss, ready, subject), passing)
+                through(log, partial(_loss, ready, subject), gather)
             else:
                 objective = _loss(ready, subject)
                 ready.local.randomness.replay()
                 objective.backward()
                 del objective
-            passing.backward_is_over()
+            gather.backward_is_over()
         if recompute is not None:
             recompute.decide(lambda chosen: chosen)
     return tuple(log)

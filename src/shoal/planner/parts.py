@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from shoal.chunks import Passing
+from shoal.chunks import Gather
 from shoal.chunks.tier import nbytes
 from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
@@ -152,7 +152,7 @@ class _Seen:
         for place, unit in enumerate(units):
             unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
 
-    def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Passing) -> None:
+    def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._counted, self._at, self._open = log, 0, 0, 0, True
         self.flops, self.saved, self.calls = [0.0] * len(self.flops), [0] * len(self.saved), [[] for _ in self.calls]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.chunks import Passing
+from shoal.chunks import Gather
 from shoal.errors import UserError
 from shoal.module.build import Built
 from shoal.pipeline import Pass, Routes, Split, given_stages, look, schedule_of, stages_of, units_of
@@ -26,7 +26,7 @@ class OwnStages:
         one, units = schedule_of(plan, 1), units_of(built.module)
         self._ready, self._number, self._own = ready, one.stages, one.stages_of(place)
         self._split = Split(built, units, stages_of(units, one.stages, given_stages(plan)), range(one.stages))
-        self._split.follow(ready.local.parted.axes)
+        self._split.follow(ready.local.parallelized.axes)
         self._routes = Routes()
         self.kept: dict[int, int] = {}
 
@@ -55,7 +55,7 @@ class OwnStages:
             self._routes.stages.append(found)
         self._ready.world.ledger.traffic.clear()
 
-    def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Passing) -> None:
+    def through(self, log: list[Any], forward: Callable[[], Tensor], gather: Gather) -> None:
         """Forward and backward of each stage alone, whose events come to `log`."""
         for stage in self._own:
             began, routes = len(log), self._routes
@@ -68,10 +68,10 @@ class OwnStages:
             if stage:
                 self._split.hear(routes.stages[stage - 1].said)
             objective = self._split.run(stage, current, forward)
-            passing.left()
+            gather.left()
             self.kept[stage] = sum(size for what, size in log[began:] if what == "saved")
             roots = [each for each in (objective, *current.given.values()) if each is not None and each.requires_grad]
             self._ready.local.randomness.replay()
             if roots:
                 torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-            passing.backward_is_over()
+            gather.backward_is_over()

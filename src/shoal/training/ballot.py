@@ -57,8 +57,8 @@ class Ballot:
         - `ran`, `after`: microbatches here, and on the partners behind this rank
         - `alone`: replicas train alone in this step
         """
-        tally = None if self._told else self._effects.experts
-        experts = [] if tally is None else [tally.row()]
+        counts = None if self._told else self._effects.experts
+        experts = [] if counts is None else [counts.row()]
         if self._groups.partners.size == 1 or alone:
             untouched = [name for name, seen in reduced.touched.items() if not seen]
             return self._over_axes(totals, reduced.squares, untouched, reduced, experts)
@@ -94,12 +94,12 @@ class Ballot:
     ) -> Answer:
         """Adds what ranks with other parts of the model bring: not all of them have seen the loss, or the same
         experts."""
-        tally = None if self._told else self._effects.experts
+        counts = None if self._told else self._effects.experts
         for axis in self._groups.axes:
             if not self._told:
                 totals, *experts = axis.add_sums([totals, *experts], "ballot")
             untouched = axis.untouched(untouched, reduced.touched)
-        counted = () if tally is None else tally.read(*experts)
+        counted = () if counts is None else counts.read(*experts)
         return Answer(totals, self._groups.squared_norm(squares), untouched, counted)
 
 

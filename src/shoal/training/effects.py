@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.buffers import OtherBuffers, buffers_untouched
-from shoal.parallel.expert import Tally
+from shoal.parallel.expert import ExpertCounts
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Effects:
     module: nn.Module
     statistics: RunningStatistics
     buffers: OtherBuffers
-    experts: Tally | None = None
+    experts: ExpertCounts | None = None
     routes_all_tokens: bool = False
     merges_statistics: bool = True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from shoal.chunks import Passing
+from shoal.chunks import Gather
 from shoal.comm.ledger import Ledger
 from shoal.data import Batch
 from shoal.exchange.rows import ByRows, as_rows
@@ -40,7 +40,7 @@ class Forward:
     effects: Effects
     axes: Sequence[Axis] = ()
     embeddings: Sequence[ByRows] = ()
-    gather: Passing | Resident = field(default_factory=Resident)
+    gather: Gather | Resident = field(default_factory=Resident)
 
     @property
     def is_keyed(self) -> bool:

@@ -189,11 +189,11 @@ class NoFlushRunner:
 
     def _tell(self, step: Step) -> None:
         """Sends the sums of `step` from the last stage to all ranks, and what each stage has counted of its experts."""
-        first, tally = self._pipeline.is_last and self._groups.partners.rank == 0, self._effects.experts
+        first, counts = self._pipeline.is_last and self._groups.partners.rank == 0, self._effects.experts
         expected = torch.full((1,), self._totals.expected if first else 0.0, dtype=torch.float64, device=self._device)
-        told = torch.cat([self._totals.values, expected, *([] if tally is None else [tally.row()])])
+        told = torch.cat([self._totals.values, expected, *([] if counts is None else [counts.row()])])
         step.sums = told[: len(self._totals.values) + 1]
-        step.experts = () if tally is None else tally.read(told[len(step.sums) :])
+        step.experts = () if counts is None else counts.read(told[len(step.sums) :])
 
         def tell() -> None:
             for group in self._delays.telling:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class Resident:
-    """Answers like chunks.Passing, for weights that never come and go."""
+    """Answers like chunks.Gather, for weights that never come and go."""
 
     def step(self, kind: Hashable) -> AbstractContextManager[None]:
         return nullcontext()

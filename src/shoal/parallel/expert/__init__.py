@@ -1,8 +1,8 @@
 """Expert parallelism: the experts of a mixture are on different ranks, and tokens travel to them and back."""
 
+from shoal.parallel.expert.counts import ExpertCounts
 from shoal.parallel.expert.dispatch import Dispatch, Dispatched
 from shoal.parallel.expert.mixtures import Mixture, mixtures
 from shoal.parallel.expert.spread import Spread
-from shoal.parallel.expert.tally import Tally
 
-__all__ = ["Dispatch", "Dispatched", "Mixture", "Spread", "Tally", "mixtures"]
+__all__ = ["Dispatch", "Dispatched", "ExpertCounts", "Mixture", "Spread", "mixtures"]

@@ -16,10 +16,10 @@ from shoal.models.moe import Router
 from shoal.module.stand_in import whole_model
 from shoal.parallel.axis import Axis
 from shoal.parallel.context import Context
+from shoal.parallel.expert.counts import ExpertCounts
 from shoal.parallel.expert.mixtures import mixtures
 from shoal.parallel.expert.shared import share_routing
 from shoal.parallel.expert.spread import Spread
-from shoal.parallel.expert.tally import Tally
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor import Region, Rules, kind_of
 
@@ -81,11 +81,11 @@ class ExpertParallel(Axis):
         """Whether a router balances its experts by a bias, which follows the counts of all replicas."""
         return any(router.cfg.balance_rate for router in self._routers)
 
-    def tally(self, here: Iterable[nn.Module], device: torch.device, among: Group | None) -> Tally | None:
-        """Makes the counters of tokens per expert (see Tally); None if the model has no experts on any stage."""
+    def counts(self, here: Iterable[nn.Module], device: torch.device, among: Group | None) -> ExpertCounts | None:
+        """Makes the counters of tokens per expert (see ExpertCounts); None if the model has no experts on any stage."""
         if not self._routers and not self._others:
             return None
-        return Tally(self._routers, self._others, set(here), device, among)
+        return ExpertCounts(self._routers, self._others, set(here), device, among)
 
     @property
     def variants(self) -> Mapping[str, Group]:

@@ -15,7 +15,7 @@ from shoal.models.moe import Router, Routing, counted
 from shoal.parallel.expert.mixtures import Mixture
 
 
-class Tally:
+class ExpertCounts:
     """Counts the pairs of token and expert of each layer in a step.
 
     routers: our own routers of the whole model
