@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from shoal.assembly.arguments import check_arguments
+from shoal.assembly.arguments import check_arguments, check_plan, check_world
 from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
@@ -96,9 +97,11 @@ class Engine(Running):
 
         The old and the new state are in memory together while it runs. `module`, `optimizer`, `parameters` and the
         like are others afterwards, and `loop()` is to be called again. Raises UserError for a plan that does not fit,
-        and for an engine that was given a ready module, and CheckpointError if a save under way fails; the old plan
-        goes on then.
+        and for an engine that was given a ready module, StorageError for a disk that cannot be used, and
+        CheckpointError if a save under way fails; the old plan goes on then.
         """
+        check_plan(plan)
+        check_world(world)
         self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world or self.world, fill=False))
 
 
@@ -107,20 +110,26 @@ def assemble(
 ) -> Assembled:
     """Makes of `model` what trains it on the ranks of `world` as `plan` says; without `fill` weights have no values
     yet."""
-    ranks = ranks_of(plan, world)
-    whole = build_alike(model, recipe, ranks)
-    module = whole.built.module
-    check(plan, recipe, module, whole.groups.options)
-    fill_stages = partial(samples_to_fill, plan)
-    microbatch = choose_microbatch(recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, fill_stages)
-    local = localize(
-        whole,
-        ranks,
-        recipe.precision,
-        seed=recipe.seed,
-        rules=recipe.tensor_rules,
-        sync_bn=recipe.sync_bn,
-        dropout=recipe.dropout,
-    )
-    memory = lay_out(local, recipe, microbatch, fill)
-    return Assembled(recipe, microbatch, local, memory, trainer(local, memory, recipe, microbatch))
+    with ExitStack() as undo:  # what a phase has taken, if a later one refuses
+        ranks = ranks_of(plan, world)
+        undo.callback(ranks.leave)
+        whole = build_alike(model, recipe, ranks)
+        module = whole.built.module
+        check(plan, recipe, module, whole.groups.options)
+        fill_stages = partial(samples_to_fill, plan)
+        microbatch = choose_microbatch(
+            recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, fill_stages
+        )
+        local = localize(
+            whole,
+            ranks,
+            recipe.precision,
+            seed=recipe.seed,
+            rules=recipe.tensor_rules,
+            sync_bn=recipe.sync_bn,
+            dropout=recipe.dropout,
+        )
+        memory = lay_out(local, recipe, microbatch, undo, fill)
+        assembled = Assembled(recipe, microbatch, local, memory, trainer(local, memory, recipe, microbatch))
+        undo.pop_all()
+    return assembled

@@ -154,14 +154,19 @@ class Plan:
         return self.tp, self.cp, self.ep, self.context, self.pp, self.schedule, self.stages
 
     def changed(self, change: Mapping[str, Any], ranks: int) -> Plan:
-        """Returns this plan with the fields of `change`. Without dp among them, that is what the other degrees leave of
-        the ranks; what only makes sense beside a value that changes goes with it. Raises UserError for an unknown
-        field."""
+        """Returns this plan with the fields of `change`, where "none" ends a field that is None by default (`memory`).
+
+        Without dp among them, that is what the other degrees leave of the ranks. Stages that are numbers or names of
+        parts are cut anew where `pp` or the schedule changes. Raises UserError for an unknown field.
+        """
         self._known(change)
-        given = {"dp": 1, **change}
+        default = Plan()
+        ended = {key: None for key, value in change.items() if value == "none" and getattr(default, key) is None}
+        given = {"dp": 1, **change, **ended}
         if given.get("zero") == 0:
             given.setdefault("shard", None)
-        if given.get("pp") == 1:
+        cut_anew = any(key in given and given[key] != getattr(self, key) for key in ("pp", "schedule"))
+        if given.get("pp") == 1 or (cut_anew and not isinstance(self.stages, str | Mapping)):
             given.setdefault("stages", None)
         if "dp" not in change:
             others = replace(self, **(given | {"ep": 1, "shard": None}))

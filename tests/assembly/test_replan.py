@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,7 @@ from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Want
 from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, UserError
+from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.models import MLP
 from shoal.parallel.layout import Box
 from tests.parity.cases import CASES, engine, vectors
@@ -188,11 +189,11 @@ def mse(model, mb):
     return (model(mb["inputs"]) - mb["targets"]).square().sum(), len(mb["inputs"])
 
 
-def _refused(world) -> list[str]:
+def _refused(world, directory: str) -> list[str]:
     said = []
 
-    def refusal(running, plan) -> None:
-        with pytest.raises(UserError) as error:
+    def refusal(running, plan, kind: type[Exception] = UserError) -> None:
+        with pytest.raises(kind) as error:
             running.replan(plan)
         said.append(str(error.value))
 
@@ -208,15 +209,27 @@ def _refused(world) -> list[str]:
     refusal(running, Plan(dp=4))
     refusal(running, Plan(dp=2, ep=2))  # it has no experts
     refusal(running, Plan(dp=2, exchange="no such"))
+    refusal(running, {"zero": 3})
+    disk = {"path": directory, "size": 1024 if world.rank == 1 else 2**30}  # rank 1 alone has no room
+    opened = []
+    for _ in range(2):
+        refusal(running, Plan(dp=2, zero=3, memory={"disk": disk}), StorageError)
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[0] == opened[1], "what a refused plan has opened is closed"
+    with pytest.raises(UserError, match=r"ranks from 0 to 1"):
+        world.among([0, 2])
     assert _steps(running, vectors(), 3) == _steps(twin, vectors(), 3), "a refusal changes nothing"
+    running.replan(Plan(dp=2, zero=3, memory={"disk": directory}))
+    assert _steps(running, vectors(), 1) == pytest.approx(_steps(twin, vectors(), 1))
     running.close(), twin.close()
     return said
 
 
-def test_what_is_refused_leaves_the_old_plan_going():
-    said = run_ranks(_refused, 2)
+def test_what_is_refused_leaves_the_old_plan_going(tmp_path):
+    said = run_ranks(_refused, 2, str(tmp_path))
     assert said[0] == said[1]
-    ready, same, size, stages, exchange = said[0]
+    ready, same, size, stages, exchange, table, disk, _ = said[0]
+    assert "Plan(zero=3)" in table and "plan.memory.disk.size" in disk
     assert "give Engine a factory" in ready and "make a model each time" in same
     assert "4" in size and "experts" in stages and "no such" in exchange
 

@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +23,7 @@ from shoal.jobs.config import Job, Run
 from shoal.jobs.lock import is_taken
 from shoal.jobs.plans import changed, plan_at
 from shoal.jobs.read import load_job, parse_job, plan_assignments
-from shoal.jobs.replan import REQUEST, ask
+from shoal.jobs.replan import ANSWER, REQUEST, ask
 from shoal.jobs.train import train
 from shoal.plan import Plan
 from shoal.report.page import write_report
@@ -112,9 +114,12 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
                 with pytest.raises(UserError) as error:
                     ask(run_dir, wrong)
                 said.append(str(error.value))
-            (run_dir / REQUEST).write_text("no JSON")
-            while (run_dir / REQUEST).exists():
+            (run_dir / REQUEST.format("wrong")).write_text("no JSON")
+            while not (answer := run_dir / ANSWER.format("wrong")).exists():
                 time.sleep(0.05)
+            answer.unlink()
+            with ThreadPoolExecutor() as pool:
+                said.extend(pool.map(partial(ask, run_dir), [{"zero": 2}] * 3))  # at once: each has its answer
             said.append(ask(run_dir, {"tp": 2, "zero": 0}))
         except BaseException as error:
             said.append(error)
@@ -124,11 +129,12 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
     asker.start()
     steps = ranks_train(2, make_job(steps=1_000_000, microbatch=None))
     asker.join()
-    first, size, exchange, field, second = said
+    first, size, exchange, field, *alike, second = said
+    assert [each["plan"] for each in alike] == [{"dp": 2, "zero": 2}] * 3
     assert isinstance(first, dict) and first["plan"] == {"dp": 2, "zero": 3} and 0 < first["step"] < steps[0]
     assert isinstance(second, dict) and second["plan"] == {"tp": 2} and second["step"] >= first["step"]
     assert "3 ranks" in size and "no such" in exchange and 'Did you mean "zero"' in field
-    assert [each.plan for each in records_of(make_job()).plans] == [{"dp": 2, "zero": 3}, {"tp": 2}]
+    assert [each.plan for each in records_of(make_job()).plans][-1] == {"tp": 2}
     assert not list(run_dir.glob("replan*")), "nothing is left of requests"
     with pytest.raises(UserError, match="no run trains in"):
         ask(run_dir, {"zero": 1})
@@ -138,6 +144,11 @@ def test_what_the_degrees_leave_of_the_ranks_is_dp():
     assert changed(Plan(dp=8, zero=2), {"tp": 2}, 8) == Plan(dp=4, tp=2, zero=2)
     assert changed(Plan(dp=4, zero=2, shard=2), {"zero": 0}, 4) == Plan(dp=4)
     assert changed(Plan(pp=2, dp=2, stages=(1, 3)), {"pp": 1}, 4) == Plan(dp=4)
+    assert changed(Plan(dp=2, pp=2, stages=(1, 3)), {"pp": 4}, 4) == Plan(pp=4)
+    assert changed(Plan(pp=2, stages=(1, 3)), {"schedule": "zbv"}, 2) == Plan(pp=2, schedule="zbv")
+    assert changed(Plan(pp=2, stages=(1, 3)), {"zero": 1, "pp": 2}, 2) == Plan(pp=2, stages=(1, 3), zero=1)
+    assert changed(Plan(dp=2, pp=2, stages="counted"), {"pp": 4}, 4) == Plan(pp=4, stages="counted")
+    assert changed(Plan(dp=2, zero=3, memory={}), {"memory": "none", "recompute": "none"}, 2) == Plan(dp=2, zero=3)
     assert changed(Plan(dp=4), {"dp": 2, "cp": 2}, 4) == Plan(dp=2, cp=2)
     with pytest.raises(UserError, match="3 ranks"):
         changed(Plan(dp=4), {"tp": 3}, 4)

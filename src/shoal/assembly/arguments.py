@@ -30,12 +30,9 @@ _NUMBERS = {
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """The arguments of `Engine` by name. UserError for one of a wrong kind, with what to write."""
-    if not isinstance(given["plan"], Plan | None):
-        raise ArgumentError(
-            "plan", f" = {given['plan']!r} is a {_kind(given['plan'])}: write plan={_as_plan(given['plan'])}"
-        )
-    if not isinstance(given["world"], World | None):
-        raise ArgumentError("world", f" = {given['world']!r}: give what shoal.launch.join() returns, or leave it out")
+    if given["plan"] is not None:
+        check_plan(given["plan"])
+    check_world(given["world"])
     if not isinstance(given["model"], nn.Module) and not callable(given["model"]):
         raise ArgumentError(
             "model",
@@ -72,6 +69,18 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             f" is a {_kind(given['tensor_rules'])}: give a table, from names of layers to how they are cut",
         )
     _check_numbers(given)
+
+
+def check_plan(given: Any) -> None:
+    """UserError for what is no Plan, with what to write."""
+    if not isinstance(given, Plan):
+        raise ArgumentError("plan", f" = {given!r} is a {_kind(given)}: write plan={_as_plan(given)}")
+
+
+def check_world(given: Any) -> None:
+    """UserError for what is no World, and not None."""
+    if not isinstance(given, World | None):
+        raise ArgumentError("world", f" = {given!r}: give what shoal.launch.join() returns, or leave it out")
 
 
 def check_batch(batch: Any, step: int) -> None:

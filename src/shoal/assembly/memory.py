@@ -3,6 +3,7 @@ tiers."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,12 +61,15 @@ class Memory:
         return [chunk for chunk in self.chunks if chunk.trainable]
 
 
-def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) -> Memory:
+def lay_out(local: Local, recipe: Recipe, microbatch: int, undo: ExitStack, fill: bool = True) -> Memory:
     """Puts the model of `local` onto its storage, with the values that it begins with. All ranks call it alike.
 
-    `microbatch`: samples a forward. `fill`: False leaves the weights without values, for a run that brings its own.
-    Raises UserError for an exchange or a memory that does not go with the rest of the
-    plan.
+    microbatch: samples a forward
+    undo: gets what is to be closed if it, or a later phase, refuses
+    fill: False leaves the weights without values, for a run that brings its own
+
+    Raises UserError for an exchange or a memory that does not go with the rest of the plan, and StorageError for a disk
+    that cannot be used, on all ranks alike.
     """
     ranks, plan, device = local.ranks, local.ranks.plan, local.ranks.world.device
     replicas, parts = ranks.replicas, ranks.parts
@@ -98,6 +102,8 @@ def lay_out(local: Local, recipe: Recipe, microbatch: int, fill: bool = True) ->
     cut = maker.cut(size)
     chunks = maker.make(cut if parts.size == 1 else maker.cut_like(cut, parts))
     pager = offload.pages(chunks, optimizer, options, precision) if offload is not None else None
+    if pager is not None:
+        undo.callback(pager.close)
     parameters = adopt(local.module, chunks, local.built.value, precision, device, fill)
     gather = storage.gather(local.module, chunks)
     if gather is not None and local.recompute is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from shoal.chunks.allocate import Private
 from shoal.comm import Group
 from shoal.comm.ledger import Ledger
 from shoal.device import is_accelerator, new_stream, on_stream, synchronize
-from shoal.errors import UserError
+from shoal.errors import StorageError, UserError
 from shoal.optim.fused.host_adam import adam_update
 from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
 from shoal.optim.optimizer import ChunkOptimizer
@@ -82,15 +83,27 @@ class Offload:
             return None
         all_is_there = len(away) == len(trained) and all(chunk.passes for chunk in chunks if chunk.trainable)
         durable = all(self._everyone.all_gather_object(all_is_there))
-        if not away and not durable:
-            return None
-        rank, ranks = self._everyone.rank, self._everyone.size
-        about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
-        pager = Pager(away, keys, Disk(disk.path / f"rank-{rank}", disk.size), durable, about, self._ledger)
-        if durable:
-            known = self._everyone.all_gather_object(list(pager.records))
-            pager.begin_after(max(set(known[0]).intersection(*known), default=0))
-        return pager
+        made: Pager | None = None
+        problem = ""
+        if away or durable:
+            rank, ranks = self._everyone.rank, self._everyone.size
+            about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
+            try:
+                store = Disk(disk.path / f"rank-{rank}", disk.size)
+                with ExitStack() as undo:
+                    undo.callback(store.close)
+                    made = Pager(away, keys, store, durable, about, self._ledger)
+                    undo.pop_all()
+            except StorageError as error:  # all ranks are to raise it
+                problem = str(error)
+        if said := next(filter(None, self._everyone.all_gather_object(problem)), ""):
+            if made is not None:
+                made.close()
+            raise StorageError(said)
+        if made is not None and durable:
+            known = self._everyone.all_gather_object(list(made.records))
+            made.begin_after(max(set(known[0]).intersection(*known), default=0))
+        return made
 
     def _how(self, trained: Sequence[Buffer], disk: bool) -> str:
         """When and where what is at home on the host is updated, all ranks alike: on the host at once beside a CPU,

@@ -11,7 +11,7 @@ from shoal.assembly.model import Local
 from shoal.assembly.session import session
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
-from shoal.errors import UserError
+from shoal.errors import StorageError, UserError
 from shoal.exchange.hooks import is_hooked
 
 Assemble = Callable[[Callable[[], nn.Module]], Assembled]
@@ -26,11 +26,12 @@ def reassembled(
     model: as the engine was given it
     assemble: makes the new assembly of a factory
 
-    Raises UserError where the plan is refused, or the model cannot be built anew; the old assembly can then go on.
+    Raises UserError where the plan is refused, or the model cannot be built anew, and StorageError where its disk
+    cannot be used; the old assembly can then go on.
     """
     try:
         new = assemble(_anew(model, old.state.module))
-    except UserError as error:
+    except (UserError, StorageError) as error:
         source.refuse(str(error))
         raise
     ending = closing(new)

@@ -38,6 +38,10 @@ class Progress:
     source: IterableSource | dict[str, Any] | None = None
     run: str = ""
 
+    def follow(self, other: Progress) -> None:
+        """Takes the position of another."""
+        self.step, self.source, self.run = other.step, other.source, other.run
+
 
 @dataclass(frozen=True)
 class Members:

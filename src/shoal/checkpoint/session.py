@@ -99,7 +99,7 @@ class Session:
         source.finish()
         if old.world is not self.world:
             old.progress.source = self.progress.source
-        vars(self.progress).update(vars(old.progress))
+        self.progress.follow(old.progress)
 
     def _pieces(self, role: WriterRole) -> list[Piece]:
         """Returns the pieces of this rank, as `role` says: its share of the common state (or of the mean), or all

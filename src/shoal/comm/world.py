@@ -17,6 +17,7 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.signed import signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
 from shoal.device import own_device
+from shoal.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ class World:
 
     def among(self, ranks: list[int]) -> World | None:
         """Makes the world of some of the ranks, in this order, by numbers in this one; None for a rank that is not
-        among them. All ranks of this world call it."""
+        among them. All ranks of this world call it. Raises UserError where a number is none of a rank, or there
+        twice."""
+        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise UserError(f"world.among({ranks!r}): give numbers of ranks from 0 to {self.size - 1}, each once")
         hosts = self.everyone.all_gather_object(self.host_id)
         if self.rank not in ranks:
             return None

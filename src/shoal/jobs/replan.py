@@ -1,7 +1,8 @@
 """Changes the plan of a run while it trains: at the steps of `[[run.at]]`, and when `shoal replan` asks for it.
 
 A request is a file in the run directory, which rank 0 finds when the ranks next ask each other whether to stop; the
-answer is another one. Both appear by renaming, so a reader never sees a half of one.
+answer is another one, with the request's number, so that several can ask at once. Both appear by renaming, so a reader
+never sees a half of one.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, UserError
+from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.lock import is_taken
 from shoal.jobs.plans import changed
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
 
-REQUEST, ANSWER = "replan.json", "replan-answer.json"
+REQUEST, ANSWER = "replan-{}.json", "replan-{}.answer"
 LOOK_SECONDS = 0.1
 
 
@@ -39,28 +40,24 @@ class Replanner:
 
     def is_asked(self) -> bool:
         """Returns whether there is a request; for rank 0."""
-        return (self._run_dir / REQUEST).exists()
+        return any(self._run_dir.glob(REQUEST.format("*")))
 
     def after_step(self, wanted: bool) -> bool:
-        """Makes the change that is due after this step, and the one that is asked for, if the ranks know (`wanted`) of
-        one. Returns whether the plan has changed. A plan that is refused is a warning, and training goes on as
-        before. All ranks call it alike."""
+        """Makes the change that is due after this step, and the one that was asked for first, if the ranks know
+        (`wanted`) of one. Returns whether the plan has changed. A plan that is refused is a warning, and training goes
+        on as before. All ranks call it alike."""
         step, before = self._engine.step_index, self._engine.plan
         if step in self._by_step:
             self._change(self._by_step[step])
         everyone = self._engine.world.everyone
         request = everyone.broadcast_object(self._read() if everyone.rank == 0 else None) if wanted else None
         if request is not None:
-            number, change = request
+            path, change = request
             if isinstance(change, str):
                 self._recorder.warning(change)
             refused = change if isinstance(change, str) else self._change(change)
             if everyone.rank == 0:
-                answer = {"id": number, "step": step, "plan": self._engine.plan.to_dict(), "refused": refused}
-                if number:
-                    with suppress(OSError):  # a full disk: whoever asked sees the plan in the run's own output
-                        _put(self._run_dir / ANSWER, answer)
-                (self._run_dir / REQUEST).unlink(missing_ok=True)
+                self._answer(path, {"step": step, "plan": self._engine.plan.to_dict(), "refused": refused})
         return self._engine.plan is not before
 
     def _change(self, change: Mapping[str, Any]) -> str | None:
@@ -74,25 +71,29 @@ class Replanner:
             except CheckpointError as error:  # of the save under way, which is over
                 self._saver.failed(error)
                 engine.replan(plan)
-        except UserError as error:
+        except (UserError, StorageError) as error:
             self._recorder.warning(f"after step {engine.step_index} the plan stays as it is: {error}")
             return str(error)
         self._recorder.plan(engine.step_index, plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
         return None
 
-    def _read(self) -> tuple[str, dict[str, Any] | str] | None:
-        """Returns the number of the request, and the fields to change, or what is wrong with it; None for a request
-        that was taken back."""
-        try:
-            request = json.loads((self._run_dir / REQUEST).read_text(encoding="utf-8"))
-            number, change = request["id"], request["plan"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return "", f"{self._run_dir / REQUEST} is no request: {error}"
-        if not isinstance(number, str) or not isinstance(change, dict):
-            return "", f"{self._run_dir / REQUEST} is no request"
-        return number, change
+    def _read(self) -> tuple[Path, dict[str, Any] | str] | None:
+        """Returns the first request, and the fields to change, or what is wrong with it; None if it was taken back."""
+        for path in sorted(self._run_dir.glob(REQUEST.format("*"))):
+            with suppress(FileNotFoundError):
+                try:
+                    change = json.loads(path.read_text(encoding="utf-8"))
+                except ValueError as error:
+                    return path, f"{path} is no request: {error}"
+                return path, change if isinstance(change, dict) else f"{path} is no request"
+        return None
+
+    def _answer(self, request: Path, answer: Mapping[str, Any]) -> None:
+        """Answers a request that was not taken back meanwhile, and removes it."""
+        with suppress(OSError):  # a full disk: whoever asked sees the plan in the run's own output
+            if request.exists():
+                _put(request.with_name(ANSWER.format(_number(request))), answer)
+        request.unlink(missing_ok=True)
 
 
 def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,30 +107,29 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
             f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train {run_dir}/resolved.toml "
             "--set plan.zero=3, which goes on from its newest checkpoint"
         )
-    number, request = uuid.uuid4().hex, run_dir / REQUEST
-    _put(request, {"id": number, "plan": dict(change)})
+    number = f"{time.time_ns()}-{uuid.uuid4().hex}"  # in the order of asking
+    request, answer = (run_dir / name.format(number) for name in (REQUEST, ANSWER))
+    _put(request, change)
     try:
-        while (answer := _answer(run_dir, number)) is None:
+        while not answer.exists():
             if not is_taken(run_dir):
                 raise UserError(f"the run in {run_dir} has ended before it changed its plan")
             time.sleep(LOOK_SECONDS)
+        said: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
     finally:
         request.unlink(missing_ok=True)  # also where whoever asks does not wait any longer
-    if answer["refused"] is not None:
-        raise UserError(f"{answer['refused']} (the plan stays as it is)")
-    return answer
+        answer.unlink(missing_ok=True)
+    if said["refused"] is not None:
+        raise UserError(f"{said['refused']} (the plan stays as it is)")
+    return said
 
 
-def _answer(run_dir: Path, number: str) -> dict[str, Any] | None:
-    with suppress(FileNotFoundError):
-        answer: dict[str, Any] = json.loads((run_dir / ANSWER).read_text(encoding="utf-8"))
-        if answer["id"] == number:
-            (run_dir / ANSWER).unlink(missing_ok=True)
-            return answer
-    return None
+def _number(request: Path) -> str:
+    before, after = REQUEST.split("{}")
+    return request.name.removeprefix(before).removesuffix(after)
 
 
 def _put(path: Path, content: Mapping[str, Any]) -> None:
-    fresh = path.with_name(f"{path.name}.{uuid.uuid4().hex}.new")
-    fresh.write_text(json.dumps(content), encoding="utf-8")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(dict(content)), encoding="utf-8")
     fresh.replace(path)

@@ -38,6 +38,7 @@ from shoal.jobs.stop import Stop
 from shoal.jobs.timeline import Recording
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
+from shoal.plan import Plan
 from shoal.report.metrics import RunRecord
 
 log = logging.getLogger(__name__)
@@ -73,19 +74,26 @@ def _train(settled: Settled, world: World) -> Outcome:
     about = remembered(settled.job, settled.tokenizer.fingerprint if settled.tokenizer else None)
     checkpoint, said = resume.find(settled.job, about, world.everyone)
     log.info("building the model")
-    plan = plan_at(settled.job, 0 if checkpoint is None else read_manifest(checkpoint).step, world.size)
-    if plan != settled.job.plan:
-        plan = with_plan(settled, plan, world).job.plan
+    step = 0 if checkpoint is None else read_manifest(checkpoint).step
+    plan = _plan_at(settled, step, world)
     engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
     restored = resume.restore(settled.job, engine, checkpoint)
+    if engine.step_index != step and (now := _plan_at(settled, engine.step_index, world)) != plan:
+        engine.replan(now)  # the disk had a later step
     run = _Run(settled, engine, restored, about)
     if restored.where:
         run.recorder.note(restored.where)
     for line in said + restored.said:
         run.recorder.warning(line)
     return run.to_its_end()
+
+
+def _plan_at(settled: Settled, step: int, world: World) -> Plan:
+    """Returns the plan after `step` steps, with its stages found. A collective call."""
+    plan = plan_at(settled.job, step, world.size)
+    return plan if plan == settled.job.plan else with_plan(settled, plan, world).job.plan
 
 
 def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
