@@ -122,6 +122,7 @@ def localize(
     pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
     parallelized = Parallelized(model.built, plan, mesh, world, rules, attention, elsewhere)
+    built, module = parallelized.built, parallelized.built.module
     axes: list[Axis] = [*parallelized.axes]
     if pipeline is not None:
         pipeline.split.follow(axes)
@@ -133,10 +134,7 @@ def localize(
     apart = {kind: ranks.own(group) for axis in axes for kind, group in axis.variants.items()}
     tied = [index for axis in axes for index in axis.tied]
     if pipeline is not None and not pipeline.flushes:
-        check_no_flush(
-            plan, precision, parallelized.built.module, sync_bn, parallelized.moves_biases, bool(pipeline.tied)
-        )
-    module = parallelized.built.module
+        check_no_flush(plan, precision, module, sync_bn, parallelized.moves_biases, bool(pipeline.tied))
     without_caches(module)
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))
@@ -150,19 +148,7 @@ def localize(
         compile_blocks(module, plan.compile)
     recompute = _recompute(module, ranks, axes, randomness)
     cast_at_the_border(module, precision)
-    return Local(
-        ranks,
-        model,
-        parallelized.built,
-        layouts,
-        tuple(axes),
-        parallelized,
-        pipeline,
-        apart,
-        tied,
-        randomness,
-        recompute,
-    )
+    return Local(ranks, model, built, layouts, tuple(axes), parallelized, pipeline, apart, tied, randomness, recompute)
 
 
 def _recompute(module: nn.Module, ranks: Ranks, axes: Sequence[Axis], randomness: Randomness) -> Recompute | None:
