@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -87,12 +88,13 @@ class Row:
 def listing(directory: Path | str) -> list[Row]:
     """Returns the checkpoints of a directory, newest step first, judged by sizes only; `verify` reads their
     contents."""
-    directory = Path(directory)
-    rows = [_row(step, path) for step, path in names.completed(directory)]
-    rows += [
-        _bare(step, path, "partial", "the save did not finish, or is under way")
-        for step, path in names.unfinished(directory)
-    ]
+    directory, rows = Path(directory), list[Row]()
+    for step, path in names.completed(directory):
+        with suppress(FileNotFoundError):  # a run that trains has meanwhile deleted it
+            rows.append(_row(step, path))
+    for step, path in names.unfinished(directory):
+        with suppress(FileNotFoundError):  # ... or completed it
+            rows.append(_bare(step, path, "partial", "the save did not finish, or is under way"))
     return sorted(rows, key=lambda row: row.step, reverse=True)
 
 
