@@ -94,7 +94,9 @@ def train(world, stage: int, config: GPTConfig) -> dict[str, int]:
         "on loan": loans.most,
         "tied": tied.size,
         "largest": max((chunk.size for chunk in others), default=0),
+        "peak": peak_pss(),  # while all ranks have the memory that they share
     }
+    world.everyone.barrier()
     engine.close()
     return found
 
@@ -112,8 +114,7 @@ def weigh(world, stages: Sequence[Stage]) -> list[dict[str, int]]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         before = peak_pss()
         counted = train(those, stage, CONFIG)
-        world.everyone.barrier()
-        found.append({**counted, "pss": peak_pss() - before})
+        found.append({**counted, "pss": counted["peak"] - before})
     return found
 
 
