@@ -23,7 +23,8 @@ from shoal.jobs.config import Job, Run
 from shoal.jobs.lock import is_taken
 from shoal.jobs.plans import changed, plan_at
 from shoal.jobs.read import load_job, parse_job, plan_assignments
-from shoal.jobs.replan import ANSWER, REQUEST, ask
+from shoal.jobs.record import Recorder
+from shoal.jobs.replan import ANSWERED, REQUEST, ask
 from shoal.jobs.train import train
 from shoal.plan import Plan
 from shoal.report.page import write_report
@@ -115,7 +116,7 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
                     ask(run_dir, wrong)
                 said.append(str(error.value))
             (run_dir / REQUEST.format("wrong")).write_text("no JSON")
-            while not (answer := run_dir / ANSWER.format("wrong")).exists():
+            while not (answer := (run_dir / REQUEST.format("wrong")).with_suffix(ANSWERED)).exists():
                 time.sleep(0.05)
             answer.unlink()
             with ThreadPoolExecutor() as pool:
@@ -194,3 +195,12 @@ def test_only_the_plan_can_be_asked_for():
         plan_assignments(["train.lr=1"])
     with pytest.raises(UserError, match="Did you mean"):
         plan_assignments(["plan.zeros=1"])
+
+
+def test_a_step_without_a_change_reads_no_numbers(quick, make_job, alone, monkeypatch):
+    """Numbers of a step are read later where reading them waits; a change of the plan reads them all."""
+    pauses = []
+    pause = Recorder.pause
+    monkeypatch.setattr(Recorder, "pause", lambda recorder: pauses.append(recorder) or pause(recorder))
+    train(make_job(run=at((2, {"recompute": "full"}))), {}, alone)
+    assert len(pauses) == 3, "two evaluations, and one change"

@@ -23,7 +23,8 @@ from shoal.jobs.plans import changed
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
 
-REQUEST, ANSWER = "replan-{}.json", "replan-{}.answer"
+REQUEST, ANSWERED = "replan-{}.json", ".answer"
+"""Name of a request's file, by its number, and what its answer ends with instead."""
 LOOK_SECONDS = 0.1
 
 
@@ -42,11 +43,15 @@ class Replanner:
         """Returns whether there is a request; for rank 0."""
         return any(self._run_dir.glob(REQUEST.format("*")))
 
-    def after_step(self, wanted: bool) -> bool:
-        """Makes the change that is due after this step, and the one that was asked for first, if the ranks know
-        (`wanted`) of one. Returns whether the plan has changed. A plan that is refused is a warning, and training goes
-        on as before. All ranks call it alike."""
-        step, before = self._engine.step_index, self._engine.plan
+    def is_due(self, wanted: bool) -> bool:
+        """Returns whether there may be something to change after this step: the job says so, or the ranks know
+        (`wanted`) of a request. The same on every rank."""
+        return wanted or self._engine.step_index in self._by_step
+
+    def change(self, wanted: bool) -> None:
+        """Makes the change that is due after this step, and the one that was asked for first. A plan that is refused is
+        a warning, and training goes on as before. All ranks call it alike."""
+        step = self._engine.step_index
         if step in self._by_step:
             self._change(self._by_step[step])
         everyone = self._engine.world.everyone
@@ -58,12 +63,10 @@ class Replanner:
             refused = change if isinstance(change, str) else self._change(change)
             if everyone.rank == 0:
                 self._answer(path, {"step": step, "plan": self._engine.plan.to_dict(), "refused": refused})
-        return self._engine.plan is not before
 
     def _change(self, change: Mapping[str, Any]) -> str | None:
         """Changes the plan; returns why not, if it was refused."""
         engine, began = self._engine, time.perf_counter()
-        self._recorder.flush()
         try:
             plan = with_plan(self._settled, changed(engine.plan, change, engine.world.size), engine.world).job.plan
             try:
@@ -92,7 +95,7 @@ class Replanner:
         """Answers a request that was not taken back meanwhile, and removes it."""
         with suppress(OSError):  # a full disk: whoever asked sees the plan in the run's own output
             if request.exists():
-                _put(request.with_name(ANSWER.format(_number(request))), answer)
+                _put(request.with_suffix(ANSWERED), answer)
         request.unlink(missing_ok=True)
 
 
@@ -107,8 +110,8 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
             f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train {run_dir}/resolved.toml "
             "--set plan.zero=3, which goes on from its newest checkpoint"
         )
-    number = f"{time.time_ns()}-{uuid.uuid4().hex}"  # in the order of asking
-    request, answer = (run_dir / name.format(number) for name in (REQUEST, ANSWER))
+    request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
+    answer = request.with_suffix(ANSWERED)
     _put(request, change)
     try:
         while not answer.exists():
@@ -122,11 +125,6 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     if said["refused"] is not None:
         raise UserError(f"{said['refused']} (the plan stays as it is)")
     return said
-
-
-def _number(request: Path) -> str:
-    before, after = REQUEST.split("{}")
-    return request.name.removeprefix(before).removesuffix(after)
 
 
 def _put(path: Path, content: Mapping[str, Any]) -> None:

@@ -211,9 +211,10 @@ class _Run:
             if run.save_every and step % run.save_every == 0:
                 with self.recorder.pause():
                     self.saver.save()
-            with self.recorder.pause():
-                if self.replanner.after_step(self.stop.wanted):
-                    self.moves = Moves(engine)
+            if self.replanner.is_due(self.stop.wanted):
+                with self.recorder.pause():
+                    self.replanner.change(self.stop.wanted)
+                self.moves = Moves(engine)
         self.timeline.before(-1)
         if self.stop.signal is None:
             self._evaluate_and_write()
