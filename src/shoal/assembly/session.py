@@ -49,5 +49,5 @@ def role(local: Local) -> WriterRole:
     silent = frozenset[str]()
     if local.pipeline is not None and not local.pipeline.is_last:
         silent = frozenset(f"buffer.{name}" for name in local.pipeline.split.common_buffers)
-    tp = local.ranks.parts
-    return WriterRole(local.layouts, mine.rank, mine.size, tp.rank, tp.size, apart, silent)
+    model = local.ranks.parts
+    return WriterRole(local.layouts, mine.rank, mine.size, model.rank, model.size, apart, silent)

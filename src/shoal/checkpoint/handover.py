@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.checkpoint.pieces import Piece, Want
 from shoal.comm import Group
 from shoal.errors import CheckpointError
-from shoal.parallel.layout import Box, boxes_of_range, intersect, subtract
+from shoal.parallel.layout import Box, intersect, subtract
 
 PURPOSE = "replan"
 
@@ -134,8 +134,8 @@ class Handover:
                     if common is None:
                         left.append(box)
                         continue
-                    for part in _cut(common, PARCEL_BYTES // held.dtype.itemsize):
-                        request = Request(held.index, part, held.dtype, want.into[_within(part, want.box)])
+                    for part in common.cut(PARCEL_BYTES // held.dtype.itemsize):
+                        request = Request(held.index, part, held.dtype, want.into[part.within(want.box).slices])
                         found.setdefault(held.rank, []).append(request)
                     left += subtract(box, common)
                 rest = left
@@ -157,7 +157,7 @@ class Handover:
 
     def _values(self, index: int, box: Box) -> Tensor:
         piece = self._pieces[index]
-        return piece.tensor[_within(box, piece.box)]
+        return piece.tensor[box.within(piece.box).slices]
 
     def _exchange(self, target: int, out: Sequence[Tensor], source: int, requests: Sequence[Request]) -> None:
         """Sends `out` to rank `target`, and fills the `requests` from rank `source`, parcel by parcel."""
@@ -217,22 +217,6 @@ def _room(parcel: Sequence[_Sized]) -> int:
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
-
-
-def _cut(box: Box, most: int) -> list[Box]:
-    """Cuts `box` into boxes of at most `most` elements."""
-    if box.numel <= most:
-        return [box]
-    return [
-        part.shifted(box.offsets)
-        for start in range(0, box.numel, most)
-        for part in boxes_of_range(box.sizes, start, min(start + most, box.numel))
-    ]
-
-
-def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Returns the index of `inner` in a tensor that holds `outer`."""
-    return inner.shifted(tuple(-offset for offset in outer.offsets)).slices
 
 
 def _name(dtype: torch.dtype) -> str:

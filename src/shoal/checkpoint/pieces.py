@@ -8,7 +8,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shoal.parallel.layout import Box, Layout, boxes_of_range
+from shoal.parallel.layout import Box, Layout
 
 SMALL_BYTES = 64 * 1024
 """Tensors below this size are written whole by one rank: cutting them would cost more in headers than it shares out."""
@@ -82,11 +82,9 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
     """Returns the piece as pieces of at most `limit` bytes; a piece that is small enough stays as it is."""
     if piece.tensor.nbytes <= limit:
         return [piece]
-    numel, step = piece.tensor.numel(), limit // piece.tensor.element_size()
     return [
-        Piece(piece.name, piece.shape, box.shifted(piece.box.offsets), piece.tensor[box.slices])
-        for start in range(0, numel, step)
-        for box in boxes_of_range(piece.box.sizes, start, min(start + step, numel))
+        Piece(piece.name, piece.shape, box, piece.tensor[box.within(piece.box).slices])
+        for box in piece.box.cut(limit // piece.tensor.element_size())
     ]
 
 

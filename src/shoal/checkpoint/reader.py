@@ -144,9 +144,9 @@ def _read_items(path: Path, number: int, want: Want, saved: TensorStorageMetadat
             ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(want.name, want.box.offsets, index=number),
-                dest_offsets=_within(common, want.box),
+                dest_offsets=torch.Size(common.within(want.box).offsets),
                 storage_index=MetadataIndex(want.name, chunk.offsets),
-                storage_offsets=_within(common, _box(chunk)),
+                storage_offsets=torch.Size(common.within(_box(chunk)).offsets),
                 lengths=torch.Size(common.sizes),
             )
         )
@@ -157,10 +157,6 @@ def _read_items(path: Path, number: int, want: Want, saved: TensorStorageMetadat
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _within(inner: Box, outer: Box) -> torch.Size:
-    return torch.Size(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True))
 
 
 class _Into(DefaultLoadPlanner):

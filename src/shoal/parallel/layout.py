@@ -40,6 +40,20 @@ class Box:
         """Returns this box moved by `by` along each dim."""
         return Box(tuple(offset + step for offset, step in zip(self.offsets, by, strict=True)), self.sizes)
 
+    def within(self, outer: Box) -> Box:
+        """Returns this box in the coordinates of a tensor that holds the elements of `outer`."""
+        return self.shifted(tuple(-offset for offset in outer.offsets))
+
+    def cut(self, most: int) -> list[Box]:
+        """Cuts the box into boxes of at most `most` elements; one that is small enough stays as it is."""
+        if self.numel <= most:
+            return [self]
+        return [
+            part.shifted(self.offsets)
+            for start in range(0, self.numel, most)
+            for part in boxes_of_range(self.sizes, start, min(start + most, self.numel))
+        ]
+
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The box of the elements that lie in both, or None when there are none."""
@@ -216,5 +230,5 @@ class Layout:
                     )
                     yield (
                         inside.shifted(to_world),
-                        view[inside.shifted(tuple(-offset for offset in box.offsets)).slices],
+                        view[inside.within(box).slices],
                     )
