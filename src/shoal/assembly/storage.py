@@ -23,9 +23,12 @@ from shoal.plan import Plan
 
 
 class Storage:
-    """Of the ranks `replicas`, among whom samples are shared, which are some of `everyone`; `apart`: those that have
-    the same experts as this one, where these are spread, and those that have the weights that are tied across the
-    stages at the places `tied` (see parallel.layout). `offload`: what `plan.memory` makes of it."""
+    """Storage of the ranks `replicas`, among whom samples are shared, which are some of `everyone`.
+
+    apart: the ranks that have the same experts as this one, where these are spread, and those that have the weights
+        that are tied across the stages at the places `tied` (see parallel.layout)
+    offload: what `plan.memory` makes of it
+    """
 
     def __init__(
         self,
@@ -137,5 +140,5 @@ class Storage:
 
 
 def _smallest(group: Group, numbers: list[int]) -> list[int]:
-    """Of each number the smallest that a rank of `group` has; all of them call it."""
+    """Returns the smallest of each number that a rank of `group` has; all of them call it."""
     return [min(each) for each in zip(*group.all_gather_object(numbers), strict=True)]

@@ -69,7 +69,7 @@ def backend(device: torch.device) -> Backend | None:
 
 
 def backends() -> list[Backend]:
-    """Those of the accelerators known so far."""
+    """Returns the backends of the accelerators known so far."""
     return [each for each in _backends.values() if each is not None]
 
 

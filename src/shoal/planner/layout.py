@@ -49,7 +49,7 @@ class Laid:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole weights."""
+        """Bytes of the whole weights."""
         return self.size * self.key.dtype.itemsize
 
 

@@ -77,8 +77,8 @@ def memory_need(
     microbatches: int,
     process: int = 0,
 ) -> MemoryNeed:
-    """Of the rank at `place`, which runs `microbatches` a step of the recorded kind. `process`: bytes of an
-    interpreter with torch.
+    """Adds up what the rank at `place` needs, which runs `microbatches` a step of the recorded kind. `process`: bytes
+    of an interpreter with torch.
 
     Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels
     allocate inside.
@@ -155,7 +155,7 @@ def _whole_page(chunk: Laid, precision: Precision, state: State) -> int:
 
 
 def _trained(chunks: Sequence[Laid]) -> list[Laid]:
-    """Those of which this rank updates something."""
+    """Returns the chunks of which this rank updates something."""
     return [chunk for chunk in chunks if chunk.key.trainable and chunk.own]
 
 

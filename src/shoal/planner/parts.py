@@ -62,8 +62,8 @@ class _Call:
 
 
 def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, device: torch.device) -> list[Part]:
-    """Of a rank of `subject.plan`, whatever stages it will have, in the order in which the model calls them. Raises
-    UserError for a model that cannot be cut or run."""
+    """Finds the parts of the model on a rank of `subject.plan`, whatever stages it will have, in the order in which the
+    model calls them. Raises UserError for a model that cannot be cut or run."""
     if measured and is_accelerator(device) and subject.plan.forwards_meet:
         raise UserError(
             'plan.stages = "measured" with tp, cp or ep: parts that communicate are not timed alone on a GPU; take '
@@ -129,7 +129,7 @@ def cut(parts: Sequence[Part], units: Sequence[Unit], schedule: Schedule, limit:
 
 
 def under_way(schedule: Schedule) -> list[int]:
-    """Of each stage the most microbatches that it has between forward and the end of their backward."""
+    """Returns the most microbatches that each stage has between forward and the end of their backward."""
     orders = [schedule.orders[schedule.rank_of(stage)] for stage in range(schedule.stages)]
     return [max(now[stage] for now in kept(order)) for stage, order in enumerate(orders)]
 

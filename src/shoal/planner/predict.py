@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Fit:
-    """Of one memory of the machine: what is needed of it, and what there is."""
+    """What is needed of one memory of the machine, and what there is."""
 
     memory: str
     needed: int
@@ -81,7 +81,7 @@ def predict(
     microbatches: int,
     process: int = 0,
 ) -> Prediction:
-    """Of the first rank. Raises UserError, as the engine would, for what does not go together."""
+    """Predicts the memory of the first rank. Raises UserError, as the engine would, for what does not go together."""
     exchange = check_exchange(plan, precision.keep)
     limit, chunk = _limits(plan, machine)
     together = plan.copy_size if plan.zero else 1

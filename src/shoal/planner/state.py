@@ -32,8 +32,8 @@ class State:
 def optimizer_state(
     factory: OptimizerFactory, options: Sequence[dict[str, Any]], precision: Precision, shards: bool
 ) -> State:
-    """Of the optimizer of `factory` with the groups of `options`. `shards`: chunks are cut; UserError if the optimizer
-    cannot be, as the engine's."""
+    """Finds the state of the optimizer of `factory` with the groups of `options`. `shards`: chunks are cut; UserError
+    if the optimizer cannot be, as the engine's."""
 
     @cache
     def by_dims(group: int, dims: int) -> list[tuple[list[int | None], int]]:

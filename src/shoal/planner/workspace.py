@@ -36,7 +36,7 @@ def _hashable(value: Any) -> Any:
 
 @cache
 def _measured(row: tuple[int, ...], dtype: torch.dtype, described: tuple[Any, ...], steps: int) -> int:
-    """Of a real call with so many steps."""
+    """Bytes that a real call with so many steps keeps."""
     with _disable_current_modes(), torch.enable_grad():  # without gradients it keeps none
         rest = [_real(each) for each in described]
         return int(RECURRENT(torch.zeros(steps, *row, dtype=dtype), *rest)[3].nbytes)
