@@ -1,6 +1,6 @@
 """Question: does the engine compute the same on a GPU as on the CPU, and what does it cost beside a plain torch loop?
 
-    python3 -m benchmarks.gpu.engine [--device cuda] [--preset 350m] [--batch 16] [--rounds 5] [--steps 10]
+    python3 -m benchmarks.gpu.engine [--device cuda] [--checks] [--preset 350m] [--batch 16] [--rounds 5] [--steps 10]
 
 Checks first, each with the figure it saw: keyed dropout draws the same mask, twenty steps in fp64 and fp32 follow the
 CPU, a loss that is not finite leaves the weights alone, a checkpoint saved here continues on the CPU, experts choose
@@ -16,14 +16,14 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.records import check, hardware, synchronise, write
+from benchmarks.gpu.records import Record, check, hardware, options, synchronise
 from benchmarks.gpu.rows import rows, stacked
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
@@ -125,6 +125,15 @@ def check_experts(device: str) -> list[dict[str, Any]]:
     ]
 
 
+def checks(device: str) -> Iterator[dict[str, Any]]:
+    yield check_mask(device)
+    yield check_parity(device, "fp64", 1e-9)
+    yield check_parity(device, "fp32", 1e-4)
+    yield check_not_finite(device)
+    yield check_resume(device)
+    yield from check_experts(device)
+
+
 def engine_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Callable[[], Any]:
     engine = Engine(
         lambda: GPT(config),
@@ -178,25 +187,11 @@ def measure(contenders: dict[str, Callable[[], Any]], device: str, rounds: int, 
     return samples
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.engine")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--preset", default="350m", choices=list(PRESETS))
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
-    arguments = parser.parse_args()
+def run(arguments: argparse.Namespace, record: Record) -> None:
     device = arguments.device
-
-    checks = [
-        check_mask(device),
-        check_parity(device, "fp64", 1e-9),
-        check_parity(device, "fp32", 1e-4),
-        check_not_finite(device),
-        check_resume(device),
-        *check_experts(device),
-    ]
+    record.check(checks(device))
+    if arguments.checks:
+        return
     config = PRESETS[arguments.preset]
     kinds = [False] if arguments.no_compile else [False, True]
     contenders = {
@@ -228,7 +223,19 @@ def main() -> None:
             f"{row['contender']:24s} {row['ms']:9.2f} ms/step ({row['min']:.2f}..{row['max']:.2f}) "
             f"{row['tokens_per_second']:11.0f} tokens/s {row['tflops']:7.1f} TFLOP/s  x{row['ratio_to_plain']:.3f}"
         )
-    write("gpu_engine", device, vars(arguments), checks, samples=samples, table=table)
+    record.keep(samples=samples, table=table)
+
+
+def main() -> None:
+    parser = options("engine")
+    parser.add_argument("--preset", default="350m", choices=list(PRESETS))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
+    arguments = parser.parse_args()
+    with Record("gpu_engine", arguments) as record:
+        run(arguments, record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Question: do codecs and exchange algorithms compute the same on a GPU as on the CPU, and how fast are the codecs?
 
-    python3 -m benchmarks.gpu.exchange [--device cuda] [--mebibytes 256] [--rounds 5]
+    python3 -m benchmarks.gpu.exchange [--device cuda] [--checks] [--mebibytes 256] [--rounds 5]
 
 Checks first: every codec gives the CPU's bytes and values; every algorithm trains two ranks, threads that share the
 GPU, as on the CPU; with two GPUs or more also over NCCL, a process each. Then each codec over one large tensor. Writes
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.records import check, hardware, synchronise, write
+from benchmarks.gpu.records import Record, check, hardware, options, synchronise
 from shoal import Engine, Plan
 from shoal.comm import World
 from shoal.comm.codecs import Codec, codec
@@ -152,9 +152,25 @@ def time_codec(name: str, device: str, mebibytes: int, rounds: int) -> dict[str,
     return {"codec": name, **{kind: flat.nbytes / statistics.median(times) / 1e9 for kind, times in seconds.items()}}
 
 
+def run(arguments: argparse.Namespace, record: Record) -> None:
+    device = arguments.device
+    record.check(check_codec(name, device) for name in CODECS)
+    record.check(check_algorithm(name, device) for name in ALGORITHMS)
+    if torch.cuda.device_count() >= RANKS:
+        record.check(check_nccl())
+    else:
+        print("NCCL needs a GPU a rank: not checked", flush=True)
+    if arguments.checks:
+        return
+    table = [time_codec(name, device, arguments.mebibytes, arguments.rounds) for name in CODECS]
+    print(f"\n{hardware(device)}, {arguments.mebibytes} MiB of fp32, GB/s of it")
+    for row in table:
+        print(f"{row['codec']:8s} encode {row['encode']:8.1f}   decode {row['decode']:8.1f}")
+    record.keep(table=table)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.exchange")
-    parser.add_argument("--device", default="cuda")
+    parser = options("exchange")
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -162,18 +178,8 @@ def main() -> None:
     if arguments.rank:
         be_a_rank(arguments.rank)
         return
-    device = arguments.device
-    checks = [check_codec(name, device) for name in CODECS]
-    checks += [check_algorithm(name, device) for name in ALGORITHMS]
-    if torch.cuda.device_count() >= RANKS:
-        checks += check_nccl()
-    else:
-        print("NCCL needs a GPU a rank: not checked", flush=True)
-    table = [time_codec(name, device, arguments.mebibytes, arguments.rounds) for name in CODECS]
-    print(f"\n{hardware(device)}, {arguments.mebibytes} MiB of fp32, GB/s of it")
-    for row in table:
-        print(f"{row['codec']:8s} encode {row['encode']:8.1f}   decode {row['decode']:8.1f}")
-    write("gpu_exchange", device, {**vars(arguments), "rank": None}, checks, table=table)
+    with Record("gpu_exchange", arguments) as record:
+        run(arguments, record)
 
 
 if __name__ == "__main__":

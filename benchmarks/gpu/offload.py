@@ -1,7 +1,7 @@
 """Question: what does training cost where the device's memory is not enough, and how large a model can be trained?
 
-    python3 -m benchmarks.gpu.offload [--device cuda] [--preset 1.3b] [--tokens 16384] [--steps 5] [--share 50,25]
-    [--only rates,budgets,largest]
+    python3 -m benchmarks.gpu.offload [--device cuda] [--checks] [--preset 1.3b] [--tokens 16384] [--steps 5]
+    [--share 50,25] [--only rates,budgets,largest]
 
 Checks first: losses with plan.memory, at any budget, updates at once or deferred, follow those without. Then
     rates      link between host and device, host memory, AdamW on the host, disk
@@ -30,7 +30,7 @@ import shoal.assembly.storage
 from benchmarks.executors import Planned
 from benchmarks.gpu.peers import LR, deepspeed_step, fsdp2_step
 from benchmarks.gpu.rates import all_rates
-from benchmarks.gpu.records import check, hardware, synchronise, write
+from benchmarks.gpu.records import Record, check, hardware, options, synchronise
 from benchmarks.gpu.rows import rows
 from benchmarks.gpu.train import SMALL, clear
 from shoal import Engine, Plan
@@ -256,35 +256,27 @@ def show(preset: str, device: str, tokens: int, table: list[dict[str, Any]]) -> 
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.offload")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
-    parser.add_argument("--tokens", type=int, default=16384, help="a step")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--share", default="50,25", help="percent of what training takes without plan.memory")
-    parser.add_argument("--mebibytes", type=int, default=1024, help="of the copies that are timed")
-    parser.add_argument("--disk", type=Path, help="a directory on the disk that is timed")
-    parser.add_argument("--only", default="rates,budgets,largest")
-    arguments = parser.parse_args()
+def run(arguments: argparse.Namespace, record: Record) -> None:
     device, only, config = arguments.device, arguments.only.split(","), PRESETS[arguments.preset]
     batch = max(1, arguments.tokens // config.sequence)
 
     results: dict[str, Any] = {}
-    checks = check_losses(device)
+    record.check(check_losses(device))
+    if arguments.checks:
+        return
     if "rates" in only:
         results["rates"] = all_rates(device, arguments.mebibytes, 5, arguments.disk)
+        record.keep(**results)
     if "budgets" in only:
         shares = [int(part) for part in arguments.share.split(",")]
         results["budgets"] = budgets(config, batch, device, shares, arguments.steps)
+        record.keep(**results)
         clear(device)
     if "largest" in only:
         results["largest"] = found = largest_model(arguments.preset, batch, device, machine(device))
-        checks.append(
-            check(
-                "the largest model: losses that are not finite", sum(not math.isfinite(x) for x in found["losses"]), 0
-            )
-        )
+        bad = sum(not math.isfinite(loss) for loss in found["losses"])
+        record.keep(**results)
+        record.check([check("the largest model: losses that are not finite", bad, 0)])
     for name, figure in results.get("rates", {}).items():
         print(f"{name:32s} {figure:9.2f}")
     if "budgets" in results:
@@ -295,7 +287,20 @@ def main() -> None:
             f"largest: {found['parameters'] / 1e9:.2f}B parameters, built in {found['build_s']:.0f} s, "
             f"{found['step_s']:.1f} s a step"
         )
-    write("gpu_offload", device, {**vars(arguments), "disk": str(arguments.disk)}, checks, **results)
+
+
+def main() -> None:
+    parser = options("offload")
+    parser.add_argument("--preset", default="1.3b", choices=list(PRESETS))
+    parser.add_argument("--tokens", type=int, default=16384, help="a step")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--share", default="50,25", help="percent of what training takes without plan.memory")
+    parser.add_argument("--mebibytes", type=int, default=1024, help="of the copies that are timed")
+    parser.add_argument("--disk", type=Path, help="a directory on the disk that is timed")
+    parser.add_argument("--only", default="rates,budgets,largest")
+    arguments = parser.parse_args()
+    with Record("gpu_offload", arguments) as record:
+        run(arguments, record)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Question: do stages compute the same on GPUs as on the CPU, and what does a step of each schedule take beside
 torch.distributed.pipelining?
 
-    python3 -m benchmarks.gpu.pipeline [--device cuda] [--preset 350m] [--microbatches 8] [--rows 2] [--rounds 5]
-    [--steps 5]
+    python3 -m benchmarks.gpu.pipeline [--device cuda] [--checks] [--preset 350m] [--microbatches 8] [--rows 2]
+    [--rounds 5] [--steps 5]
 
 Checks first: each schedule trains two ranks, threads that share the GPU, as one process on the CPU does (those without
 a flush: as two ranks on the CPU do), with recompute, weights that pass and activations on the host among them. With two
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.records import check, hardware, synchronise, write
+from benchmarks.gpu.records import Record, check, hardware, options, synchronise
 from benchmarks.gpu.rows import rows, stacked
 from benchmarks.torch_stages import torch_stages
 from shoal import Engine, Plan
@@ -100,9 +100,7 @@ def apart(what: list[str]) -> Any:
     fail."""
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.pt"
-        code = launch(
-            ["-m", "benchmarks.gpu.pipeline", "--results", str(results), *what], RANKS, run_dir=Path(directory)
-        )
+        code = launch(["-m", "benchmarks.gpu.pipeline", "--into", str(results), *what], RANKS, run_dir=Path(directory))
         return torch.load(results) if code == 0 else code
 
 
@@ -167,7 +165,7 @@ def time_all(world: World, arguments: argparse.Namespace) -> dict[str, dict[str,
     """By schedule and side, milliseconds a step, one figure a round, in turn."""
     config, device = replace(PRESETS[arguments.preset], tied=False), str(world.device)
     if not dist.is_initialized():  # of our own, beside what Shoal's ranks have
-        store = dist.FileStore(f"{arguments.results}.store", world.size)
+        store = dist.FileStore(f"{arguments.into}.store", world.size)
         dist.init_process_group(
             "nccl" if device.startswith("cuda") else "gloo", store=store, rank=world.rank, world_size=world.size
         )
@@ -198,38 +196,25 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
     else:
         seen = time_all(world, arguments)
     if world.rank == 0:
-        torch.save(seen, arguments.results)
+        torch.save(seen, arguments.into)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.pipeline")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--preset", default="350m", choices=list(PRESETS))
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=2, help="of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rank", choices=["check", "time"], help=argparse.SUPPRESS)
-    parser.add_argument("--results", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        be_a_rank(arguments)
-        return
+def run(arguments: argparse.Namespace, record: Record) -> None:
     device = arguments.device
-    checks = [check_plan(name, device) for name in (*PLANS, *UNFLUSHED)]
-    times: dict[str, dict[str, list[float]]] = {}
-    if not device.startswith("cuda") or torch.cuda.device_count() >= RANKS:
-        checks += check_processes()
-        options = [
-            f"--{name}={getattr(arguments, name)}" for name in ("preset", "microbatches", "rows", "rounds", "steps")
-        ]
-        found = apart(["--rank", "time", *options])
-        if isinstance(found, int):
-            checks.append(check("processes that are timed: exit code", found, 0))
-        else:
-            times = found
+    record.check(check_plan(name, device) for name in (*PLANS, *UNFLUSHED))
+    processes = not device.startswith("cuda") or torch.cuda.device_count() >= RANKS
+    if processes:
+        record.check(check_processes())
     else:
         print("processes need a GPU each: neither checked nor timed", flush=True)
+    if arguments.checks or not processes:
+        return
+    given = [f"--{name}={getattr(arguments, name)}" for name in ("preset", "microbatches", "rows", "rounds", "steps")]
+    times = apart(["--rank", "time", *given])
+    record.check([check("processes that are timed: exit code", times if isinstance(times, int) else 0, 0)])
+    if isinstance(times, int):
+        return
+    record.keep(times=times)
     print(
         f"\n{hardware(device)}, {arguments.preset}, {arguments.microbatches} microbatches of {arguments.rows} rows, "
         f"{RANKS} ranks, ms a step"
@@ -239,8 +224,23 @@ def main() -> None:
             f"{name} {statistics.median(each):9.2f} ({min(each):.2f}..{max(each):.2f})" for name, each in sides.items()
         )
         print(f"{schedule:12s} {shown}")
-    kept = {key: value for key, value in vars(arguments).items() if key not in ("rank", "results")}
-    write("gpu_pipeline", device, kept, checks, times=times)
+
+
+def main() -> None:
+    parser = options("pipeline")
+    parser.add_argument("--preset", default="350m", choices=list(PRESETS))
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=2, help="of a microbatch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rank", choices=["check", "time"], help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        be_a_rank(arguments)
+        return
+    with Record("gpu_pipeline", arguments) as record:
+        run(arguments, record)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,39 @@
-"""What the GPU's benchmarks share: checks with the figure they saw, and the record."""
+"""What the GPU's benchmarks share: their common options, checks with the figure they saw, and the record."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent.parent / "results"
+HIDDEN = ("results", "checks", "rank", "into")
+"""Options that say nothing of what was measured."""
+
+
+def options(script: str) -> argparse.ArgumentParser:
+    """The parser of `script`, with the options that all scripts have."""
+    parser = argparse.ArgumentParser(prog=f"python3 -m benchmarks.gpu.{script}")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--checks", action="store_true", help="only the checks: nothing is timed")
+    parser.add_argument("--results", type=Path, help="directory of the record (on a GPU: benchmarks/results)")
+    return parser
 
 
 def check(what: str, seen: float, allowed: float) -> dict[str, Any]:
     """One check, printed as it comes: it holds if `seen` is at most `allowed`."""
     print(f"{'ok  ' if seen <= allowed else 'FAIL'} {what}: {seen:.3g} (allowed {allowed:.3g})", flush=True)
     return {"check": what, "seen": seen, "allowed": allowed}
+
+
+def holds(found: dict[str, Any]) -> bool:
+    return bool(found["seen"] <= found["allowed"])
 
 
 def hardware(device: str) -> str:
@@ -29,12 +45,54 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def write(name: str, device: str, arguments: dict[str, Any], checks: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Writes results/NAME.json if this was a GPU; exits with 1 if a check does not hold."""
-    if device.startswith("cuda"):
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {"hardware": hardware(device), "torch": torch.__version__, "commit": commit, "arguments": arguments}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{name}.json").write_text(json.dumps({**about, "checks": checks, **more}, indent=1) + "\n")
-    if any(each["seen"] > each["allowed"] for each in checks):
-        raise SystemExit(1)
+class Record:
+    """Keeps what a script has seen in DIRECTORY/NAME.json, written whenever something is added: a script that is
+    stopped leaves what it had. A file of the same commit, hardware and torch is continued, any other replaced.
+
+    - `arguments`: what `options` and the script's own ones gave; without `--results` only a GPU's figures are written
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        on_gpu = arguments.device.startswith("cuda")
+        directory = arguments.results or (RESULTS if on_gpu else None)
+        self._path: Path | None = directory and directory / f"{name}.json"
+        about = {"hardware": hardware(arguments.device), "torch": torch.__version__, "commit": commit()}
+        self._content: dict[str, Any] = {**about, "arguments": {}, "checks": []}
+        if self._path is not None and self._path.exists():
+            before = json.loads(self._path.read_text())
+            if about.items() <= before.items():
+                self._content = before
+        given = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+        self._content["arguments"] |= {key: value for key, value in given.items() if key not in HIDDEN}
+
+    def check(self, found: Iterable[dict[str, Any]]) -> None:
+        """Adds results of `check`, each in place of an earlier one of its name."""
+        for each in found:
+            others = [other for other in self._content["checks"] if other["check"] != each["check"]]
+            self.keep(checks=[*others, each])
+
+    def keep(self, **sections: Any) -> None:
+        """Adds sections, in place of earlier ones of their names."""
+        self._content |= sections
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._content, indent=1) + "\n")
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends the script with exit code 1 if a check does not hold."""
+        if kind is None and not all(map(holds, self._content["checks"])):
+            raise SystemExit(1)
+
+
+def commit() -> str:
+    """The commit of this source tree; empty where there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()

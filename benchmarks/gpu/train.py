@@ -1,8 +1,8 @@
 """Question: what does plain training reach on one GPU, in tokens a second and as a part of what its matrix products
 reach?
 
-    python3 -m benchmarks.gpu.train [--device cuda] [--preset 124m,1.3b] [--tokens 16384] [--rounds 3] [--steps 5]
-    [--no-compile]
+    python3 -m benchmarks.gpu.train [--device cuda] [--checks] [--preset 124m,1.3b] [--tokens 16384] [--rounds 3]
+    [--steps 5] [--no-compile]
 
 Checks first: compiled blocks and every policy of recompute follow the losses of plain training. Then, of each model in
 bf16 with fp32 masters, in turn, round by
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu.engine import measure, plain_step
 from benchmarks.gpu.peers import LR, fsdp2_step
-from benchmarks.gpu.records import check, hardware, write
+from benchmarks.gpu.records import Record, check, hardware, options
 from benchmarks.gpu.rows import rows
 from shoal import Engine, Plan
 from shoal.comm import World
@@ -127,26 +127,21 @@ def clear(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.gpu.train")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--preset", default="124m,1.3b", help=f"of {', '.join(PRESETS)}")
-    parser.add_argument("--tokens", type=int, default=16384, help="a step")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
-    arguments = parser.parse_args()
+def run(arguments: argparse.Namespace, record: Record) -> None:
     device, compiled = arguments.device, not arguments.no_compile
 
-    checks = [check_losses(device, f"recompute {name}", 1e-2, recompute=policy) for name, policy in RECOMPUTE.items()]
+    record.check(check_losses(device, f"recompute {name}", 1e-2, recompute=each) for name, each in RECOMPUTE.items())
     if compiled:
-        checks.append(check_losses(device, "compiled blocks", 2e-2, compile=True))
+        record.check([check_losses(device, "compiled blocks", 2e-2, compile=True)])
+    if arguments.checks:
+        return
     peak = measure_peak_flops(torch.device(device), torch.bfloat16)
     tables = {}
     for preset in arguments.preset.split(","):
         config = PRESETS[preset]
         batch = max(1, arguments.tokens // config.sequence)
         tables[preset] = measure_groups(config, batch, device, arguments.rounds, arguments.steps, compiled, peak)
+        record.keep(peak_flops=peak, tables=tables)
     for preset, table in tables.items():
         print(
             f"\n{hardware(device)}, {preset}, bf16, {arguments.tokens} tokens a step, a product reaches "
@@ -158,7 +153,18 @@ def main() -> None:
                 f"{row['tokens_per_second']:11.0f} tokens/s"
                 f" {row['utilisation']:6.1%} of the peak  x{row['ratio_to_plain']:.3f}"
             )
-    write("gpu_train", device, vars(arguments), checks, peak_flops=peak, tables=tables)
+
+
+def main() -> None:
+    parser = options("train")
+    parser.add_argument("--preset", default="124m,1.3b", help=f"of {', '.join(PRESETS)}")
+    parser.add_argument("--tokens", type=int, default=16384, help="a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
+    arguments = parser.parse_args()
+    with Record("gpu_train", arguments) as record:
+        run(arguments, record)
 
 
 if __name__ == "__main__":

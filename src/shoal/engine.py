@@ -49,9 +49,8 @@ class Engine(Running):
     tensor_rules: how layers are cut for `plan.tp`, beside what is known (see parallel.tensor.rules).
     sync_bn: BatchNorm statistics over the global batch.
     dropout: "keyed" (any plan drops the same) or "fused" (torch's own kernels; depends on the plan).
-    buffers: of those that forwards write and several ranks cannot have as one process would, "exact" refuses,
-    "averaged"
-        takes the mean over microbatches.
+    buffers: where forwards write buffers that several ranks cannot have as one process would: "exact" refuses,
+        "averaged" takes the mean over microbatches.
     keep_gradients: for `gradients()`.
     norms_every: after so many steps the result has `norms` by name; 0 for never.
     collate: makes a batch of samples.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import random
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import exchange, offload, peers, pipeline, rates, records, train
+from benchmarks.gpu import exchange, offload, peers, pipeline, races, rates, records, train
+from benchmarks.gpu.all import JOBS, Job, run_all
 from shoal.exchange.named import ALGORITHMS
 from shoal.models import GPTConfig
 from shoal.planner import Machine
@@ -17,13 +24,111 @@ from shoal.planner import Machine
 TINY = GPTConfig(61, 16, 3, 32, 4)
 
 
+def given(directory=None, **more):
+    return argparse.Namespace(**{"device": "cpu", "results": directory, "checks": False, "minutes": 1.0, **more})
+
+
 def test_a_check_says_whether_it_holds(capsys):
     assert records.check("so much", 2.0, 3.0)["seen"] == 2.0
     assert capsys.readouterr().out.startswith("ok   so much: 2")
     bad = records.check("so much", 4.0, 3.0)
     assert capsys.readouterr().out.startswith("FAIL so much: 4")
-    with pytest.raises(SystemExit):
-        records.write("nothing", "cpu", {}, [bad])
+    with pytest.raises(SystemExit), records.Record("nothing", given()) as record:
+        record.check([bad])
+
+
+def test_a_record_keeps_what_was_seen_before_a_script_ended(tmp_path):
+    with pytest.raises(KeyError), records.Record("some", given(tmp_path, steps=3)) as record:
+        record.check([records.check("first", 1.0, 2.0)])
+        record.keep(table=[1, 2])
+        raise KeyError
+    with records.Record("some", given(tmp_path, rounds=4)) as record:
+        record.check([records.check("second", 1.0, 2.0), records.check("first", 0.5, 2.0)])
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert [(each["check"], each["seen"]) for each in found["checks"]] == [("second", 1.0), ("first", 0.5)]
+    assert found["table"] == [1, 2] and found["torch"] == torch.__version__
+    assert found["arguments"] == {"device": "cpu", "steps": 3, "minutes": 1.0, "rounds": 4}
+
+
+def test_a_record_of_another_commit_is_replaced(tmp_path):
+    (tmp_path / "some.json").write_text(json.dumps({"commit": "another", "checks": [{"check": "old"}]}))
+    with records.Record("some", given(tmp_path)) as record:
+        record.keep(table=[])
+    assert json.loads((tmp_path / "some.json").read_text())["checks"] == []
+
+
+def test_nothing_is_recorded_of_a_cpu_by_itself():
+    before = sorted(records.RESULTS.iterdir())
+    with records.Record("some", given()) as record:
+        record.keep(table=[])
+    assert sorted(records.RESULTS.iterdir()) == before
+
+
+@dataclass(frozen=True)
+class Program(Job):
+    """A job that is some lines of Python."""
+
+    def command(self, arguments):
+        return [sys.executable, "-c", self.script]
+
+
+def test_jobs_end_at_their_limits_and_what_had_no_time_is_named(tmp_path):
+    jobs = (
+        Program("print('well')", 30.0),
+        Program("raise SystemExit(1)", 30.0),
+        Program("import time; time.sleep(60)", 0.5),
+        Job("engine", 60, sanitized=True),
+    )
+    with records.Record("gpu_all", given(tmp_path)) as record:
+        table = run_all(given(tmp_path), record, jobs)
+    assert [row["exit"] for row in table] == [0, 1, "stopped at its limit", "needs compute-sanitizer"]
+    assert 0.5 <= table[2]["seconds"] < 20
+    assert json.loads((tmp_path / "gpu_all.json").read_text())["jobs"] == table
+    late = run_all(given(tmp_path, minutes=0.01), record, jobs[:1])
+    assert late[0]["exit"] == "no time was left"
+
+
+def test_checks_of_every_script_come_before_what_is_timed():
+    timed = [number for number, job in enumerate(JOBS) if "--checks" not in job.arguments and job.script != "races"]
+    scripts = {job.script for job in JOBS[: timed[0]]}
+    assert scripts == {"engine", "exchange", "pipeline", "offload", "train", "races"}
+    assert sum(job.seconds for job in JOBS[: timed[0]]) <= 9 * 60
+
+
+@pytest.mark.matrix
+@pytest.mark.alone
+def test_everything_runs_through_in_tiny_form(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu.all", "--device", "cpu", "--tiny", "--results", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = json.loads((tmp_path / "gpu_all.json").read_text())["jobs"]
+    assert [row["exit"] for row in rows] == ["needs compute-sanitizer" if job.sanitized else 0 for job in JOBS]
+    assert {path.stem for path in tmp_path.glob("*.json")} == {"gpu_all", *(f"gpu_{job.script}" for job in JOBS)}
+
+
+@pytest.mark.parametrize("name", ["deferred updates", "zero 3"])
+def test_a_run_under_delays_is_compared_with_one_that_waits(name):
+    torch.set_num_threads(1)
+    found = races.check_delays(name, "cpu", 1, 2)
+    assert found["seen"] == found["allowed"] == 0
+    assert races.trained(name, "cpu", 2, partial(races.Waiting, "cpu"))[0] > 3  # ln(61), about
+
+
+def test_a_figure_that_is_not_finite_differs_from_all():
+    assert races.worst([math.nan, 1.0], [1.0, 1.0]) == math.inf
+    assert races.worst([1.0], [2.0]) == 0.5
+
+
+def test_streams_are_delayed_as_threads_enter_them(monkeypatch):
+    delays = []
+    monkeypatch.setattr(races, "keep_busy", lambda device, draw: delays.append(draw.random()))
+    with races.streams_delayed("cpu", random.Random(0)), torch.cuda.StreamContext(None):
+        pass
+    assert len(delays) == 1
+    with races.Delaying("cpu", random.Random(0)):
+        for _ in range(200):
+            torch.ones(1) + 1
+    assert 10 < len(delays) < 120
 
 
 @pytest.mark.parametrize("name", exchange.CODECS)
