@@ -25,7 +25,9 @@ TINY = GPTConfig(61, 16, 3, 32, 4)
 
 
 def given(directory=None, **more):
-    return argparse.Namespace(**{"device": "cpu", "results": directory, "checks": False, "minutes": 1.0, **more})
+    return argparse.Namespace(
+        **{"device": "cpu", "results": directory, "checks": False, "minutes": 1.0, "tiny": False, **more}
+    )
 
 
 def test_a_check_says_whether_it_holds(capsys):
@@ -47,7 +49,7 @@ def test_a_record_keeps_what_was_seen_before_a_script_ended(tmp_path):
     found = json.loads((tmp_path / "some.json").read_text())
     assert [(each["check"], each["seen"]) for each in found["checks"]] == [("second", 1.0), ("first", 0.5)]
     assert found["table"] == [1, 2] and found["torch"] == torch.__version__
-    assert found["arguments"] == {"device": "cpu", "steps": 3, "minutes": 1.0, "rounds": 4}
+    assert found["arguments"] == {"device": "cpu", "steps": 3, "minutes": 1.0, "tiny": False, "rounds": 4}
 
 
 def test_a_record_of_another_commit_is_replaced(tmp_path):
@@ -98,7 +100,8 @@ def test_checks_of_every_script_come_before_what_is_timed():
 @pytest.mark.matrix
 @pytest.mark.alone
 def test_everything_runs_through_in_tiny_form(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.gpu.all", "--device", "cpu", "--tiny", "--results", str(tmp_path)]
+    options = ["--device", "cpu", "--tiny", "--minutes", "20", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu.all", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "gpu_all.json").read_text())["jobs"]
