@@ -72,6 +72,13 @@ def test_a_copy_of_a_parameter_has_its_values(values):
     )
 
 
+def test_copies_of_fake_tensors_share_their_mode():
+    """A copied mode would give back each weak reference to a storage a second time, and the heap would be damaged."""
+    built = build(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2), 0)
+    assert built.how == "recorded"
+    assert len({parameter.fake_mode for parameter in built.module.parameters()}) == 1
+
+
 @pytest.mark.fast
 def test_distributions_are_those_of_a_plain_build(values):
     assert values["linear.weight"].abs().max() <= 1 / 8 and values["linear.weight"].std() == pytest.approx(

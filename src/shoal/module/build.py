@@ -79,11 +79,22 @@ def _build(model: nn.Module | Callable[[], nn.Module], seed: int) -> Built:
     return Built(module, lambda name, tensor: tensor.detach(), f"built on CPU ({reason})", _only(_kept_tensors(module)))
 
 
+class _Mode(FakeTensorMode):
+    """The mode of a record, which a copy of a fake tensor shares with it.
+
+    torch copies the mode too where a constructor copies a layer (as nn.TransformerEncoder does), and the weak
+    references to storages that the mode keeps: each is then given back twice, which damages the heap.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
+        return self
+
+
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     """Runs `factory` on fake tensors. Raises whatever it raises if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
-        with FakeTensorMode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
+        with _Mode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
             module = _made(factory())
     kept = _kept_tensors(module)
     if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
