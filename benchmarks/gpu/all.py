@@ -55,8 +55,8 @@ class Job:
         return not self.sanitized or (on_gpu and shutil.which("compute-sanitizer") is not None)
 
 
-CHECKS = ("--checks",)
-LITTLE = ("--preset", "1m", "--steps", "1", "--rounds", "1")
+CHECKS, TIMES = ("--checks",), ("--times",)
+LITTLE = (*TIMES, "--preset", "1m", "--steps", "1", "--rounds", "1")
 JOBS = (
     Job("engine", 90, CHECKS, CHECKS),
     Job("exchange", 60, CHECKS, CHECKS),
@@ -65,15 +65,15 @@ JOBS = (
     Job("train", 60, CHECKS, (*CHECKS, "--no-compile")),
     Job("races", 120, ("--seeds", "2", "--steps", "4"), ("--seeds", "1", "--steps", "1")),
     Job("engine", 60, CHECKS, CHECKS, sanitized=True),
-    Job("train", 120, ("--preset", "124m", "--rounds", "3"), (*LITTLE, "--tokens", "128", "--no-compile")),
-    Job("offload", 150, ("--preset", "1.3b", "--only", "rates,budgets"),
-        ("--preset", "1m", "--steps", "1", "--tokens", "128", "--mebibytes", "1", "--only", "rates")),
-    Job("engine", 90, ("--preset", "350m",), (*LITTLE, "--batch", "1", "--no-compile")),
-    Job("pipeline", 120, ("--preset", "350m",), (*LITTLE, "--microbatches", "4", "--rows", "1")),
-    Job("exchange", 30, ("--mebibytes", "256"), ("--mebibytes", "1", "--rounds", "1")),
-    Job("train", 150, ("--preset", "1.3b",), (*LITTLE, "--tokens", "128", "--no-compile")),
-    Job("offload", 200, ("--preset", "1.3b", "--only", "largest"),
-        ("--preset", "1m", "--steps", "1", "--tokens", "128", "--only", "rates", "--mebibytes", "1")),
+    Job("train", 120, (*TIMES, "--preset", "124m", "--rounds", "3"), (*LITTLE, "--tokens", "128", "--no-compile")),
+    Job("offload", 150, (*TIMES, "--preset", "1.3b", "--only", "rates,budgets"),
+        (*TIMES, "--preset", "1m", "--steps", "1", "--tokens", "128", "--mebibytes", "1", "--only", "rates")),
+    Job("engine", 90, (*TIMES, "--preset", "350m"), (*LITTLE, "--batch", "1", "--no-compile")),
+    Job("pipeline", 120, (*TIMES, "--preset", "350m"), (*LITTLE, "--microbatches", "4", "--rows", "1")),
+    Job("exchange", 30, (*TIMES, "--mebibytes", "256"), (*TIMES, "--mebibytes", "1", "--rounds", "1")),
+    Job("train", 150, (*TIMES, "--preset", "1.3b"), (*LITTLE, "--tokens", "128", "--no-compile")),
+    Job("offload", 200, (*TIMES, "--preset", "1.3b", "--only", "largest"),
+        (*TIMES, "--preset", "1m", "--steps", "1", "--tokens", "128", "--only", "rates", "--mebibytes", "1")),
 )  # fmt: skip
 
 

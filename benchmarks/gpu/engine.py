@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.records import Record, check, hardware, options, synchronise
+from benchmarks.gpu.records import Record, check, hardware, options, run, synchronise, worst
 from benchmarks.gpu.rows import rows, stacked
 from shoal import Engine, Plan, TrainingError, lr
 from shoal.comm import World
@@ -67,8 +67,7 @@ def check_mask(device: str) -> dict[str, Any]:
 def check_parity(device: str, precision: str, allowed: float) -> dict[str, Any]:
     """Twenty steps with dropout, accumulation, clipping, an uneven batch."""
     ours, reference = losses(small_engine(device, precision), 20), losses(small_engine("cpu", precision), 20)
-    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, reference, strict=True))
-    return check(f"{precision}: largest relative difference of 20 losses from the CPU", worst, allowed)
+    return check(f"{precision}: largest relative difference of 20 losses from the CPU", worst(ours, reference), allowed)
 
 
 def check_not_finite(device: str) -> dict[str, Any]:
@@ -98,8 +97,8 @@ def check_resume(device: str) -> dict[str, Any]:
         rest = losses(first, 10)
         second = small_engine("cpu", "fp64")
         second.load(directory)
-        worst = max(abs(a - b) / abs(b) for a, b in zip(losses(second, 10), rest, strict=True))
-    return check("continued on the CPU: largest relative difference of 10 losses", worst, 1e-9)
+        seen = worst(losses(second, 10), rest)
+    return check("continued on the CPU: largest relative difference of 10 losses", seen, 1e-9)
 
 
 def check_experts(device: str) -> list[dict[str, Any]]:
@@ -109,7 +108,7 @@ def check_experts(device: str) -> list[dict[str, Any]]:
         engine = small_engine(where, "fp64", SMALL_MOE)
         results = [engine.step(batch) for batch in engine.batches(rows(61, 12, 41), steps=20)]
         runs.append([(result.loss, result.tokens_per_expert, result.dropped) for result in results])
-    worst = max(abs(ours[0] - theirs[0]) / abs(theirs[0]) for ours, theirs in zip(*runs, strict=True))
+    apart = worst(*([loss for loss, *_ in run] for run in runs))
     routed = sum(ours[1:] != theirs[1:] for ours, theirs in zip(*runs, strict=True))
     draw, counts = torch.Generator().manual_seed(0), [100, 0, 28, 72]
     tokens, weights = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((200, 64), (4, 128, 64)))
@@ -119,13 +118,14 @@ def check_experts(device: str) -> list[dict[str, Any]]:
     found = by_expert(tokens.to(device), weights.to(device), counts).float().cpu()
     off = float((found - expected).abs().max() / expected.abs().max())
     return [
-        check("experts: largest relative difference of 20 losses from the CPU", worst, 1e-9),
+        check("experts: largest relative difference of 20 losses from the CPU", apart, 1e-9),
         check("experts: steps in which tokens went elsewhere", routed, 0),
         check("experts: grouped product in bf16, largest difference of the largest", off, 1e-2),
     ]
 
 
-def checks(device: str) -> Iterator[dict[str, Any]]:
+def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    device = arguments.device
     yield check_mask(device)
     yield check_parity(device, "fp64", 1e-9)
     yield check_parity(device, "fp32", 1e-4)
@@ -187,11 +187,8 @@ def measure(contenders: dict[str, Callable[[], Any]], device: str, rounds: int, 
     return samples
 
 
-def run(arguments: argparse.Namespace, record: Record) -> None:
+def times(arguments: argparse.Namespace, record: Record) -> None:
     device = arguments.device
-    record.check(checks(device))
-    if arguments.checks:
-        return
     config = PRESETS[arguments.preset]
     kinds = [False] if arguments.no_compile else [False, True]
     contenders = {
@@ -233,9 +230,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
-    arguments = parser.parse_args()
-    with Record("gpu_engine", arguments) as record:
-        run(arguments, record)
+    run("gpu_engine", parser.parse_args(), checks, times)
 
 
 if __name__ == "__main__":

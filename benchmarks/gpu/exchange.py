@@ -13,6 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.records import Record, check, hardware, options, synchronise
+from benchmarks.gpu.records import Record, check, hardware, options, run, synchronise, worst
 from shoal import Engine, Plan
 from shoal.comm import World
 from shoal.comm.codecs import Codec, codec
@@ -74,10 +75,6 @@ def losses(world: World, name: str) -> list[float]:
         return [engine.step(batch).loss for batch in engine.batches(rows(), steps=STEPS)]
     finally:
         engine.close()
-
-
-def worst(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def check_codec(name: str, device: str) -> dict[str, Any]:
@@ -152,16 +149,17 @@ def time_codec(name: str, device: str, mebibytes: int, rounds: int) -> dict[str,
     return {"codec": name, **{kind: flat.nbytes / statistics.median(times) / 1e9 for kind, times in seconds.items()}}
 
 
-def run(arguments: argparse.Namespace, record: Record) -> None:
-    device = arguments.device
-    record.check(check_codec(name, device) for name in CODECS)
-    record.check(check_algorithm(name, device) for name in ALGORITHMS)
+def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from (check_codec(name, arguments.device) for name in CODECS)
+    yield from (check_algorithm(name, arguments.device) for name in ALGORITHMS)
     if torch.cuda.device_count() >= RANKS:
-        record.check(check_nccl())
+        yield from check_nccl()
     else:
         print("NCCL needs a GPU a rank: not checked", flush=True)
-    if arguments.checks:
-        return
+
+
+def times(arguments: argparse.Namespace, record: Record) -> None:
+    device = arguments.device
     table = [time_codec(name, device, arguments.mebibytes, arguments.rounds) for name in CODECS]
     print(f"\n{hardware(device)}, {arguments.mebibytes} MiB of fp32, GB/s of it")
     for row in table:
@@ -178,8 +176,7 @@ def main() -> None:
     if arguments.rank:
         be_a_rank(arguments.rank)
         return
-    with Record("gpu_exchange", arguments) as record:
-        run(arguments, record)
+    run("gpu_exchange", arguments, checks, times)
 
 
 if __name__ == "__main__":

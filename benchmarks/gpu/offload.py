@@ -30,7 +30,7 @@ import shoal.assembly.storage
 from benchmarks.executors import Planned
 from benchmarks.gpu.peers import LR, deepspeed_step, fsdp2_step
 from benchmarks.gpu.rates import all_rates
-from benchmarks.gpu.records import Record, check, hardware, options, synchronise
+from benchmarks.gpu.records import Record, check, hardware, options, run, synchronise, worst
 from benchmarks.gpu.rows import rows
 from benchmarks.gpu.train import SMALL, clear
 from shoal import Engine, Plan
@@ -113,8 +113,8 @@ def check_losses(device: str) -> list[dict[str, Any]]:
     tables: list[dict[str, Any]] = [{}, {"device": least + least // 20}, {"update": "at once"}, {"update": "deferred"}]
     found = []
     for table in tables:
-        worst = max(abs(ours - theirs) / theirs for ours, theirs in zip(losses(device, table), plain, strict=True))
-        found.append(check(f"plan.memory = {table}: largest relative difference of 8 losses from none", worst, 5e-3))
+        seen = worst(losses(device, table), plain)
+        found.append(check(f"plan.memory = {table}: largest relative difference of 8 losses from none", seen, 5e-3))
     return found
 
 
@@ -256,14 +256,11 @@ def show(preset: str, device: str, tokens: int, table: list[dict[str, Any]]) -> 
         )
 
 
-def run(arguments: argparse.Namespace, record: Record) -> None:
+def times(arguments: argparse.Namespace, record: Record) -> None:
     device, only, config = arguments.device, arguments.only.split(","), PRESETS[arguments.preset]
     batch = max(1, arguments.tokens // config.sequence)
 
     results: dict[str, Any] = {}
-    record.check(check_losses(device))
-    if arguments.checks:
-        return
     if "rates" in only:
         results["rates"] = all_rates(device, arguments.mebibytes, 5, arguments.disk)
         record.keep(**results)
@@ -298,9 +295,7 @@ def main() -> None:
     parser.add_argument("--mebibytes", type=int, default=1024, help="of the copies that are timed")
     parser.add_argument("--disk", type=Path, help="a directory on the disk that is timed")
     parser.add_argument("--only", default="rates,budgets,largest")
-    arguments = parser.parse_args()
-    with Record("gpu_offload", arguments) as record:
-        run(arguments, record)
+    run("gpu_offload", parser.parse_args(), lambda arguments: check_losses(arguments.device), times)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.records import Record, check, hardware, options, synchronise
+from benchmarks.gpu.records import Record, check, hardware, options, run, synchronise, worst
 from benchmarks.gpu.rows import rows, stacked
 from benchmarks.torch_stages import torch_stages
 from shoal import Engine, Plan
@@ -76,10 +76,6 @@ def losses(world: World, options: dict[str, Any], stages: int) -> list[float]:
         return [engine.step(batch).loss for batch in engine.batches(rows(61, 12, 41), steps=STEPS)]
     finally:
         engine.close()
-
-
-def worst(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def reference(name: str) -> list[float]:
@@ -199,27 +195,34 @@ def be_a_rank(arguments: argparse.Namespace) -> None:
         torch.save(seen, arguments.into)
 
 
-def run(arguments: argparse.Namespace, record: Record) -> None:
-    device = arguments.device
-    record.check(check_plan(name, device) for name in (*PLANS, *UNFLUSHED))
-    processes = not device.startswith("cuda") or torch.cuda.device_count() >= RANKS
-    if processes:
-        record.check(check_processes())
-    else:
+def has_processes(device: str) -> bool:
+    """Whether ranks can be processes here; says so where they cannot."""
+    if device.startswith("cuda") and torch.cuda.device_count() < RANKS:
         print("processes need a GPU each: neither checked nor timed", flush=True)
-    if arguments.checks or not processes:
+        return False
+    return True
+
+
+def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from (check_plan(name, arguments.device) for name in (*PLANS, *UNFLUSHED))
+    if has_processes(arguments.device):
+        yield from check_processes()
+
+
+def times(arguments: argparse.Namespace, record: Record) -> None:
+    if not has_processes(arguments.device):
         return
     given = [f"--{name}={getattr(arguments, name)}" for name in ("preset", "microbatches", "rows", "rounds", "steps")]
-    times = apart(["--rank", "time", *given])
-    record.check([check("processes that are timed: exit code", times if isinstance(times, int) else 0, 0)])
-    if isinstance(times, int):
+    seen = apart(["--rank", "time", *given])
+    record.check([check("processes that are timed: exit code", seen if isinstance(seen, int) else 0, 0)])
+    if isinstance(seen, int):
         return
-    record.keep(times=times)
+    record.keep(times=seen)
     print(
-        f"\n{hardware(device)}, {arguments.preset}, {arguments.microbatches} microbatches of {arguments.rows} rows, "
-        f"{RANKS} ranks, ms a step"
+        f"\n{hardware(arguments.device)}, {arguments.preset}, {arguments.microbatches} microbatches of "
+        f"{arguments.rows} rows, {RANKS} ranks, ms a step"
     )
-    for schedule, sides in times.items():
+    for schedule, sides in seen.items():
         shown = "   ".join(
             f"{name} {statistics.median(each):9.2f} ({min(each):.2f}..{max(each):.2f})" for name, each in sides.items()
         )
@@ -239,8 +242,7 @@ def main() -> None:
     if arguments.rank:
         be_a_rank(arguments)
         return
-    with Record("gpu_pipeline", arguments) as record:
-        run(arguments, record)
+    run("gpu_pipeline", arguments, checks, times)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.records import Record, check, options, synchronise
+from benchmarks.gpu.records import Record, check, options, synchronise, worst
 from benchmarks.gpu.rows import rows
 from shoal import Engine, Plan
 from shoal.comm import World
@@ -135,14 +135,6 @@ def trained(name: str, device: str, steps: int, mode: Any) -> Seen:
     return [figure for each in seen for figure in each]
 
 
-def worst(ours: Seen, theirs: Seen) -> float:
-    """The largest relative difference of two runs; infinite where a figure is not finite."""
-    pairs = list(zip(ours, theirs, strict=True))
-    if not all(map(math.isfinite, (*ours, *theirs))):
-        return math.inf
-    return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
 def check_delays(name: str, device: str, seeds: int, steps: int) -> dict[str, Any]:
     waited = trained(name, device, steps, partial(Waiting, device))
     noise = worst(trained(name, device, steps, partial(Waiting, device)), waited)
@@ -156,10 +148,10 @@ def check_delays(name: str, device: str, seeds: int, steps: int) -> dict[str, An
     return check(f"{name}: largest relative difference of a run under random delays from one that waits", seen, noise)
 
 
-def check_sanitizer(name: str, steps: int) -> dict[str, Any]:
+def check_sanitizer(name: str, device: str, steps: int) -> dict[str, Any]:
     """The plan in a process of its own: the sanitizer has to be there before the first operation."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.races", "--rank", name, "--steps", str(steps)],
+        [sys.executable, "-m", "benchmarks.gpu.races", "--rank", name, "--device", device, "--steps", str(steps)],
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
         capture_output=True,
         text=True,
@@ -174,7 +166,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
     for name in PLANS:
         record.check([check_delays(name, arguments.device, arguments.seeds, arguments.steps)])
         if arguments.device.startswith("cuda"):
-            record.check([check_sanitizer(name, arguments.steps)])
+            record.check([check_sanitizer(name, arguments.device, arguments.steps)])
 
 
 def main() -> None:

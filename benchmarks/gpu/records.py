@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent.parent / "results"
-HIDDEN = ("results", "checks", "rank", "into")
+HIDDEN = ("results", "checks", "times", "rank", "into")
 """Options that say nothing of what was measured."""
 
 
@@ -21,19 +22,29 @@ def options(script: str) -> argparse.ArgumentParser:
     """The parser of `script`, with the options that all scripts have."""
     parser = argparse.ArgumentParser(prog=f"python3 -m benchmarks.gpu.{script}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--checks", action="store_true", help="only the checks: nothing is timed")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--checks", action="store_true", help="only the checks: nothing is timed")
+    parts.add_argument("--times", action="store_true", help="no checks")
     parser.add_argument("--results", type=Path, help="directory of the record (on a GPU: benchmarks/results)")
     return parser
 
 
 def check(what: str, seen: float, allowed: float) -> dict[str, Any]:
     """One check, printed as it comes: it holds if `seen` is at most `allowed`."""
-    print(f"{'ok  ' if seen <= allowed else 'FAIL'} {what}: {seen:.3g} (allowed {allowed:.3g})", flush=True)
-    return {"check": what, "seen": seen, "allowed": allowed}
+    found = {"check": what, "seen": seen, "allowed": allowed}
+    print(f"{'ok  ' if holds(found) else 'FAIL'} {what}: {seen:.3g} (allowed {allowed:.3g})", flush=True)
+    return found
 
 
 def holds(found: dict[str, Any]) -> bool:
     return bool(found["seen"] <= found["allowed"])
+
+
+def worst(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference from `theirs`; infinite where a figure is not finite."""
+    if not all(map(math.isfinite, (*ours, *theirs))):
+        return math.inf
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def hardware(device: str) -> str:
@@ -72,11 +83,16 @@ class Record:
             self.keep(checks=[*others, each])
 
     def keep(self, **sections: Any) -> None:
-        """Adds sections, in place of earlier ones of their names."""
-        self._content |= sections
+        """Adds sections, in place of earlier ones of their names; a table joins what an earlier one has of others."""
+        for name, section in sections.items():
+            before = self._content.get(name)
+            joins = isinstance(section, dict) and isinstance(before, dict)
+            self._content[name] = {**before, **section} if joins else section
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self._content, indent=1) + "\n")
+            fresh = self._path.with_suffix(".new")  # the script may be stopped while it writes
+            fresh.write_text(json.dumps(self._content, indent=1) + "\n")
+            fresh.replace(self._path)
 
     def __enter__(self) -> Record:
         return self
@@ -85,6 +101,20 @@ class Record:
         """Ends the script with exit code 1 if a check does not hold."""
         if kind is None and not all(map(holds, self._content["checks"])):
             raise SystemExit(1)
+
+
+def run(
+    name: str,
+    arguments: argparse.Namespace,
+    checks: Callable[[argparse.Namespace], Iterable[dict[str, Any]]],
+    times: Callable[[argparse.Namespace, Record], None],
+) -> None:
+    """Checks, then times, of which `arguments` may leave one out, into the record `name`."""
+    with Record(name, arguments) as record:
+        if not arguments.times:
+            record.check(checks(arguments))
+        if not arguments.checks:
+            times(arguments, record)
 
 
 def commit() -> str:

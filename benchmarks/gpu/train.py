@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.gpu.engine import measure, plain_step
 from benchmarks.gpu.peers import LR, fsdp2_step
-from benchmarks.gpu.records import Record, check, hardware, options
+from benchmarks.gpu.records import Record, check, hardware, options, run, worst
 from benchmarks.gpu.rows import rows
 from shoal import Engine, Plan
 from shoal.comm import World
@@ -71,9 +71,8 @@ def losses(device: str, **plan: Any) -> list[float]:
 
 def check_losses(device: str, what: str, allowed: float, **plan: Any) -> dict[str, Any]:
     """Eight steps in bf16."""
-    pairs = zip(losses(device, **plan), losses(device), strict=True)
-    worst = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
-    return check(f"{what}: largest relative difference of 8 losses from plain training", worst, allowed)
+    seen = worst(losses(device, **plan), losses(device))
+    return check(f"{what}: largest relative difference of 8 losses from plain training", seen, allowed)
 
 
 def groups(config: GPTConfig, batch: int, device: str, compiled: bool) -> list[dict[str, Contender]]:
@@ -127,14 +126,15 @@ def clear(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def run(arguments: argparse.Namespace, record: Record) -> None:
-    device, compiled = arguments.device, not arguments.no_compile
+def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name, policy in RECOMPUTE.items():
+        yield check_losses(arguments.device, f"recompute {name}", 1e-2, recompute=policy)
+    if not arguments.no_compile:
+        yield check_losses(arguments.device, "compiled blocks", 2e-2, compile=True)
 
-    record.check(check_losses(device, f"recompute {name}", 1e-2, recompute=each) for name, each in RECOMPUTE.items())
-    if compiled:
-        record.check([check_losses(device, "compiled blocks", 2e-2, compile=True)])
-    if arguments.checks:
-        return
+
+def times(arguments: argparse.Namespace, record: Record) -> None:
+    device, compiled = arguments.device, not arguments.no_compile
     peak = measure_peak_flops(torch.device(device), torch.bfloat16)
     tables = {}
     for preset in arguments.preset.split(","):
@@ -162,9 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled rows")
-    arguments = parser.parse_args()
-    with Record("gpu_train", arguments) as record:
-        run(arguments, record)
+    run("gpu_train", parser.parse_args(), checks, times)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,15 @@ TINY = GPTConfig(61, 16, 3, 32, 4)
 
 def given(directory=None, **more):
     return argparse.Namespace(
-        **{"device": "cpu", "results": directory, "checks": False, "minutes": 1.0, "tiny": False, **more}
+        **{
+            "device": "cpu",
+            "results": directory,
+            "checks": False,
+            "times": False,
+            "minutes": 1.0,
+            "tiny": False,
+            **more,
+        }
     )
 
 
@@ -50,6 +58,26 @@ def test_a_record_keeps_what_was_seen_before_a_script_ended(tmp_path):
     assert [(each["check"], each["seen"]) for each in found["checks"]] == [("second", 1.0), ("first", 0.5)]
     assert found["table"] == [1, 2] and found["torch"] == torch.__version__
     assert found["arguments"] == {"device": "cpu", "steps": 3, "minutes": 1.0, "tiny": False, "rounds": 4}
+
+
+def test_two_jobs_of_one_script_keep_the_tables_of_both(tmp_path):
+    for preset in ("124m", "1.3b"):
+        with records.Record("some", given(tmp_path)) as record:
+            record.keep(tables={preset: [preset]}, peak=preset)
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert found["tables"] == {"124m": ["124m"], "1.3b": ["1.3b"]} and found["peak"] == "1.3b"
+
+
+@pytest.mark.parametrize(("only", "seen"), [({}, ["a", "b"]), ({"checks": True}, ["a"]), ({"times": True}, ["b"])])
+def test_a_script_does_what_it_is_asked_for(tmp_path, only, seen):
+    done = []
+
+    def checks(arguments):
+        done.append("a")
+        yield records.check("that", 0.0, 1.0)
+
+    records.run("some", given(tmp_path, **only), checks, lambda arguments, record: done.append("b"))
+    assert done == seen
 
 
 def test_a_record_of_another_commit_is_replaced(tmp_path):
@@ -120,6 +148,7 @@ def test_a_run_under_delays_is_compared_with_one_that_waits(name):
 def test_a_figure_that_is_not_finite_differs_from_all():
     assert races.worst([math.nan, 1.0], [1.0, 1.0]) == math.inf
     assert races.worst([1.0], [2.0]) == 0.5
+    assert exchange.worst([1.0, math.nan], [1.0, 1.0]) == pipeline.worst([1.0], [math.inf]) == math.inf
 
 
 def test_streams_are_delayed_as_threads_enter_them(monkeypatch):
