@@ -41,7 +41,7 @@ def test_the_kernels_rollup_is_read_in_bytes(tmp_path: Path, monkeypatch: pytest
         "55850cc66000-7ffc8ba5c000 ---p 00000000 00:00 0    [rollup]\nRss:      2000 kB\nPss:      1500 kB\n"
     )
     monkeypatch.setattr(memory, "ROLLUP", rollup)
-    assert read_memory(CPU) == MemoryUse(rss=2000 * 1024, pss=1500 * 1024, cuda=None)
+    assert read_memory(CPU) == MemoryUse(rss=2000 * 1024, pss=1500 * 1024, device=None)
 
 
 def test_without_the_kernels_files_there_is_rss_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def test_without_the_kernels_files_there_is_rss_only(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     "use, figure",
     [
-        (MemoryUse(rss=3, pss=None, cuda=None), 3),
-        (MemoryUse(rss=3, pss=2, cuda=None), 2),
-        (MemoryUse(rss=3, pss=2, cuda=0), 0),
+        (MemoryUse(rss=3, pss=None, device=None), 3),
+        (MemoryUse(rss=3, pss=2, device=None), 2),
+        (MemoryUse(rss=3, pss=2, device=0), 0),
     ],
 )
 def test_the_one_figure_is_the_most_telling_one(use: MemoryUse, figure: int) -> None:

@@ -16,6 +16,7 @@ from shoal.device.kinds import (
     group_backend,
     hardware_name,
     kind_of,
+    moving_calls,
     own_device,
     why_no_accelerator,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "kind_of",
     "measure_peak_flops",
     "most_allocated",
+    "moving_calls",
     "new_stream",
     "on_stream",
     "own_device",

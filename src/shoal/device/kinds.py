@@ -69,6 +69,11 @@ def kind_of(device: torch.device) -> str:
     return CPU.type if backend(device) is None else device.type
 
 
+def moving_calls() -> list[str]:
+    """The calls that move a module in torch, as users write them: `.to()`, and one for each kind of accelerator."""
+    return [".to()", *(f".{kind}()" for kind in KINDS)]
+
+
 def group_backend(device: torch.device) -> str:
     """torch.distributed's backend for groups whose tensors are on `device`: "gloo", "nccl" and the like."""
     return str(dist.get_default_backend_for_device(device))

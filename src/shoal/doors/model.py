@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.whole import put_whole, whole_state
+from shoal.device import moving_calls
 from shoal.doors.schedules import Schedule
 from shoal.engine import Engine
 from shoal.errors import UserError
@@ -114,8 +115,8 @@ class Model(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UserError(
-            "the model is on its device and in its precision, in chunks that stay where they are: drop .to(), "
-            ".cuda(), .half() and the like"
+            "the model is on its device and in its precision, in chunks that stay where they are: drop "
+            f"{', '.join(moving_calls())}, .half() and the like"
         )
 
 

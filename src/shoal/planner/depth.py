@@ -105,19 +105,17 @@ class _Shift:
 
     def blocks(self, event: Event) -> set[int]:
         """The numbers of the blocks that an event names."""
-        kind, value = event
-        names = value if kind == "use" else [value] if kind == "came" else []
-        return {block for each in names if (block := self.block(each)) is not None}  # type: ignore[arg-type, union-attr]
+        names = event[1] if event[0] == "use" else [event[1]] if event[0] == "came" else []
+        return {block for each in names if (block := self.block(each)) is not None}
 
     def name(self, name: str, by: int) -> str:
         found = self._pattern.fullmatch(name)
         return name if found is None or not by else f"{self._name}.{int(found[1]) + by}.{found[2]}"
 
     def event(self, event: Event, by: int) -> Event:
-        kind, value = event
-        if kind == "use":
-            return ("use", frozenset(self.name(each, by) for each in value))  # type: ignore[union-attr]
-        return ("came", self.name(value, by)) if kind == "came" else event  # type: ignore[arg-type]
+        if event[0] == "use":
+            return ("use", frozenset(self.name(each, by) for each in event[1]))
+        return ("came", self.name(event[1], by)) if event[0] == "came" else event
 
     def events(self, events: Iterable[Event], by: int) -> Iterator[Event]:
         return (self.event(each, by) for each in events)

@@ -89,18 +89,18 @@ def replay(
     now: frozenset[int] | None = None
     weights = together = least = kept = 0
     for _ in range(min(microbatches, 2)):  # a third is as the second
-        for kind, value in recording.events:
-            if kind == "use":
-                places = frozenset(place_of[name] for name in value if chunks[place_of[name]].passes)  # type: ignore[union-attr]
+        for event in recording.events:
+            if event[0] == "use":
+                places = frozenset(place_of[name] for name in event[1] if chunks[place_of[name]].passes)
                 if places != now:
                     now, used = places, used | places
                     weights = sum(chunks[place].nbytes for place in places)
                     together = max(together, weights)
-            elif kind == "came":
-                loans.come(turn_of[value], value)  # type: ignore[index, arg-type]
-            elif kind == counted:
-                kept += value  # type: ignore[operator]
-            if kind != "saved" or not all_memory:
+            elif event[0] == "came":
+                loans.come(turn_of[event[1]], event[1])
+            elif event[0] == counted:
+                kept += event[1]
+            if event[0] != "saved" or not all_memory:
                 least = max(least, weights + kept + loans.held)
         loans.end()
         least = max(least, weights + kept + loans.held)

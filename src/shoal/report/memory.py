@@ -21,26 +21,26 @@ class MemoryUse:
 
     rss: counts shared pages in full.
     pss: divides shared pages among the processes that map them; None where the system does not tell.
-    cuda: the allocator's `max_memory_allocated`; None without a GPU.
+    device: the most that the accelerator's allocator has given; None on a CPU.
     """
 
     rss: int
     pss: int | None
-    cuda: int | None
+    device: int | None
 
     @property
     def bytes(self) -> int:
         """The figure to report: the GPU's, else PSS (so that ranks of one host add up), else RSS."""
-        return next(value for value in (self.cuda, self.pss, self.rss) if value is not None)
+        return next(value for value in (self.device, self.pss, self.rss) if value is not None)
 
 
 def read_memory(device: torch.device) -> MemoryUse:
     """Reads the use at this moment, and the GPU's peak so far. Reading PSS takes about 10 ms per gigabyte."""
-    cuda = most_allocated(device)
+    allocated = most_allocated(device)
     if ROLLUP.exists():
         kilobytes = _kilobytes(ROLLUP)
-        return MemoryUse(rss=kilobytes["Rss"] * 1024, pss=kilobytes["Pss"] * 1024, cuda=cuda)
-    return MemoryUse(rss=psutil.Process().memory_info().rss, pss=None, cuda=cuda)
+        return MemoryUse(rss=kilobytes["Rss"] * 1024, pss=kilobytes["Pss"] * 1024, device=allocated)
+    return MemoryUse(rss=psutil.Process().memory_info().rss, pss=None, device=allocated)
 
 
 class MemoryMeter:
@@ -79,4 +79,4 @@ def _maximum(a: MemoryUse, b: MemoryUse) -> MemoryUse:
     def larger(x: int | None, y: int | None) -> int | None:
         return y if x is None else x if y is None else max(x, y)
 
-    return MemoryUse(rss=max(a.rss, b.rss), pss=larger(a.pss, b.pss), cuda=larger(a.cuda, b.cuda))
+    return MemoryUse(rss=max(a.rss, b.rss), pss=larger(a.pss, b.pss), device=larger(a.device, b.device))
