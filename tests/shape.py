@@ -1,15 +1,9 @@
-"""The shape of the house: how large its files and functions are, and who names what. `make shape` prints it and holds
-it.
-
-What exceeds a limit today stands in `shape.json` with its measure: it may shrink, never grow, and an entry that is not
-needed any more is an error too, so the list only gets shorter. `python -m tests.shape record` writes it anew after
-something has shrunk.
-"""
+"""The shape of the house: how large its files and functions are, and who names what. `make shape` fails where something
+exceeds a limit."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -17,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src" / "shoal"
-RECORD = Path(__file__).with_name("shape.json")
 
 FILE, FUNCTION, PARAMETERS, ENGINE, LINE, NAMERS = 300, 60, 8, 150, 120, 4
 AXES = {"dp": "", "cp": "parallel/context/", "tp": "parallel/tensor/", "ep": "parallel/expert/", "pp": "pipeline/"}
@@ -103,34 +96,14 @@ def _names(tree: ast.Module, axis: str) -> bool:
     )
 
 
-def check(found: Excess, allowed: Excess) -> list[str]:
-    """What is wrong, a line each: larger than allowed, or smaller, so that the record has to follow."""
-    grown = [
-        f"{what}: {size}, at most {allowed.get(what, 'the limit')}"
-        for what, size in found.items()
-        if size > allowed.get(what, 0)
-    ]
-    shrunk = [
-        f"{what}: {found.get(what, 'within the limit')} now, {size} in {RECORD.name}: run `python -m tests.shape "
-        "record`"
-        for what, size in allowed.items()
-        if found.get(what, 0) < size
-    ]
-    return grown + shrunk
-
-
 def main() -> None:
     found = excess()
-    if sys.argv[1:] == ["record"]:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n")
-        return
     for what, size in found.items():
         print(f"{size:6} {what}")
     files = list(SOURCES.rglob("*.py"))
     print(f"{sum(len(path.read_text().splitlines()) for path in files)} lines in {len(files)} files of src/shoal")
-    wrong = check(found, json.loads(RECORD.read_text()))
-    print("\n".join(wrong) if wrong else f"the shape holds: {len(found)} exceptions, as recorded")
-    sys.exit(bool(wrong))
+    print("the limits above are exceeded" if found else "the shape holds")
+    sys.exit(bool(found))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from shoal.errors import StorageError, UserError
 from shoal.optim.fused.host_adam import adam_update
 from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
 from shoal.optim.optimizer import ChunkOptimizer
+from shoal.optim.tiers.deferred_update import DeferredUpdate
 from shoal.optim.tiers.disk import Disk
 from shoal.optim.tiers.host import HostStore, streams
+from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import has_master
 from shoal.optim.tiers.pager import Pager
 from shoal.optim.tiers.placement import IN_TURN, move_to_device, on_device, on_disk
@@ -49,11 +52,13 @@ class Offload:
         self._places_are_open = allowed.device is not None
         self._committed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
 
-    @property
-    def chunkwise(self) -> bool:
-        """Whether chunks are updated one by one: on their way elsewhere, during the forward, or since some stay on the
-        device."""
-        return self.update != "at once" or self.allowed.device is not None
+    def in_turn(self, pager: Pager | None) -> InTurn | None:
+        """What surrounds updates of one chunk after the other: on their way elsewhere, during the forward, or since
+        some stay on the device. None where all are updated at once."""
+        if self.update == "at once" and self.allowed.device is None and pager is None:
+            return None
+        deferred = DeferredUpdate(self._ledger) if self.update == "deferred" else None
+        return InTurn(pager, deferred, None if pager is None else partial(self._commit, pager))
 
     def narrow_gradients(
         self, given: Precision, factory: OptimizerFactory, options: list[dict[str, Any]], once: bool
@@ -143,7 +148,7 @@ class Offload:
         if pager is not None and pager.durable:
             self._committed = dict(place()), {name: each.clone() for name, each in state.buffers(module)}
 
-    def commit(self, optimizer: ChunkOptimizer, pager: Pager) -> None:
+    def _commit(self, pager: Pager, optimizer: ChunkOptimizer) -> None:
         """Makes what the disk holds the place to go on from, once the update of the step that was noted has ended."""
         if pager.is_new and self._committed is not None:
             about, buffers = self._committed

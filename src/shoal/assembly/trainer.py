@@ -24,7 +24,6 @@ from shoal.module.buffers import OtherBuffers
 from shoal.module.compiling import blocks
 from shoal.optim.lr import Course, check_scheduler
 from shoal.optim.optimizer import ChunkOptimizer
-from shoal.optim.tiers.deferred_update import DeferredUpdate
 from shoal.pipeline import delay
 from shoal.plan import option_name
 from shoal.precision import LossScale
@@ -85,18 +84,9 @@ def lockstep(local: Local, memory: Memory) -> bool:
 
 
 def _optimizer(local: Local, memory: Memory, recipe: Recipe) -> ChunkOptimizer:
-    offload, pager = memory.offload, memory.pager
-    deferred = offload is not None and offload.update == "deferred"
+    in_turn = None if memory.offload is None else memory.offload.in_turn(memory.pager)
     return ChunkOptimizer(
-        recipe.optimizer,
-        memory.trainable,
-        memory.parameters,
-        local.whole.groups,
-        recipe.clip_value,
-        pager,
-        offload is not None and offload.chunkwise,
-        DeferredUpdate(local.ranks.world.ledger) if deferred else None,
-        None if offload is None or pager is None else partial(offload.commit, pager=pager),
+        recipe.optimizer, memory.trainable, memory.parameters, local.whole.groups, recipe.clip_value, in_turn
     )
 
 

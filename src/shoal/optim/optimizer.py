@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import chain
 from typing import Any
@@ -17,9 +17,8 @@ from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import CHOICES, ParamGroups, is_fused, kept_for
-from shoal.optim.tiers.deferred_update import DeferredUpdate
+from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import Page
-from shoal.optim.tiers.pager import Pager
 
 
 class ChunkOptimizer:
@@ -30,9 +29,7 @@ class ChunkOptimizer:
     - `factory`: makes the optimizer from a list of groups; its fused kernel is switched on where that is left open
     - `groups`: options, and which parameter of `module_parameters` has which
     - `clip_value`: the largest absolute value of an element of the gradient that it updates with
-    - `pager`: brings masters and state of chunks that have pages on a disk
-    - `chunkwise`: chunks are updated one after the other; with `deferred` during the next forward, until `settle`,
-      which then calls `settled` with this optimizer
+    - `in_turn`: chunks are updated one after the other, and this surrounds that; None: all at once
 
     For others:
 
@@ -50,14 +47,12 @@ class ChunkOptimizer:
         module_parameters: Mapping[str, nn.Parameter],
         groups: ParamGroups,
         clip_value: float | None = None,
-        pager: Pager | None = None,
-        chunkwise: bool = False,
-        deferred: DeferredUpdate | None = None,
-        settled: Callable[[ChunkOptimizer], None] | None = None,
+        in_turn: InTurn | None = None,
     ) -> None:
         self.turn, self._clip_value, self._factory = -1, clip_value, factory
         self.rows: Mapping[str, Tensor | None] = {}
-        self._pager, self._deferred, self._settled = pager, deferred, settled
+        around = in_turn or InTurn()
+        self._pager, self._deferred, self._settled = around.pager, around.deferred, around.settled
         self._watch(chunks)
         masters = self._masters_of(chunks, module_parameters)
         self._parameters = {name: masters[name] for name in module_parameters if name in masters}
@@ -70,7 +65,7 @@ class ChunkOptimizer:
             if names
         ]
         real = real or [{"params": [], **groups.options[0]}]  # a pipeline stage in which nothing is trained
-        make = choose.chunkwise if chunkwise or pager is not None else choose.at_once
+        make = choose.at_once if in_turn is None else choose.chunkwise
         self.torch = make(factory, real, self._owned, self._parameters)
         own = ("params", *CHOICES)
         self.given = [{k: copy(value) for k, value in each.items() if k not in own} for each in self.torch.param_groups]
