@@ -109,11 +109,7 @@ def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
 
 
 def empty_states(
-    saved: Mapping[str, tuple[int, ...]],
-    optimizer: ChunkOptimizer,
-    role: WriterRole,
-    own: str,
-    names: Collection[str],
+    saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, role: WriterRole, own: str, names: Collection[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
     states: dict[str, dict[str, Tensor]] = {}

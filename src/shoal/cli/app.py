@@ -186,8 +186,7 @@ def evaluate(
 def replan(
     directory: Annotated[Path, typer.Argument(help="The directory of a run that trains.", metavar="RUN")],
     assignments: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the plan: --set plan.zero=3."),
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the plan: --set plan.zero=3.")
     ],
 ) -> None:
     """Changes the plan of a run while it trains, in memory; without plan.dp that is what is left of its ranks."""

@@ -58,8 +58,7 @@ def _title(answer: Answer) -> Text:
     precision = job.train.precision if isinstance(job.train.precision, str) else _toml(job.train.precision)
     return Text(
         f"{job.model['name']} of {units.count(answer.parameters)} parameters in {precision}, microbatch "
-        f"{answer.microbatch}, "
-        f"{plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
+        f"{answer.microbatch}, {plan.size} rank(s), {spoken(plan.to_dict()) or 'replicated'}"
     )
 
 

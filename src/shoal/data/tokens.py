@@ -219,11 +219,7 @@ def open_tokenizer(spec: Any, corpus: Corpus, *, validation: float, seed: int, c
         tell(unfinished, f"training a tokenizer of {vocab_size} ids on {corpus.name}")
         train_bpe(corpus, vocab_size, validation, seed).save(str(unfinished / "tokenizer.json"))
 
-    build_once(
-        directory,
-        build=build,
-        intact=lambda finished: (finished / "tokenizer.json").is_file(),
-    )
+    build_once(directory, build=build, intact=lambda finished: (finished / "tokenizer.json").is_file())
     return load_tokenizer(directory, special_in_text=False)
 
 

@@ -58,8 +58,7 @@ def _unasked(local_rank: int) -> torch.device:
     if local_rank >= len(found):
         raise UserError(
             f"rank {local_rank} of this host has no GPU of its own: there are {len(found)}. Start at most one rank a "
-            "GPU, "
-            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            "GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     return found[local_rank]
 

@@ -58,8 +58,7 @@ def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise UserError(
             '"auto" is what the Trainer of transformers fills in from its arguments, which this file does not hold. '
-            "Give the values that your "
-            f"TrainingArguments have, for {'; '.join(missing)}"
+            f"Give the values that your TrainingArguments have, for {'; '.join(missing)}"
         )
     return found
 

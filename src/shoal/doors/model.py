@@ -168,8 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         if state_dict["owner"] != self._owner():
             raise UserError(
                 f"this state is of {state_dict['owner']}, here it is {self._owner()}: each rank loads its own, under "
-                "the same plan. "
-                "model.save_checkpoint and load_checkpoint go between any plans"
+                "the same plan. model.save_checkpoint and load_checkpoint go between any plans"
             )
         self._engine.optimizer.settle()
         self._engine.optimizer.torch.load_state_dict(state_dict["optimizer"])

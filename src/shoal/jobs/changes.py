@@ -65,8 +65,7 @@ def _is_soft(key: str) -> bool:
 def _fixed(key: str, now: Any, then: Any, why: str) -> UserError:
     return UserError(
         f"{key} = {_shown(now)}, but the checkpoint was trained with {_shown(then)}, and that cannot change: {why}. "
-        f"Give {_shown(then)}, or another "
-        'run.dir to start anew (with run.resume = "auto" or "never")'
+        f'Give {_shown(then)}, or another run.dir to start anew (with run.resume = "auto" or "never")'
     )
 
 

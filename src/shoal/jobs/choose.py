@@ -133,15 +133,13 @@ def _check_model(model: ModelSpec, job: Job, data: TextData) -> None:
     assert model.vocab_size is not None
     if model.vocab_size < data.tokenizer.vocab_size:
         raise UserError(
-            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of "
-            "data.tokenizer = "
-            f'"{job.data.tokenizer}": give model.vocab_size = {data.tokenizer.vocab_size}'
+            f"model.vocab_size = {model.vocab_size} is less than the {data.tokenizer.vocab_size} ids of data.tokenizer "
+            f'= "{job.data.tokenizer}": give model.vocab_size = {data.tokenizer.vocab_size}'
         )
     if model.sequence is not None and job.data.sequence is not None and model.sequence < job.data.sequence:
         raise UserError(
             f"data.sequence = {job.data.sequence} is longer than the {model.sequence} tokens that the model takes: "
-            "shorten the one or "
-            "lengthen the other"
+            "shorten the one or lengthen the other"
         )
 
 
@@ -160,8 +158,7 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
     elif total is None and job.train.schedule != "constant":
         raise UserError(
             f'train.schedule = "{job.train.schedule}" ends at the last step, which train.seconds does not tell: give '
-            "train.steps too, "
-            'or schedule = "constant"'
+            'train.steps too, or schedule = "constant"'
         )
     if job.train.warmup is None:
         job, origins = put(

@@ -97,8 +97,7 @@ def _look(job: Job) -> tuple[Path | None, list[str]]:
         if broken:
             raise CheckpointError(
                 f"no checkpoint in {run_dir / DIRECTORY} is whole: {'; '.join(damaged)}. Bring back a copy, or delete "
-                f"{', '.join(map(str, broken))} to "
-                "start anew from step 0"
+                f"{', '.join(map(str, broken))} to start anew from step 0"
             )
         return found, damaged
     return _named(Path(job.run.resume), note, damaged), damaged

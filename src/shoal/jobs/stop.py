@@ -33,11 +33,7 @@ class Stop:
     """
 
     def __init__(
-        self,
-        group: Group,
-        seconds: float | None,
-        ahead: bool = False,
-        asked: Callable[[], bool] = lambda: False,
+        self, group: Group, seconds: float | None, ahead: bool = False, asked: Callable[[], bool] = lambda: False
     ) -> None:
         self._group = group
         self._lane = Lane(torch.device("cpu")) if ahead else None

@@ -167,8 +167,7 @@ def _client(identity: Identity, host: str, port: int, timeout: float) -> dist.St
     cause = _first_line(made[0]) if made and isinstance(made[0], RuntimeError) else "no answer"
     raise LaunchError(
         f"rank {identity.rank} on {socket.gethostname()}: {host}:{port} listens but is no store of this run ({cause}, "
-        f"waited {timeout:.0f} s). "
-        f"Another program may hold the port: choose another MASTER_PORT on every rank."
+        f"waited {timeout:.0f} s). Another program may hold the port: choose another MASTER_PORT on every rank."
     )
 
 
@@ -177,8 +176,7 @@ def _unreachable(identity: Identity, host: str, port: int, timeout: float, error
     return (
         f"rank {identity.rank} of {identity.size} on {socket.gethostname()} did not reach the store at {host}:{port} "
         f"within {timeout:.0f} s (last: {error}; from {identity.source}). Check that {server} runs there, that the "
-        "address is the one "
-        f"other hosts see, and that no firewall closes the port."
+        "address is the one other hosts see, and that no firewall closes the port."
     )
 
 
@@ -189,8 +187,7 @@ def _roll_call(store: dist.Store, identity: Identity, timeout: float) -> None:
         if store.add(f"arrived/{rank}", 1) > 1:
             raise LaunchError(
                 f"rank {rank} came twice to {identity.store_url}: two processes have this rank, or the store still "
-                "holds an earlier run. "
-                "Give each process its own rank, and a new "
+                "holds an earlier run. Give each process its own rank, and a new "
                 f"{'file' if identity.store_url.startswith('file:') else 'port'} to each run."
             )
         if store.add("arrived", 1) == size:

@@ -131,8 +131,7 @@ def _read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise UserError(
             f"The model configuration {path} cannot be read: {error.strerror}. It must be a JSON file, or a directory "
-            "with config.json; "
-            "nothing is downloaded."
+            "with config.json; nothing is downloaded."
         ) from error
     except ValueError as error:
         raise UserError(f"The model configuration {path} is not JSON: {error}.") from error
@@ -216,8 +215,7 @@ def _config_to_publish(model: Any) -> PretrainedConfig:
     if not isinstance(config, transformers.PretrainedConfig):
         raise UserError(
             f"A {type(model).__name__} has no equivalent in transformers, so it cannot be exported for "
-            "from_pretrained; "
-            "models 'gpt' and 'hf' can."
+            "from_pretrained; models 'gpt' and 'hf' can."
         )
     return config
 

@@ -61,8 +61,7 @@ def unmapped(cfg: GPTConfig) -> str | None:
     if kind != ("learned", "gelu", "layernorm"):
         return (
             f"no model of transformers has positions={cfg.positions!r}, mlp={cfg.mlp!r} and norm={cfg.norm!r} "
-            "together; "
-            "learned + gelu + layernorm is GPT-2, rotary + swiglu + rmsnorm is Llama"
+            "together; learned + gelu + layernorm is GPT-2, rotary + swiglu + rmsnorm is Llama"
         )
     if not cfg.bias:
         return "GPT-2 has biases everywhere, this model has bias=False"

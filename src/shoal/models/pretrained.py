@@ -87,8 +87,7 @@ def check_said(config: Any, weights: str | None) -> None:
     if found is not None:
         raise UserError(
             f"model.config = {str(config)!r} lies beside weights ({found}), and nothing says whether to start from "
-            "them: give "
-            f'weights = "{directory}" to train on from them, or weights = "{RANDOM}" for random ones'
+            f'them: give weights = "{directory}" to train on from them, or weights = "{RANDOM}" for random ones'
         )
 
 
@@ -112,15 +111,13 @@ def _files(directory: Path) -> dict[str, str]:
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if directory.suffix in (".bin", ".pt", ".pth", ".ckpt") or pickles:
         raise UserError(
-            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run "
-            "any code when it is read, so it is not read. "
-            "If you trust it, write it anew as safetensors: "
+            f"weights = {str(directory)!r}: {pickles[0] if pickles else directory.name} is a pickle, which can run any "
+            "code when it is read, so it is not read. If you trust it, write it anew as safetensors: "
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(OUT), then weights = OUT"
         )
     raise UserError(
         f"weights = {str(directory)!r} holds no weights: it must be a directory with {_ONE_FILE}, or with its parts "
-        f"and {_INDEX}, "
-        f'or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"'
+        f'and {_INDEX}, or one .safetensors file. Nothing is downloaded. For random weights: weights = "{RANDOM}"'
     )
 
 
@@ -182,8 +179,7 @@ def _load(config: PretrainedConfig, directory: str, files: Mapping[str, str]) ->
     if unknown:
         warnings.warn(
             f"{len(unknown)} tensors in {directory} have no place in the model of {config.model_type} and are left "
-            "out: "
-            f"{', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}",
+            f"out: {', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}",
             stacklevel=2,
         )
     return model.train()

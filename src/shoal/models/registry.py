@@ -186,8 +186,7 @@ def of_transformers(name: str) -> str:
     kind = max(kinds, key=len)
     return (
         f' One of transformers is written name = "hf", config = {{model_type = "{kind}"}}, with more of its '
-        "configuration in that table, or "
-        "config = the path of its config.json."
+        "configuration in that table, or config = the path of its config.json."
     )
 
 

@@ -228,7 +228,4 @@ class Layout:
                     to_world = tuple(
                         there - here for there, here in zip(part.world.offsets, part.local.offsets, strict=True)
                     )
-                    yield (
-                        inside.shifted(to_world),
-                        view[inside.within(box).slices],
-                    )
+                    yield inside.shifted(to_world), view[inside.within(box).slices]

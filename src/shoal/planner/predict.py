@@ -87,13 +87,7 @@ def predict(
     together = plan.copy_size if plan.zero else 1
     with_experts = max(1, together // plan.ep)
     place = Place(
-        0,
-        together,
-        machine.ranks,
-        machine.ranks == plan.stage_size,
-        machine.device is not None,
-        limit,
-        with_experts,
+        0, together, machine.ranks, machine.ranks == plan.stage_size, machine.device is not None, limit, with_experts
     )
     state = optimizer_state(optimizer, recording.options, precision, together > 1 or plan.memory is not None)
     alone = plan.size == 1 and microbatches == 1 and plan.memory is not None

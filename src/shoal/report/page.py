@@ -146,10 +146,7 @@ def _charts(records: RunRecords) -> list[Chart]:
         curve("Dropped by experts, %", value=lambda r: r.dropped and 100 * r.dropped, show="{:.1f}".format),
         curve(f"Memory of rank 0, {unit}", value=lambda r: r.memory_bytes / unit_bytes, show="{:.3g}".format),
     ]
-    return [
-        figures.loss_chart(steps, records.evals, records.marks),
-        *(chart for chart in curves if chart is not None),
-    ]
+    return [figures.loss_chart(steps, records.evals, records.marks), *(chart for chart in curves if chart is not None)]
 
 
 def _last_recorded(spans: Sequence[Span]) -> list[list[Span]]:

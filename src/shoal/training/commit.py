@@ -114,8 +114,7 @@ class Commit:
             where += f"; it overflows at every loss scale down to {result.loss_scale:g}"
         raise TrainingError(
             f"step {result.step}: {what}; {where}. The update was not applied. A lower learning rate, a longer "
-            f"warm-up, clipping, "
-            "or the data of this step are the usual places to look"
+            "warm-up, clipping, or the data of this step are the usual places to look"
         )
 
     def _of_all_owners(self, names: list[str]) -> list[str]:

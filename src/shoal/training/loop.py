@@ -112,8 +112,7 @@ class Loop:
         if self._done == self.microbatches:
             raise UserError(
                 f"step {self._step_index()} has had its {self.microbatches} backward(s) on this rank: call step() "
-                f"first, or set "
-                "gradient_accumulation_steps"
+                "first, or set gradient_accumulation_steps"
             )
         self._done, self._awaits_step = self._done + 1, True
         sums = Sums(loss.reshape(()), torch.ones((), device=loss.device), {})

@@ -148,8 +148,7 @@ class NoFlushRunner:
         if not delays.together and share.most > 1:
             raise UserError(
                 f'plan.schedule = "pipedream" updates after each microbatch, and this step has {share.most} of them on '
-                f"a rank: "
-                'make global_batch = microbatch x dp, or take "2bw"'
+                'a rank: make global_batch = microbatch x dp, or take "2bw"'
             )
         self.forward.ledger.step = batch.step
         totals.begin(self.per_sample * len(batch.ids), self._trained.algorithm.keeps_back)
@@ -163,8 +162,7 @@ class NoFlushRunner:
         if self._groups.partners.size > 1 and self._effects.buffers.changed():
             raise UserError(
                 "a forward writes to a buffer of the model, on which replicas agree at the end of a step: take a "
-                "schedule with a "
-                "flush, such as 1f1b, or plan.dp = 1"
+                "schedule with a flush, such as 1f1b, or plan.dp = 1"
             )
         alone = self._trained.algorithm.holds(batch.step) is Holds.INDEPENDENT
         agree(totals, self._effects, self._groups, self.forward.streams, alone)

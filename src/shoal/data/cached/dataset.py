@@ -58,8 +58,7 @@ class CachedDataset:
             if path is not None or capacity_bytes is not None:
                 raise UserError(
                     "url was given with path or capacity_bytes, which are of the local file: leave them out, and set "
-                    "the "
-                    "servers' capacity by their maxmemory and maxmemory-policy"
+                    "the servers' capacity by their maxmemory and maxmemory-policy"
                 )
             self._store = RedisStore([url] if isinstance(url, str) else list(url), f"shoal:{identity}")
         else:

@@ -51,8 +51,7 @@ def pack(sample: Any) -> bytes:
         else:
             raise UserError(
                 f"sample[{key!r}] is a {type(value).__name__}: cache tensors, arrays, numbers and strings, and make "
-                "the rest of "
-                "them after the cache"
+                "the rest of them after the cache"
             )
     try:
         return save(tensors, {"kinds": json.dumps(kinds), "plain": json.dumps(plain)})

@@ -183,9 +183,8 @@ class Randomness:
             if isinstance(module, nn.RNNBase) and module.dropout > 0 and module.num_layers > 1:
                 raise UserError(
                     f"{type(module).__name__}(dropout={module.dropout}) in {where} draws inside its kernel, which "
-                    "cannot be keyed "
-                    'by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" (depends on the '
-                    "plan)"
+                    'cannot be keyed by sample: put nn.Dropout between single-layer modules, or set dropout = "fused" '
+                    "(depends on the plan)"
                 )
             if isinstance(module, _DropoutNd) and not isinstance(module, nn.Dropout):
                 raise UserError(
