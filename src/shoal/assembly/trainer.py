@@ -142,11 +142,14 @@ def _forward(local: Local, memory: Memory, recipe: Recipe) -> Forward:
     """Makes what runs the forward of a microbatch, and sees what it changes."""
     module, parallelized, device = local.module, local.parallelized, local.ranks.world.device
     fixed, partners = no_fixed_cut(recipe.microbatch, recipe.sync_bn), memory.exchange.partners
-    counts = parallelized.counts()
-    buffers = OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed)
-    of_all = counts is not None and parallelized.losses_of_all_tokens
-    statistics = RunningStatistics(module)
-    effects = Effects(module, statistics, buffers, counts, of_all, merges_statistics=not recipe.sync_bn)
+    effects = Effects(
+        module,
+        RunningStatistics(module),
+        OtherBuffers(module, partners.size, recipe.buffers == "averaged", fixed),
+        parallelized.counts(),
+        parallelized.losses_of_all_tokens,
+        merges_statistics=not recipe.sync_bn,
+    )
     rows = row_by_row(module, blocks(module) if local.ranks.plan.compile else (), device)
     gather = memory.gather or Resident()
     ledger = local.ranks.world.ledger

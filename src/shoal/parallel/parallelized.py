@@ -98,7 +98,7 @@ class Parallelized:
         """Whether a router balances its experts by a bias, which follows the counts of all replicas."""
         return self._experts.moves_biases
 
-    def counts(self) -> ExpertCounts | None:
-        """Makes the counters of tokens per expert; None if the model has no experts on any stage."""
+    def counts(self) -> ExpertCounts:
+        """Makes the counters of tokens per expert."""
         among = self._tensor.group if self._tensor.shares_tokens else None
         return self._experts.counts(self.built.module.modules(), self._device, among)

@@ -57,20 +57,18 @@ class Ballot:
         - `ran`, `after`: microbatches here, and on the partners behind this rank
         - `alone`: replicas train alone in this step
         """
-        counts = None if self._told else self._effects.experts
-        experts = [] if counts is None else [counts.row()]
+        experts = totals.new_empty(0) if self._told else self._effects.experts.row()
         if self._groups.partners.size == 1 or alone:
             untouched = [name for name, seen in reduced.touched.items() if not seen]
             return self._over_axes(totals, reduced.squares, untouched, reduced, experts)
         effects, touched = self._effects, list(reduced.touched.values())
         flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
         flags = to_device(flags, self._device)
-        parts = [totals, reduced.squares, flags, *experts]
+        parts = [totals, reduced.squares, experts, flags]
         if len(effects.statistics) and effects.merges_statistics:
             parts.append(effects.statistics.term(ran, after))
         ballot = self._groups.partners.all_reduce(torch.cat(parts), purpose="ballot")
-        totals, squares, flags, *statistics = ballot.split([len(part) for part in parts])
-        experts = [statistics.pop(0) for _ in experts]
+        totals, squares, experts, flags, *statistics = ballot.split([len(part) for part in parts])
         if statistics:
             effects.statistics.commit(statistics[0])
         if self._hooks.hooked and flags[-3] > 0:
@@ -90,16 +88,15 @@ class Ballot:
             buffers.merge(partners, ran, after, self._streams == 1)
 
     def _over_axes(
-        self, totals: Tensor, squares: Tensor, untouched: list[str], reduced: Reduced, experts: list[Tensor]
+        self, totals: Tensor, squares: Tensor, untouched: list[str], reduced: Reduced, experts: Tensor
     ) -> Answer:
         """Adds what ranks with other parts of the model bring: not all of them have seen the loss, or the same
         experts."""
-        counts = None if self._told else self._effects.experts
         for axis in self._groups.axes:
             if not self._told:
-                totals, *experts = axis.add_sums([totals, *experts], "ballot")
+                totals, experts = axis.add_sums([totals, experts], "ballot")
             untouched = axis.untouched(untouched, reduced.touched)
-        counted = () if counts is None else counts.read(*experts)
+        counted = () if self._told else self._effects.experts.read(experts)
         return Answer(totals, self._groups.squared_norm(squares), untouched, counted)
 
 

@@ -42,7 +42,7 @@ class Commit:
         `untouched`: the parameters that no backward of the step has reached.
         """
         trained, step = self._trained, result.step
-        holds, counts, scale = trained.algorithm.holds(step), self._effects.experts, trained.scale
+        holds, scale = trained.algorithm.holds(step), trained.scale
         trained.optimizer.rows, trained.optimizer.turn = self._reduce.rows, step
         late, untouched = holds is Holds.LATE, trained.algorithm.due(step, untouched)
         if holds is Holds.NOTHING:
@@ -51,16 +51,14 @@ class Commit:
         if is_accelerator(self._device) and trained.algorithm.skips_on_device(step):
             skip = ~torch.isfinite(result._norm) if late else result._overflow() | (result._totals[1] == 0)
             self._update(result, clipped, untouched, skip.float())
-            if counts is not None:
-                counts.balance(skip)
+            self._effects.experts.balance(skip)
             self._unread = result
         elif result.tokens == 0 and not (late and math.isfinite(result.grad_norm)):
             pass  # every label is ignored: there is no mean, and nothing to learn from
         elif not result.skipped:
             self._require_finite(result)
             self._update(result, clipped, untouched, None)
-            if counts is not None:
-                counts.balance()
+            self._effects.experts.balance()
         if scale is not None:
             scale.update(result._overflow())
             if self._unread is None:

@@ -25,16 +25,15 @@ class Effects:
     module: nn.Module
     statistics: RunningStatistics
     buffers: OtherBuffers
-    experts: ExpertCounts | None = None
-    routes_all_tokens: bool = False
-    merges_statistics: bool = True
+    experts: ExpertCounts
+    routes_all_tokens: bool
+    merges_statistics: bool
 
     def begin(self) -> None:
         """Begins a step."""
         self.statistics.begin()
         self.buffers.begin()
-        if self.experts is not None:
-            self.experts.begin()
+        self.experts.begin()
 
     def of(self, counts: bool) -> AbstractContextManager[None]:
         """Wraps a microbatch: one that does not count leaves nothing behind."""
@@ -42,11 +41,5 @@ class Effects:
 
     @contextmanager
     def _none(self) -> Iterator[None]:
-        experts = nullcontext() if self.experts is None else self.experts.mute()
-        with buffers_untouched(self.module), self.buffers.mute(), experts:
+        with buffers_untouched(self.module), self.buffers.mute(), self.experts.mute():
             yield
-
-
-def no_effects(module: nn.Module) -> Effects:
-    """Gives the effects of a module on one rank, which nobody has to agree on."""
-    return Effects(module, RunningStatistics(module), OtherBuffers(module, 1, False, ""))

@@ -156,8 +156,7 @@ class NoFlushRunner:
         scale = None if totals.scale is None else totals.scale.clone()
         step = Step(batch, batch.step - delays.delay, len(kinds), share.after, scale, totals.values)
         self._effects.buffers.begin()
-        if self._effects.experts is not None:
-            self._effects.experts.begin()
+        self._effects.experts.begin()
         self._do(self._order.step(len(kinds)), ((kind, (step, work, index)) for index, kind in enumerate(kinds)))
         if self._groups.partners.size > 1 and self._effects.buffers.changed():
             raise UserError(
@@ -189,9 +188,9 @@ class NoFlushRunner:
         """Sends the sums of `step` from the last stage to all ranks, and what each stage has counted of its experts."""
         first, counts = self._pipeline.is_last and self._groups.partners.rank == 0, self._effects.experts
         expected = torch.full((1,), self._totals.expected if first else 0.0, dtype=torch.float64, device=self._device)
-        told = torch.cat([self._totals.values, expected, *([] if counts is None else [counts.row()])])
+        told = torch.cat([self._totals.values, expected, counts.row()])
         step.sums = told[: len(self._totals.values) + 1]
-        step.experts = () if counts is None else counts.read(told[len(step.sums) :])
+        step.experts = counts.read(told[len(step.sums) :])
 
         def tell() -> None:
             for group in self._delays.telling:

@@ -69,9 +69,9 @@ class ExpertParallel(Axis):
 
     def share(self, mesh: Mesh, axes: Sequence[Axis], context: Context | None, region: Region | None) -> bool:
         """Routes the tokens of a microbatch as one where ranks along `axes` share them (see `share_routing`); returns
-        whether balance losses are of all of them then."""
+        whether there are balance losses of all of them then."""
         if not axes or not (self._mixtures or self._routers):
-            return True
+            return not axes
         names = [axis.name for axis in axes]
         group = self._world.group("-".join(["routing", *names]), mesh.ranks(*names))
         return share_routing(self._routers, self._others, group, context, region)
@@ -81,10 +81,8 @@ class ExpertParallel(Axis):
         """Whether a router balances its experts by a bias, which follows the counts of all replicas."""
         return any(router.cfg.balance_rate for router in self._routers)
 
-    def counts(self, here: Iterable[nn.Module], device: torch.device, among: Group | None) -> ExpertCounts | None:
-        """Makes the counters of tokens per expert (see ExpertCounts); None if the model has no experts on any stage."""
-        if not self._routers and not self._others:
-            return None
+    def counts(self, here: Iterable[nn.Module], device: torch.device, among: Group | None) -> ExpertCounts:
+        """Makes the counters of tokens per expert (see ExpertCounts)."""
         return ExpertCounts(self._routers, self._others, set(here), device, among)
 
     @property

@@ -41,8 +41,10 @@ class ExpertCounts:
             (router if router in here else None, router.cfg.experts) for router in routers
         ]
         self._layers += [(None, mixture.number) for mixture in others]
+        self._widths = [number + 1 for _, number in self._layers]
         self._device, self._muted = device, False
-        self._among, self._sums = among, list[Tensor]()
+        self._among = among
+        self._sums: Sequence[Tensor] = ()
         self.begin()
         for place, router in enumerate(routers):
             if router in here:
@@ -53,16 +55,17 @@ class ExpertCounts:
 
     def begin(self) -> None:
         """Sets the counts to zero for a new step."""
-        self._counts = [torch.zeros(number + 1, dtype=torch.int64, device=self._device) for _, number in self._layers]
+        self._row = torch.zeros(sum(self._widths), dtype=torch.int64, device=self._device)
+        self._counts = self._row.split(self._widths)
 
     def row(self) -> Tensor:
-        """Returns this rank's counts of the step, all layers in one float64 tensor."""
-        row = torch.cat(self._counts).double()
-        return row if self._among is None else self._among.all_reduce(row, purpose="routing")
+        """Returns this rank's counts of the step, all layers in one float64 tensor; empty without experts."""
+        row = self._row.double()
+        return row if self._among is None or not self._layers else self._among.all_reduce(row, purpose="routing")
 
-    def read(self, row: Tensor) -> list[Tensor]:
+    def read(self, row: Tensor) -> Sequence[Tensor]:
         """Splits `row`, added up over all ranks and stages, by layer; keeps it for `balance` and returns it."""
-        self._sums = list(row.split([number + 1 for _, number in self._layers]))
+        self._sums = row.split(self._widths)
         return self._sums
 
     def balance(self, skip: Tensor | None = None) -> None:
@@ -99,4 +102,4 @@ class ExpertCounts:
         if self._muted or again or not module.training or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         number = self._layers[place][1]
-        self._counts[place] += torch.cat([counted(chosen.flatten(), number + 1)[:number], dropped[None]])
+        self._counts[place].add_(torch.cat([counted(chosen.flatten(), number + 1)[:number], dropped[None]]))
