@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.comm import Group
-from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
+from shoal.exchange.algorithm import Algorithm, Replica, State
+from shoal.exchange.composed import Composed
 from shoal.exchange.named import algorithm
 from shoal.plan import Option
 
@@ -23,7 +24,7 @@ Among = Callable[[Group, str, Sequence[int]], Group]
 
 
 @dataclass(kw_only=True)
-class Apart(Algorithm):
+class Apart(Composed):
     """Runs `usual`, and one algorithm of its kind for each variant of chunks.
 
     - `usual`: the algorithm of the chunks without a variant
@@ -38,12 +39,13 @@ class Apart(Algorithm):
     among: Among = field(repr=False)
 
     def __post_init__(self) -> None:
+        self.first = self.usual
         self.chunk_bytes = self.usual.chunk_bytes
         self.reduces_in_place = self.usual.reduces_in_place  # type: ignore[misc]
 
     def attach(self, replica: Replica) -> None:
         super().attach(replica)
-        self._parts = []
+        parts: list[Algorithm] = []
         for kind, part in {"": self.usual, **self.apart}.items():
             chunks = [chunk for chunk in replica.chunks if chunk.spec.variant == kind]
             if not chunks:
@@ -53,62 +55,22 @@ class Apart(Algorithm):
                 group = self.groups[kind]
                 own = replace(own, group=group, among=partial(self.among, group))
             part.attach(own)
-            self._parts.append(part)
+            parts.append(part)
+        self.parts = parts
 
     def partners_of(self, chunk: Chunk) -> Group:
         return self.groups.get(chunk.spec.variant, self.partners)
 
-    def holds(self, step: int) -> Holds:
-        return self.usual.holds(step)
-
-    def begin(self, step: int) -> None:
-        for part in self._parts:
-            part.begin(step)
-
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         self.apart.get(chunk.spec.variant, self.usual).reduce(chunk, own_mean)
 
-    def exchanged(self, step: int, to_mean: Tensor) -> None:
-        for part in self._parts:
-            part.exchanged(step, to_mean)
-
-    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        due = untouched
-        for part in self._parts:  # all of them take the step's, and give the same
-            due = part.due(step, untouched)
-        return due
-
-    @property
-    def keeps_back(self) -> bool:
-        return self.usual.keeps_back
-
-    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        for part in self._parts:
-            part.renew(to_mean, skip, untouched)
-
-    def end(self, step: int) -> None:
-        for part in self._parts:
-            part.end(step)
-
-    def settle(self) -> None:
-        for part in self._parts:
-            part.settle()
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
-
     def state(self) -> dict[str, State]:
         found: dict[str, State] = {}
-        for part in self._parts:
+        for part in self.parts:
             for name, state in part.state().items():
                 before = found[name].tensors if name in found else {}
                 found[name] = State({**before, **state.tensors}, state.on_resize)
         return found
-
-    def restored(self) -> None:
-        for part in self._parts:
-            part.restored()
 
 
 def with_variants(chosen: Algorithm, option: Option, groups: Mapping[str, Group], among: Among) -> Algorithm:

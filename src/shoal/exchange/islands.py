@@ -17,11 +17,12 @@ from shoal.chunks import Chunk
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State
+from shoal.exchange.composed import Composed
 from shoal.plan import Option
 
 
 @dataclass
-class Islands(Algorithm):
+class Islands(Composed):
     """Runs one algorithm inside islands and one across.
 
     - `make`: makes an algorithm of an option
@@ -37,6 +38,7 @@ class Islands(Algorithm):
 
     def __post_init__(self) -> None:
         self._inside, self._across = self.make(self.inside), self.make(self.across)
+        self.first = self._inside
         fixed = (self.chunk_bytes, self._inside.chunk_bytes, self._across.chunk_bytes)
         self.of_whole_models = self._inside.of_whole_models or self._across.of_whole_models  # type: ignore[misc]
         self.of_whole_rows = self._inside.of_whole_rows or self._across.of_whole_rows  # type: ignore[misc]
@@ -50,6 +52,7 @@ class Islands(Algorithm):
         island, index = divmod(rank, self.ranks)
         self._inside.attach(_within(replica, "island", range(island * self.ranks, (island + 1) * self.ranks)))
         self._across.attach(_within(replica, "islands", range(index, size, self.ranks)))
+        self.parts = (self._inside, self._across)
         if self._across.holds(0) is not Holds.INDEPENDENT or self._inside.drifts(1):
             raise UserError(
                 f"plan.exchange: inside = {self.inside!r} must keep replicas equal, and across = {self.across!r} must "
@@ -60,22 +63,11 @@ class Islands(Algorithm):
     def partners(self) -> Group:
         return self._inside.partners
 
-    def holds(self, step: int) -> Holds:
-        return self._inside.holds(step)
-
     def drifts(self, step: int) -> bool:
         return self._across.drifts(step)
 
-    def begin(self, step: int) -> None:
-        self._inside.begin(step)
-        self._across.begin(step)
-
     def reduce(self, chunk: Chunk, own_mean: Tensor) -> None:
         self._inside.reduce(chunk, own_mean)
-
-    def exchanged(self, step: int, to_mean: Tensor) -> None:
-        self._inside.exchanged(step, to_mean)
-        self._across.exchanged(step, to_mean)
 
     def skips_on_device(self, step: int) -> bool:
         return self._inside.skips_on_device(step)
@@ -83,31 +75,8 @@ class Islands(Algorithm):
     def update(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
         self._inside.update(step, factor, skip, untouched)
 
-    def due(self, step: int, untouched: Sequence[str]) -> Sequence[str]:
-        return self._inside.due(step, untouched)
-
-    @property
-    def keeps_back(self) -> bool:
-        return self._inside.keeps_back
-
-    def renew(self, to_mean: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        self._inside.renew(to_mean, skip, untouched)
-        self._across.renew(to_mean, skip, untouched)
-
     def counted(self, count: Tensor) -> None:
         self._across.counted(count)
-
-    def end(self, step: int) -> None:
-        self._inside.end(step)
-        self._across.end(step)
-
-    def settle(self) -> None:
-        self._inside.settle()
-        self._across.settle()
-
-    def close(self) -> None:
-        self._inside.close()
-        self._across.close()
 
     def state(self) -> dict[str, State]:
         return {
@@ -115,10 +84,6 @@ class Islands(Algorithm):
             for where, part in (("inside", self._inside), ("across", self._across))
             for name, state in part.state().items()
         }
-
-    def restored(self) -> None:
-        self._inside.restored()
-        self._across.restored()
 
 
 def _within(replica: Replica, name: str, ranks: Sequence[int]) -> Replica:
