@@ -18,10 +18,7 @@ def whole_state(module: nn.Module, chunks: Sequence[Chunk]) -> dict[str, Tensor]
     """Returns masters and buffers on the CPU, under the names of `module.state_dict()`. Collective, between steps."""
     masters: dict[str, Tensor] = {}
     for chunk in chunks:
-        flat = chunk.owned.master_to_read
-        if chunk.is_cut and chunk.group is not None:
-            whole = flat.new_empty(chunk.size, device=chunk.data.device)
-            flat = chunk.group.all_gather(whole, flat.to(chunk.data.device), purpose=f"masters {chunk.index}")
+        flat = chunk.gathered(chunk.owned.master_to_read, "masters")
         masters.update({slot.name: slot.view(flat).to("cpu", copy=True) for slot in chunk.slots})
     names = _first_names(module)
     return {

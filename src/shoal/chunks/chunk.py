@@ -242,6 +242,13 @@ class Chunk:
             self.shards.across.broadcast(self.owned.master, purpose="weights")
         self.publish()
 
+    def gathered(self, own: Tensor, purpose: str) -> Tensor:
+        """Returns, on the device, all of a flat tensor laid out as the chunk, of which each rank gives what it owns."""
+        if self.group is None:
+            return own
+        own = own.to(self.data.device)
+        return self.group.all_gather(own.new_empty(self.size), own, purpose=f"{purpose} {self.index}")
+
     def whole_master(self) -> Tensor | None:
         """Masters of the whole chunk, gathered on the first rank if need be, where all ranks call it together; the
         others then get None."""

@@ -10,6 +10,7 @@ import typer
 
 import shoal
 from shoal.cli import ckpt
+from shoal.cli.ckpt import JobFile
 from shoal.jobs.imports import imports
 
 app = typer.Typer(
@@ -149,9 +150,7 @@ def generate(
         int | None, typer.Option(min=1, help="Draws among the likeliest so many. Default: among 40.")
     ] = 40,
     seed: Annotated[int | None, typer.Option(help="Of the draws. Default: the job's.")] = None,
-    job: Annotated[
-        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
-    ] = None,
+    job: JobFile = None,
 ) -> None:
     """Writes a text that begins with a prompt, by the model of a run's newest good checkpoint."""
     with imports():
@@ -169,9 +168,7 @@ def evaluate(
         typer.Option(help="Text, arrays or images as data.source names them. Default: what the run held out."),
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="So many rows, spread evenly; 0 for all.")] = 0,
-    job: Annotated[
-        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
-    ] = None,
+    job: JobFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
     """Measures the loss of a run's newest good checkpoint on other data, and the accuracy of a classifier."""

@@ -11,6 +11,10 @@ from shoal.jobs.imports import imports
 
 app = typer.Typer(help="Lists, verifies and exports checkpoints.", no_args_is_help=True)
 
+JobFile = Annotated[
+    Path | None, typer.Option("--job", help="The job file with the model. Default: resolved.toml of the run.")
+]
+
 
 @app.command("ls")
 def list_checkpoints(
@@ -67,9 +71,7 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint, or a directo
 def export(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or a run or directory whose newest good one is taken.")],
     out: Annotated[Path, typer.Argument(help="The directory to write.")],
-    job: Annotated[
-        Path | None, typer.Option(help="The job file with the model. Default: resolved.toml of the run.")
-    ] = None,
+    job: JobFile = None,
 ) -> None:
     """Writes the weights as safetensors, in Hugging Face layout where the model has one."""
     with imports():

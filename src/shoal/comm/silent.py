@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
 from shoal.comm.collectives import Group
 from shoal.comm.lane import Lane, Ticket
@@ -20,41 +19,11 @@ class Silent(NoSharedMemory):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def all_reduce(self, flat: Tensor, op: str) -> None:
+    def _nothing(self, *_: Any) -> None:
         pass
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        pass
-
-    def all_gather(self, out: Tensor, flat: Tensor) -> None:
-        pass
-
-    def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
-        pass
-
-    def broadcast(self, flat: Tensor, src: int) -> None:
-        pass
-
-    def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
-        pass
-
-    def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
-        pass
-
-    def send(self, flat: Tensor, dst: int) -> None:
-        pass
-
-    def recv(self, flat: Tensor, src: int) -> None:
-        pass
-
-    def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        pass
-
-    def barrier(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    all_reduce = reduce_scatter = all_gather = all_to_all = broadcast = scatter = gather = _nothing
+    send = recv = exchange = barrier = close = _nothing
 
 
 class SilentWorld(World):

@@ -77,8 +77,6 @@ def whole_gradients(chunks: Sequence[Chunk], kept: Sequence[Tensor]) -> dict[str
     it."""
     found: dict[str, Tensor] = {}
     for chunk, flat in zip(chunks, kept, strict=True):
-        if chunk.is_cut and chunk.group is not None:
-            flat = flat.to(chunk.data.device)
-            flat = chunk.group.all_gather(flat.new_empty(chunk.size), flat, purpose=f"gradients {chunk.index}")
+        flat = chunk.gathered(flat, "gradients")
         found.update({slot.name: slot.view(flat).clone() for slot in chunk.slots})
     return found

@@ -9,6 +9,7 @@ this rank's columns would silently give a wrong loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,34 +197,25 @@ for _name in (*_BINARY, "neg", "abs", "len", "iter", "bool", "float", "int"):
 ShardedLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def _cross_entropy(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
-    if not usual or not _is_rows(input, target):
-        return NotImplemented
-    return _loss(input.likelihood, target, ignore_index, reduction)
+def _loss_of(losses: Callable[[ShardedLogits, Tensor], Tensor]) -> Callable[..., Any]:
+    """Makes a loss, with the parameters of torch's, of a function that gives the losses of logits and targets."""
 
+    def loss(
+        input: Any,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        usual = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+        if not usual or not _is_rows(input, target):
+            return NotImplemented
+        return _loss(partial(losses, input), target, ignore_index, reduction)
 
-def _nll_loss(
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-) -> Any:
-    if weight is not None or size_average is not None or reduce is not None or not _is_rows(input, target):
-        return NotImplemented
-    return _loss(lambda target: -input.picked(target), target, ignore_index, reduction)
+    return loss
 
 
 def _is_rows(logits: Any, target: Any) -> bool:
@@ -243,8 +235,8 @@ def _loss(of: Callable[[Tensor], Tensor], target: Tensor, ignore_index: int, red
 
 
 _KNOWN: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
+    F.cross_entropy: _loss_of(ShardedLogits.likelihood),
+    F.nll_loss: _loss_of(lambda logits, target: -logits.picked(target)),
     F.log_softmax: ShardedLogits.log_softmax,
     torch.log_softmax: lambda logits, dim, dtype=None: logits.log_softmax(dim, dtype=dtype),
     torch.flatten: ShardedLogits.flatten,

@@ -120,7 +120,7 @@ class _Slicing:
             if own is not None and not named and self._attention_of(name) is not None:
                 raise UserError(
                     f'{name} lies inside attention that is cut, and no rule names it: give tensor_rules={{"{name}": '
-                    '"inside"}} if it works on what is cut, "whole" if on what all ranks have'
+                    '"inside"} if it works on what is cut, "whole" if on what all ranks have'
                 )
 
     # one method for each kind of layer
