@@ -5,23 +5,10 @@ A checkpoint is a directory `step-00000100/` with the files of a plain `torch.di
 writes and reads, `writer` saves, `reader` loads, `verify` checks a checkpoint on disk.
 """
 
-from shoal.checkpoint.manifest import Manifest, read_manifest
+from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece, Want, share
 from shoal.checkpoint.reader import load, newest, tensor_names
-from shoal.checkpoint.verify import Row, listing, verify
+from shoal.checkpoint.verify import listing, verify
 from shoal.checkpoint.writer import Writer
 
-__all__ = [
-    "Manifest",
-    "Piece",
-    "Row",
-    "Want",
-    "Writer",
-    "listing",
-    "load",
-    "newest",
-    "read_manifest",
-    "share",
-    "tensor_names",
-    "verify",
-]
+__all__ = ["Piece", "Want", "Writer", "listing", "load", "newest", "read_manifest", "share", "tensor_names", "verify"]

@@ -18,7 +18,7 @@ from shoal.launch.environment import MPI, SLURM, Identity, discover
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
 
-__all__ = ["Identity", "connect", "discover", "join", "launch", "locate"]
+__all__ = ["Identity", "connect", "discover", "join", "launch"]
 
 
 def join(init: str | None = None, *, timeout: float = 300.0) -> World:

@@ -14,9 +14,9 @@ from shoal.pipeline.passes import Pass
 from shoal.pipeline.routes import Routes
 from shoal.pipeline.runner import Runner
 from shoal.pipeline.schedules import SCHEDULES, make_schedule
-from shoal.pipeline.simulate import Costs, Simulated, simulate
-from shoal.pipeline.split import Left, Split, Tied
-from shoal.pipeline.units import Stages, Unit, stages_of, units_of
+from shoal.pipeline.simulate import Costs, simulate
+from shoal.pipeline.split import Split
+from shoal.pipeline.units import stages_of, units_of
 from shoal.pipeline.versions import kept_versions, versions
 
 __all__ = [
@@ -25,17 +25,12 @@ __all__ = [
     "Costs",
     "Endless",
     "Kind",
-    "Left",
     "Pass",
     "PipelinedModule",
     "Routes",
     "Runner",
     "Schedule",
-    "Simulated",
     "Split",
-    "Stages",
-    "Tied",
-    "Unit",
     "Work",
     "balance",
     "check",

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.module.record import storage_of
 from shoal.pipeline.routes import Value
 
 READS = "the model reads, outside its parts, the value of something that another stage computes"
@@ -36,18 +37,18 @@ class Marks(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, value: Value) -> Tensor:
         self._alive.append(tensor)
-        self._marks[_memory(tensor)] = frozenset([value])
-        self._first[_memory(tensor)] = value
+        self._marks[storage_of(tensor)] = frozenset([value])
+        self._first[storage_of(tensor)] = value
         return tensor
 
     def clear(self, tensor: Tensor) -> None:
         """Removes the marks of a tensor that a part of this stage has made; what it was made from is recorded
         already."""
         self._alive.append(tensor)
-        self._marks.pop(_memory(tensor), None)
+        self._marks.pop(storage_of(tensor), None)
 
     def of(self, tensor: Tensor) -> frozenset[Value]:
-        return self._marks.get(_memory(tensor), frozenset())
+        return self._marks.get(storage_of(tensor), frozenset())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,14 +70,14 @@ class Marks(TorchDispatchMode):
                 "the shape of something between the model's parts depends on the values of what another stage computes"
             )
         if func._schema.is_mutable:
-            self.written |= {self._first[_memory(each)] for each in inputs if _memory(each) in self._first}
+            self.written |= {self._first[storage_of(each)] for each in inputs if storage_of(each) in self._first}
         out = func(*args, **kwargs)
         if marks and isinstance(out, bool | int | float):
             raise self._refusal(READS)
         for each in _tensors(out):
             self._alive.append(each)
             if marks:
-                self._marks[_memory(each)] = self.of(each) | marks
+                self._marks[storage_of(each)] = self.of(each) | marks
         return out
 
 
@@ -89,7 +90,3 @@ def _by_values(func: Any, inputs: Sequence[Tensor]) -> bool:
 
 def _tensors(tree: Any) -> Sequence[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -12,18 +12,7 @@ Apex's flat optimizers.
 from shoal.optim.fused.chunkwise import ChunkwiseOptimizer
 from shoal.optim.fused.fuse import fuse
 from shoal.optim.fused.optimizer import BLOCK, FlatOptimizer
-from shoal.optim.fused.pieces import FlatChunk, Piece
 from shoal.optim.fused.storage import flatten
 from shoal.optim.fused.trial import coupled, refusal
 
-__all__ = [
-    "BLOCK",
-    "ChunkwiseOptimizer",
-    "FlatChunk",
-    "FlatOptimizer",
-    "Piece",
-    "coupled",
-    "flatten",
-    "fuse",
-    "refusal",
-]
+__all__ = ["BLOCK", "ChunkwiseOptimizer", "FlatOptimizer", "coupled", "flatten", "fuse", "refusal"]

@@ -24,7 +24,8 @@ from shoal.comm import Group, Lane
 from shoal.comm.functional import gather_from, swap
 from shoal.errors import UserError
 from shoal.models.adapted import unadapted
-from shoal.parallel.context.documents import documents_of, seen_by, stretches, window_of
+from shoal.models.attention import document_mask
+from shoal.parallel.context.documents import documents_of, stretches, window_of
 from shoal.parallel.context.ring import Ring, ring_attention
 
 PURPOSE = "attention"
@@ -270,7 +271,7 @@ class Context:
         """Returns the mask [B, 1, T, T] of whole rows: which tokens a token may see."""
         if causal not in self._masks:
             assert self._documents is not None
-            self._masks[causal] = seen_by(self._documents, causal)
+            self._masks[causal] = document_mask(self._documents, causal)
         return self._masks[causal]
 
     def _is_causal(self, mask: Tensor) -> bool:
@@ -287,7 +288,7 @@ class Context:
         # transformers begins a document at every position that does not follow the one before it
         candidates = [(self.own(documents), True), (self.own(documents), False), (self._begins, True)]
         for own, causal in candidates if seen.shape[-1] > 1 else candidates[1:2]:
-            mine = seen_by(own, causal)
+            mine = document_mask(own, causal)
             if seen.shape[-2:] == mine.shape[-2:] and bool((seen == mine).all()):
                 self._known = mask, causal
                 return causal

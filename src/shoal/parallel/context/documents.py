@@ -23,12 +23,6 @@ def documents_of(microbatch: Mapping[str, Tensor], takes_documents: bool, takes_
     return stretches(positions)
 
 
-def seen_by(documents: Tensor, causal: bool) -> Tensor:
-    """Returns the mask [B, 1, T, T] of `documents` [B, T]: a token sees its own one; with `causal` no later tokens."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril() if causal else same
-
-
 def window_of(config: Any) -> int | None:
     """Returns how many tokens back attention sees, by the configuration of a model of transformers; None: all."""
     found = []

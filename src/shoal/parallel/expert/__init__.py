@@ -2,7 +2,7 @@
 
 from shoal.parallel.expert.counts import ExpertCounts
 from shoal.parallel.expert.dispatch import Dispatch, Dispatched
-from shoal.parallel.expert.mixtures import Mixture, mixtures
+from shoal.parallel.expert.mixtures import mixtures
 from shoal.parallel.expert.spread import Spread
 
-__all__ = ["Dispatch", "Dispatched", "ExpertCounts", "Mixture", "Spread", "mixtures"]
+__all__ = ["Dispatch", "Dispatched", "ExpertCounts", "Spread", "mixtures"]

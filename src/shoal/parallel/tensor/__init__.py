@@ -1,23 +1,10 @@
 """Tensor parallelism: cuts the layers of a built module among the ranks along tp, by rules; the model file stays
 single-device."""
 
-from shoal.parallel.tensor.cut import CutLayer, CutLayers
+from shoal.parallel.tensor.cut import CutLayers
 from shoal.parallel.tensor.logits import ShardedLogits
-from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, check_rules, kind_of, rules_for
-from shoal.parallel.tensor.slicing import Sliced, cut_among
+from shoal.parallel.tensor.slicing import cut_among
 
-__all__ = [
-    "CutLayer",
-    "CutLayers",
-    "Region",
-    "Rules",
-    "ShardedLogits",
-    "Sliced",
-    "TokenRing",
-    "check_rules",
-    "cut_among",
-    "kind_of",
-    "rules_for",
-]
+__all__ = ["CutLayers", "Region", "Rules", "ShardedLogits", "check_rules", "cut_among", "kind_of", "rules_for"]
