@@ -19,9 +19,7 @@ from shoal.exchange import Algorithm, Holds
 from shoal.exchange.named import algorithm
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.optim.groups import needs_whole_parameters
-from shoal.parallel.context import Context
 from shoal.parallel.tensor import check_rules
-from shoal.pipeline import Runner
 from shoal.plan import Plan, option_name
 from shoal.precision import Precision
 
@@ -276,25 +274,25 @@ def check_gradients_by_name(plan: Plan, recipe: Recipe, exchange: Algorithm, flu
         raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
 
 
-def check_loop(microbatches: int, precision: Precision, pipeline: Runner | None, context: Context | None) -> None:
+def check_loop(plan: Plan, microbatches: int, precision: Precision) -> None:
     """Raises UserError where a loop of the caller's cannot do what the engine's does."""
     if microbatches > 1 and precision.grad == torch.bfloat16:
         raise UserError(
             f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the "
             f"engine global_batch = {microbatches} x microbatch"
         )
-    if pipeline is not None:
+    if plan.pipelined:
         raise UserError(
             "plan.pp > 1 runs forwards and backwards by a schedule: train with engine.step, not with a loop of your own"
         )
-    if context is not None:
+    if plan.cp > 1:
         raise UserError(
             "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a "
             "loop of your own"
         )
 
 
-def check_objective(pipeline: Runner | None) -> None:
+def check_objective(plan: Plan) -> None:
     """Raises UserError where no rank can compute the loss as a function of all parameters."""
-    if pipeline is not None:
+    if plan.pipelined:
         raise UserError("plan.pp > 1: no rank has all parameters, of which the objective is a function")

@@ -160,7 +160,7 @@ class Running:
         `global_batch` has, where that has decided how gradients are kept.
         """
         local, runner, group = self._local, self._trainer.runner, self._local.ranks.replicas
-        check_loop(microbatches, self.precision, local.pipeline, local.parallelized.context)
+        check_loop(self.plan, microbatches, self.precision)
         assert isinstance(runner, StepRunner)
         partners = [group.ranks.index(rank) for rank in self._memory.exchange.partners.ranks]
         meets = runner.dealing.lockstep or runner.dealing.all_run
@@ -185,7 +185,7 @@ class Running:
         forward = replace(runner.forward, loss=measure or recipe.loss)
         data, local = HeldOut(dataset, samples, recipe.collate), self._local
         with self._session.as_one():
-            return evaluate(forward, runner.dealing, data, local.ranks.replicas, local.pipeline, also)
+            return evaluate(forward, runner.dealing, data, local.ranks.replicas, runner.accumulate, also)
 
     def generate(
         self,
@@ -221,7 +221,7 @@ class Running:
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and
         products with the Hessian pass through its collectives and equal one process. All ranks must call it alike."""
-        check_objective(self._local.pipeline)
+        check_objective(self.plan)
         ranks, runner = self._local.ranks, self._trainer.runner
         experts = self._local.parallelized.experts or ranks.replicas
         groups = {

@@ -16,11 +16,11 @@ from shoal.comm import Group
 from shoal.data.loader import Collate, stack_samples
 from shoal.device import keep_generators
 from shoal.errors import UserError
-from shoal.pipeline import Runner
 from shoal.training.forward import Forward
+from shoal.training.local import Local
 from shoal.training.loss import Loss, Sums
 from shoal.training.microbatches import Dealing, with_idle
-from shoal.training.stages import Evaluating
+from shoal.training.stages import Staged
 
 log = logging.getLogger(__name__)
 
@@ -60,20 +60,20 @@ def evaluate(
     dealing: Dealing,
     data: HeldOut,
     group: Group,
-    pipeline: Runner | None = None,
+    accumulate: Local | Staged,
     measures: Sequence[Loss] = (),
 ) -> Evaluation:
     """Gives the mean loss of the module in evaluation mode; all ranks of `group`, the replicas, call it.
 
     What forwards draw is by the samples' places in the dataset, keyed or not as in a step, and the same each time.
-    `pipeline`: runs the stages that this rank has. `measures`: taken in the same pass, each returns (sum, count) as the
+    `accumulate`: runs microbatches, as in a step. `measures`: taken in the same pass, each returns (sum, count) as the
     loss.
 
     Raises UserError if nothing there counts.
     """
     started = time.perf_counter()
     device = forward.randomness.device
-    measured = _Measured(forward, (forward.loss, *measures), pipeline is not None)
+    measured = _Measured(forward, (forward.loss, *measures), accumulate.runs_once)
     whole = replace(dealing, all_run=False, partners=range(dealing.ranks))
     share, first = whole.cut(range(data.samples)), replace(whole, rank=0).cut(range(data.samples)).microbatches
     runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, first[0] if first else ())
@@ -88,17 +88,8 @@ def evaluate(
     forward.module.eval()
     try:
         with keep_generators([device]), forward.gather.step(("evaluate", len(runs))), forward.rows():
-            if pipeline is None:
-                for done, (ids, counts) in enumerate(runs):
-                    tell(done)
-                    measured.add(measured.measure(data.load(ids), ids), counts)
-            else:
-                at_once = 8 * pipeline.group.size  # loaded
-                for start in range(0, len(runs), at_once):
-                    tell(start)
-                    some = runs[start : start + at_once]
-                    work = Evaluating(forward, data.load, some, measured.measure, measured.add)
-                    work.run(pipeline, group if dealing.lockstep else None)
+            for done in accumulate.evaluate(runs, data.load, measured.measure, measured.add):
+                tell(done)
     finally:
         forward.module.train()
     totals = group.all_reduce(measured.totals, purpose="evaluation")
@@ -114,18 +105,18 @@ def evaluate(
 class _Measured:
     """Sums of one loss after the other over microbatches. `totals`: (sum, count) of each, fp64 [2 * losses].
 
-    `staged`: the module is one of a pipeline's, which runs once a microbatch.
+    `runs_once`: the module can run once a microbatch only.
     """
 
-    def __init__(self, forward: Forward, losses: Sequence[Loss], staged: bool) -> None:
-        self._forward, self._losses, self._staged = forward, losses, staged
+    def __init__(self, forward: Forward, losses: Sequence[Loss], runs_once: bool) -> None:
+        self._forward, self._losses, self._runs_once = forward, losses, runs_once
         self.totals = torch.zeros(2 * len(losses), dtype=torch.float64, device=forward.randomness.device)
 
     def measure(self, loaded: Mapping[str, Tensor], ids: Sequence[int]) -> list[Sums]:
         """Takes all of one microbatch, whose samples are `ids`; each sees it as it was loaded."""
         forward, several = self._forward, len(self._losses) > 1
         microbatch = forward.place(loaded)
-        module: Any = _Once(forward.module, self._staged) if several else forward.module
+        module: Any = _Once(forward.module, self._runs_once) if several else forward.module
         before = {key: value.clone() for key, value in microbatch.items()} if several else {}
         found = []
         for loss in self._losses:

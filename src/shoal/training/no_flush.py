@@ -82,7 +82,7 @@ class NoFlushRunner:
         self._pipeline = pipeline
         self._totals = Totals(device, trained.scale, pipeline.is_last)
         self._reduce = ReduceAside(forward, trained, self._totals)
-        self._staged = Staged(forward, self._totals, self._reduce, pipeline)
+        self.accumulate = Staged(forward, self._totals, self._reduce, pipeline)
         inside = [axis for axis in groups.axes if not axis.cuts_layers]
         agreeing = groups if delays.together else replace(groups, axes=inside)
         self._ballot = Ballot(forward, agreeing, trained.hooks, told=True)
@@ -152,7 +152,7 @@ class NoFlushRunner:
             )
         self.forward.ledger.step = batch.step
         totals.begin(self.per_sample * len(batch.ids), self._trained.algorithm.keeps_back)
-        work, kinds = self._staged.prepare(batch, with_idle(share.microbatches, 0, ()))
+        work, kinds = self.accumulate.prepare(batch, with_idle(share.microbatches, 0, ()))
         scale = None if totals.scale is None else totals.scale.clone()
         step = Step(batch, batch.step - delays.delay, len(kinds), share.after, scale, totals.values)
         self._effects.buffers.begin()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +23,10 @@ from shoal.training.loss import Sums
 from shoal.training.microbatches import Run
 from shoal.training.reduce import Reduce
 from shoal.training.totals import Totals
+
+Load = Callable[[Sequence[int]], Mapping[str, Tensor]]
+Measure = Callable[[Mapping[str, Tensor], Sequence[int]], list[Sums]]
+Add = Callable[[list[Sums], bool], None]
 
 
 def kind_of(loaded: Mapping[str, Tensor], *more: Any) -> Any:
@@ -40,6 +44,7 @@ class Staged:
     reduce: Reduce
     pipeline: Runner
     lockstep: Group | None = None
+    runs_once: ClassVar[bool] = True
 
     def run(self, batch: Batch, runs: Sequence[Run]) -> None:
         """Forward and backward of each microbatch, in the order of the schedule."""
@@ -56,6 +61,17 @@ class Staged:
         kinds = [kind_of(each, "train") for each in work.loaded]
         self.pipeline.learn(kinds, work.try_out, self.lockstep, work.trying)
         return work, kinds
+
+    def evaluate(self, runs: Sequence[Run], load: Load, measure: Measure, add: Add) -> Iterator[int]:
+        """Measures microbatches (see Evaluating), several of which are loaded at once; yields before each load how many
+        are done."""
+        at_once = 8 * self.pipeline.group.size
+        for start in range(0, len(runs), at_once):
+            yield start
+            work = Evaluating(self.forward, runs[start : start + at_once], load, measure, add)
+            kinds = [kind_of(each, "evaluate") for each in work.loaded]
+            self.pipeline.learn(kinds, work.try_out, self.lockstep, self.forward.gather.aside)
+            self.pipeline.evaluate(kinds, work)
 
 
 class Training(Work):
@@ -114,22 +130,9 @@ class Evaluating(Work):
     that on the last stage.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        load: Callable[[Sequence[int]], Mapping[str, Tensor]],
-        runs: Sequence[Run],
-        measure: Callable[[Mapping[str, Tensor], Sequence[int]], list[Sums]],
-        add: Callable[[list[Sums], bool], None],
-    ) -> None:
+    def __init__(self, forward: Forward, runs: Sequence[Run], load: Load, measure: Measure, add: Add) -> None:
         self._forward, self._runs, self._measure, self._add = forward, runs, measure, add
-        self._loaded = [load(ids) for ids, _ in runs]
-
-    def run(self, pipeline: Runner, lockstep: Group | None) -> None:
-        """Runs all of them. `lockstep`: as of Staged."""
-        kinds = [kind_of(each, "evaluate") for each in self._loaded]
-        pipeline.learn(kinds, self.try_out, lockstep, self._forward.gather.aside)
-        pipeline.evaluate(kinds, self)
+        self.loaded = [load(ids) for ids, _ in runs]
 
     def try_out(self, index: int) -> Any:
         return [(sums.total, sums.count) for sums in self._measured(index)]
@@ -142,4 +145,4 @@ class Evaluating(Work):
         self._add(found, self._runs[microbatch][1])
 
     def _measured(self, index: int) -> list[Sums]:
-        return self._measure(self._loaded[index], self._runs[index][0])
+        return self._measure(self.loaded[index], self._runs[index][0])

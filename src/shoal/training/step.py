@@ -51,10 +51,10 @@ class StepRunner:
         self._totals = Totals(device, trained.scale, all(axis.sees_loss for axis in groups.axes))
         self._reduce = Reduce(forward, trained, self._totals, math.prod(axis.rounds for axis in groups.axes))
         self._local = Local(forward, self._totals, self._reduce, trained.hooks)
-        self._accumulate: Local | Staged = self._local
+        self.accumulate: Local | Staged = self._local
         if pipeline is not None:
             lockstep = groups.replicas if dealing.lockstep else None
-            self._accumulate = Staged(forward, self._totals, self._reduce, pipeline, lockstep)
+            self.accumulate = Staged(forward, self._totals, self._reduce, pipeline, lockstep)
         self._ballot = Ballot(forward, groups, trained.hooks)
         self._clip = Clip(clipping, groups, trained.algorithm, device)
         self._commit = Commit(forward, trained, self._reduce, groups)
@@ -75,7 +75,7 @@ class StepRunner:
         self.forward.module.train()
         runs = with_idle(share.microbatches, share.most if self.dealing.lockstep else 0, batch.ids[: self.dealing.size])
         with self.forward.gather.step(("train", share.most)), self.forward.rows():
-            self._accumulate.run(batch, runs)
+            self.accumulate.run(batch, runs)
         result = self.end(batch.epoch, share.after, self._samples / len(batch.ids))
         if self._commit.is_read:
             self._expect(result)
