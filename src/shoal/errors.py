@@ -6,8 +6,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any
+from types import TracebackType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 
 class ShoalError(Exception):
@@ -109,6 +109,23 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Returns whether a value of TOML or JSON has the type `hint`. An int also fits float; a bool fits only bool.
+
+    Any text fits a Literal: whoever knows the choices names them.
+    """
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, member) for member in get_args(hint))
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, get_args(hint)[0]) for item in value)
+    if origin is Literal:
+        return isinstance(value, str)
+    if isinstance(value, bool):
+        return hint in (bool, Any)
+    return hint is Any or isinstance(value, (int, float) if hint is float else (origin or hint))
 
 
 def check_numbers(where: str, value: Any) -> None:

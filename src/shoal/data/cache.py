@@ -47,9 +47,8 @@ def build_once(target: Path, build: Callable[[Path], None], intact: Callable[[Pa
     intact: returns whether an existing directory is good.
 
     Any number of processes may call at once: one builds under a file lock, the others wait. The directory is built
-        beside `target` and renamed, so a killed build leaves nothing that looks finished. A damaged directory is
-        replaced; a process that has its files mapped keeps the old ones. Raises UserError where the cache cannot be
-        written.
+    beside `target` and renamed, so a killed build leaves nothing that looks finished. A damaged directory is replaced;
+    a process that has its files mapped keeps the old ones. Raises UserError where the cache cannot be written.
     """
     try:
         if intact(target):

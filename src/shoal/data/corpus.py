@@ -70,7 +70,6 @@ def open_corpus(source: Any, field: str = "text") -> Corpus:
 
 
 # --- the standard library
-# -------------------------------------------------------------------------------------------------
 
 
 def _from_stdlib() -> Corpus:
@@ -98,7 +97,6 @@ def _utf8_sources(files: Iterable[Path]) -> Iterator[str]:
 
 
 # --- files
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def _find_files(source: str) -> list[Path]:
@@ -243,7 +241,6 @@ READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 
 
 # --- Hugging Face datasets
-# ------------------------------------------------------------------------------------------------
 
 
 def _from_dataset(dataset: Any, field: str) -> Corpus:

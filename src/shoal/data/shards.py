@@ -127,7 +127,6 @@ def damaged_files(directory: Path) -> list[str]:
 
 
 # --- reading
-# --------------------------------------------------------------------------------------------------------------
 
 
 def _read_index(directory: Path) -> Index:
@@ -161,7 +160,6 @@ def _sha256(path: Path) -> str:
 
 
 # --- writing
-# --------------------------------------------------------------------------------------------------------------
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, directory: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, did_you_mean, fits
 from shoal.jobs.config import SECTIONS, Job, Origins
 
 _SPOKEN = {
@@ -131,25 +131,11 @@ def _check(section: str, key: str, value: Any, where: str) -> None:
     if key not in hints:
         known = [each.name for each in fields(SECTIONS[section])]
         raise UserError(f'unknown key "{section}.{key}" in {where}.{did_you_mean(key, known)} Keys: {", ".join(known)}')
-    if not _fits(value, hints[key]):
+    if not fits(value, hints[key]):
         raise UserError(
             f"{section}.{key} in {where}: expected {_spoken(hints[key])}, not {_TOML.get(type(value), 'the value')} "
             f"{value!r}"
         )
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a TOML value has the type `hint`. An int also fits float; a bool fits only bool."""
-    if hint is Any:
-        return True
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        return any(_fits(value, member) for member in get_args(hint))
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else (origin or hint))
 
 
 def _spoken(hint: Any) -> str:

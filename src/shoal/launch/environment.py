@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs, urlsplit
 
 from shoal.errors import UserError
@@ -58,16 +58,6 @@ class Names:
     size: str
     local_rank: str
     local_size: str
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """The values of the variables of `Names`."""
-
-    rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
 
 
 SHOAL = Names("shoal run", "SHOAL_RANK", "SHOAL_SIZE", "SHOAL_LOCAL_RANK", "SHOAL_LOCAL_SIZE")
@@ -165,12 +155,12 @@ def _from_url(url: str) -> Identity:
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     query.setdefault("size", query.get("world_size", ""))  # torch's name for it
     names = Names(f"init={url!r}", "rank", "size", "local_rank", "local_size")
-    numbers = _numbers(names, {k: v for k, v in query.items() if v})
-    return _identity(numbers, store_url, f"{parts.scheme}://", rank0_serves=parts.scheme == "tcp")
+    found = replace(_numbers(names, {k: v for k, v in query.items() if v}), source=f"{parts.scheme}://")
+    return _meeting(found, store_url, rank0_serves=parts.scheme == "tcp")
 
 
 def _from_shoal(environ: Mapping[str, str]) -> Identity:
-    numbers, source = _numbers(SHOAL, environ), SHOAL.source
+    found = _numbers(SHOAL, environ)
     if "SHOAL_STORE" not in environ:
         raise UserError(
             "SHOAL_RANK is set but SHOAL_STORE is not: unset the SHOAL_* variables, or start with `shoal run`."
@@ -181,53 +171,52 @@ def _from_shoal(environ: Mapping[str, str]) -> Identity:
                 f"{ours}={environ[ours]} but {theirs}={environ[theirs]}: two launchers contradict each other. "
                 f"Do not start torchrun or another launcher inside `shoal run`."
             )
-    return _identity(numbers, environ["SHOAL_STORE"], source, generation=_number(environ, "SHOAL_GENERATION") or 0)
+    return replace(found, store_url=environ["SHOAL_STORE"], generation=_number(environ, "SHOAL_GENERATION") or 0)
 
 
 def _from_plain(environ: Mapping[str, str]) -> Identity:
-    numbers = _numbers(PLAIN, environ)
+    found = _numbers(PLAIN, environ)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing and numbers.size > 1:
+    if missing and found.size > 1:
         raise UserError(
-            f"RANK={numbers.rank} and WORLD_SIZE={numbers.size} are set but {' and '.join(missing)} "
+            f"RANK={found.rank} and WORLD_SIZE={found.size} are set but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not. Set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a "
             "free port there."
         )
     store_url = "" if missing else f"tcp://{environ['MASTER_ADDR']}:{_number(environ, 'MASTER_PORT')}"
     agent_serves = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _identity(
-        numbers,
-        store_url,
-        "torchrun" if "TORCHELASTIC_RUN_ID" in environ else PLAIN.source,
+    found = replace(
+        found,
+        source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else PLAIN.source,
         generation=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
-        rank0_serves=not agent_serves,
     )
+    return _meeting(found, store_url, rank0_serves=not agent_serves)
 
 
 def _from_mpi(names: Names, environ: Mapping[str, str]) -> Identity:
-    numbers = _numbers(names, environ)
-    one_host = numbers.local_size == numbers.size
+    found = _numbers(names, environ)
+    one_host = found.local_size == found.size
     if not one_host and "MASTER_ADDR" not in environ:
         raise UserError(
-            f"{names.source}: rank {numbers.rank} of {numbers.size} does not know the host of rank 0. "
+            f"{names.source}: rank {found.rank} of {found.size} does not know the host of rank 0. "
             f"Give it to every rank, e.g. MASTER_ADDR=$(hostname) MASTER_PORT={DEFAULT_PORT} before mpirun "
             "(Open MPI: and -x MASTER_ADDR -x MASTER_PORT)."
         )
-    return _identity(numbers, _store_at(environ, "127.0.0.1", DEFAULT_PORT), names.source, rank0_serves=True)
+    return _meeting(found, _store_at(environ, "127.0.0.1", DEFAULT_PORT), rank0_serves=True)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Identity:
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_NTASKS_PER_NODE", ""))
     here = _tasks_on_node(tasks, environ.get("SLURM_NODEID", "0"))
     step = {"SLURM_NTASKS": environ.get("SLURM_STEP_NUM_TASKS", ""), SLURM.local_size: here}
-    numbers = _numbers(SLURM, {**environ, **{name: value for name, value in step.items() if value}})
+    found = _numbers(SLURM, {**environ, **{name: value for name, value in step.items() if value}})
     nodelist = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if numbers.local_size == numbers.size else first_host(nodelist))
+    host = environ.get("MASTER_ADDR") or ("127.0.0.1" if found.local_size == found.size else first_host(nodelist))
     job = _number(environ, "SLURM_JOB_ID") or 0
     step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", "0"))
     # Linux takes ephemeral ports from above 10000-29999; the steps of a job get ports of their own
     port = 10000 + (16 * job + (int(step_id) if step_id.isdecimal() else 0)) % 20000
-    return _identity(numbers, _store_at(environ, host, port), SLURM.source, rank0_serves=True)
+    return _meeting(found, _store_at(environ, host, port), rank0_serves=True)
 
 
 def _tasks_on_node(tasks_per_node: str, node: str) -> str:
@@ -257,18 +246,15 @@ def _agreeing(identity: Identity, environ: Mapping[str, str]) -> Identity:
     return identity
 
 
-def _identity(
-    numbers: Numbers, store_url: str, source: str, *, generation: int = 0, rank0_serves: bool = False
-) -> Identity:
-    if numbers.size == 1 and rank0_serves:
+def _meeting(found: Identity, store_url: str, rank0_serves: bool) -> Identity:
+    """Returns `found` with the store where its ranks meet."""
+    if found.size == 1 and rank0_serves:
         store_url = ""  # a store for rank 0 alone would only occupy a port
-    local = numbers.local_rank, numbers.local_size
-    serves = rank0_serves and bool(store_url)
-    return Identity(numbers.rank, numbers.size, *local, store_url, generation, source, serves)
+    return replace(found, store_url=store_url, rank0_serves=rank0_serves and bool(store_url))
 
 
-def _numbers(names: Names, environ: Mapping[str, str]) -> Numbers:
-    """Reads and checks the four variables of `names`; the local two may be absent."""
+def _numbers(names: Names, environ: Mapping[str, str]) -> Identity:
+    """Returns an Identity without a store, from the four variables of `names`; the local two may be absent."""
     rank, size = _number(environ, names.rank), _number(environ, names.size)
     if rank is None or size is None:
         have, miss = (names.size, names.rank) if rank is None else (names.rank, names.size)
@@ -288,7 +274,7 @@ def _numbers(names: Names, environ: Mapping[str, str]) -> Numbers:
                 f"{names.source}: {low_name}={environ.get(low_name, low)} must be {bound} "
                 f"{high_name}={environ.get(high_name, high)}."
             )
-    return Numbers(rank, size, local_rank, local_size)
+    return Identity(rank, size, local_rank, local_size, "", 0, names.source)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

@@ -72,11 +72,11 @@ def _part() -> None:
     deadline = time.monotonic() + PARTING_SECONDS
     with suppress(RuntimeError):  # rank 0 is gone
         for store, _, _ in _met:
-            store.add("parallelized", 1)
+            store.add("parted", 1)
         for store, rank, size in _met:
             while (
                 rank == 0
-                and store.add("parallelized", 0) < size
+                and store.add("parted", 0) < size
                 and not hasattr(sys, "last_value")
                 and time.monotonic() < deadline
             ):

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserError
 from shoal.models.attention import Attention, document_mask
-from shoal.models.checks import divides, fraction, positive
+from shoal.models.checks import divides, fraction, positive, short_enough
 from shoal.models.losses import IGNORED
 
 
@@ -118,11 +117,7 @@ class Bert(nn.Module):
     ) -> Tensor:
         """Returns logits [B, T, V]. With `document_ids` [B, T] a token sees only its own document."""
         T = input_ids_BT.shape[1]
-        if self.cfg.sequence < T:
-            raise UserError(
-                f"Bert: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or "
-                "raise `sequence`."
-            )
+        short_enough("Bert", T, self.cfg.sequence)
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids_BT.device)[None]
         mask_B1TT = None if document_ids is None else document_mask(document_ids, causal=False)

@@ -23,6 +23,14 @@ def one_of(owner: str, field: str, value: object, choices: Sequence[object]) -> 
         raise UserError(f"{owner}: {field}={value!r} is none of {', '.join(map(repr, choices))}.{hint}")
 
 
+def short_enough(owner: str, tokens: int, sequence: int) -> None:
+    if tokens > sequence:
+        raise UserError(
+            f"{owner}: a row of {tokens} tokens was given to a model of sequence={sequence}; cut the rows or raise "
+            "`sequence`."
+        )
+
+
 def divides(owner: str, field: str, part: int, whole_field: str, whole: int) -> None:
     if whole % part:
         raise UserError(f"{owner}: {field}={part} does not divide {whole_field}={whole}.")

@@ -26,9 +26,8 @@ def encode_fen(fen: str) -> Tensor:
     """Returns the position of `fen` as float [773], all 0 or 1.
 
     Element 64 p + s: piece p of "PNBRQKpnbrqk" stands on square s, with a1 = 0, b1 = 1, ..., h8 = 63. Element 768:
-    White is to move.
-    Elements 769 to 772: castling rights K, Q, k, q. The rest of the FEN (en passant, counters) is not seen. Raises
-        `UserError` for a text that is not a FEN.
+    White is to move. Elements 769 to 772: castling rights K, Q, k, q. The rest of the FEN (en passant, counters) is not
+    seen. Raises `UserError` for a text that is not a FEN.
     """
     fields = fen.split()
     if len(fields) < 3 or fields[1] not in ("w", "b"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.models.attention import Attention, Rotation, document_mask, rotation
-from shoal.models.checks import divides, fraction, one_of, positive
+from shoal.models.checks import divides, fraction, one_of, positive, short_enough
 from shoal.models.experts import Experts
 from shoal.models.moe import MoE, MoEConfig, Router, WithLosses
 
@@ -212,11 +212,7 @@ class GPT(nn.Module):
         `UserError` for a row longer than `cfg.sequence`.
         """
         T = input_ids_BT.shape[1]
-        if self.cfg.sequence < T:
-            raise UserError(
-                f"GPT: a row of {T} tokens was given to a model of sequence={self.cfg.sequence}; cut the rows or "
-                "raise `sequence`."
-            )
+        short_enough("GPT", T, self.cfg.sequence)
         if position_ids is None:
             position_ids = torch.arange(T, device=input_ids_BT.device)[None]
         x_BTD = self.token_embedding(input_ids_BT)

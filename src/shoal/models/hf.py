@@ -49,9 +49,8 @@ def flops_per_token(config: PretrainedConfig) -> Callable[[int], float]:
     """Returns a function from the length of a row to the FLOPs of one of its tokens, forward and backward.
 
     6 N + 12 L W T as in `presets.flops_per_token` (W: the width of all query heads), where N counts the matrices that a
-    token
-    passes: the head but not the embedding, and of a mixture of experts those it is routed to. The model is built on the
-        meta device to count them.
+    token passes: the head but not the embedding, and of a mixture of experts those it is routed to. The model is built
+    on the meta device to count them.
     """
     with torch.device("meta"):
         model: Any = build_model(config)

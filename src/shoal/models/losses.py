@@ -104,7 +104,6 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 def _optional_inputs(model: nn.Module, mb: Microbatch) -> dict[str, Any]:
     # By name only: the **kwargs of transformers would swallow `document_ids` and do nothing with it. There, positions
-    # that start
-    # again at 0 tell the documents apart.
+    # that start again at 0 tell the documents apart.
     accepted = inspect.signature(unadapted(model).forward).parameters
     return {key: mb[key] for key in ("position_ids", "document_ids", "attention_mask") if key in mb and key in accepted}

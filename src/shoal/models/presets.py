@@ -7,15 +7,12 @@ from shoal.models.gpt import GPTConfig
 # 1m to 15m: modern small models on bytes or a small BPE, for demonstrations and tests on a few cores.
 # 33m: learned positions and an untied head, the model of the data-parallel benchmark.
 # 124m: GPT-2 (Radford et al. 2019). 350m to 6.7b: the sizes of GPT-3 (Brown et al. 2020, table 2.1) with GPT-2's
-# vocabulary; 1.3b has
-# 16 heads of 128, because the 24 heads printed there do not divide 2048.
+# vocabulary; 1.3b has 16 heads of 128, because the 24 heads printed there do not divide 2048.
 # 13b: CodeGeeX (Zheng et al. 2023, https://arxiv.org/abs/2303.17568): 39 layers and one "top query" layer of the same
-# shape, hidden 5120,
-# 40 heads, MLP 20480, sequence 2048, vocabulary 52224 with the head tied to the embedding. Ours differs in three
-# points: the 40th layer
-# is an ordinary block, so there is no table of query embeddings (2048 x 5120, 0.08% of the weights); the last norm
-# stands after
-# that layer, not before it; GELU has its tanh form in place of FastGELU.
+# shape, hidden 5120, 40 heads, MLP 20480, sequence 2048, vocabulary 52224 with the head tied to the embedding. Ours
+# differs in three points: the 40th layer is an ordinary block, so there is no table of query embeddings (2048 x 5120,
+# 0.08% of the weights); the last norm stands after that layer, not before it; GELU has its tanh form in place of
+# FastGELU.
 PRESETS: dict[str, GPTConfig] = {
     "1m": GPTConfig(257, 256, 5, 128, 4, positions="rotary", mlp="swiglu", norm="rmsnorm", bias=False),
     "5m": GPTConfig(257, 256, 6, 256, 4, positions="rotary", mlp="swiglu", norm="rmsnorm", bias=False),

@@ -71,9 +71,9 @@ def with_weights(
         build: Callable[[], nn.Module] = partial(_load, config, str(directory), _files(Path(directory)))
     else:
         build = partial(hf.build_model, config)
-    return (
-        build if lora is None else partial(_adapted, build, dict(lora), None if directory is None else str(directory))
-    )
+    if lora is None:
+        return build
+    return partial(_adapted, build, dict(lora), None if directory is None else str(directory))
 
 
 def check_said(config: Any, weights: str | None) -> None:

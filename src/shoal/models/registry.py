@@ -11,7 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, did_you_mean, fits
 from shoal.models.bert import Bert, BertConfig, MaskedTokens
 from shoal.models.checks import one_of
 from shoal.models.chess import chess_evaluator
@@ -63,8 +63,7 @@ def build(spec: Mapping[str, Any]) -> ModelSpec:
 
     spec: `name`, the settings of that model, and optionally `loss`, which replaces the model's own. Settings by name:
         gpt: `preset` and/or the fields of `GPTConfig`; hf: `config` and any field of it, `weights` and `lora`; bert,
-            lstm,
-        resnet: the fields of their configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
+        lstm, resnet: the fields of their configuration; mlp: `sizes`, `activation`, `dropout`, `task`; chess: none.
 
     Raises `UserError` for an unknown name, preset or setting, and for a missing or invalid setting.
     """
@@ -217,7 +216,7 @@ def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None
         if inner is not None and isinstance(value, Mapping):
             before = getattr(base, key, None)
             value = settings[key] = _config(inner, f"{name}, in model.{key}", value, before)  # type: ignore[arg-type]
-        if not _fits(value, hints[key]):
+        if not fits(value, hints[key]):
             raise UserError(
                 f"model.{key} = {value!r} of {name} must be {_spoken(hints[key])}, not {type(value).__name__}."
             )
@@ -228,21 +227,6 @@ def _config(kind: type, name: str, settings: Mapping[str, Any], base: Any = None
         preset = " or a `preset`" if kind is GPTConfig else ""
         raise UserError(f"model {name!r} needs {', '.join(missing)}{preset}.")
     return kind(**settings)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value of TOML or JSON has the type `hint`. An int also fits float; a bool fits only bool."""
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, member) for member in get_args(hint))
-    if get_origin(hint) is Literal:
-        return isinstance(value, str)  # the choice itself is checked by the configuration, which names what there is
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(_fits(item, get_args(hint)[0]) for item in value)
-    if hint is NoneType:
-        return value is None
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def _spoken(hint: Any) -> str:
