@@ -12,7 +12,7 @@ becomes the mean over microbatches if it is floating, else the largest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -25,25 +25,27 @@ from shoal.module.affine import Affine, Rule
 
 
 @contextmanager
-def buffers_untouched(root: nn.Module) -> Iterator[None]:
-    """Redirects writes to the buffers of `root` to copies, inside the context: a later backward may need the
-    originals."""
-    places = [
-        (owner, name, buffer)
-        for owner in root.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    copies: dict[int, Tensor] = {}
-    for owner, name, buffer in places:
-        if id(buffer) not in copies:
-            copies[id(buffer)] = buffer.clone()
-        owner._buffers[name] = copies[id(buffer)]
+def buffers_replaced(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Puts `values` in the place of the buffers of `root` that have their names, inside the context."""
+    before = []
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        owner = root.get_submodule(path)
+        before.append((owner, attribute, owner._buffers[attribute]))
+        owner._buffers[attribute] = value
     try:
         yield
     finally:
-        for owner, name, buffer in places:
-            owner._buffers[name] = buffer
+        for owner, attribute, buffer in reversed(before):  # a module with two names was replaced twice
+            owner._buffers[attribute] = buffer
+
+
+def buffers_untouched(root: nn.Module) -> AbstractContextManager[None]:
+    """Redirects writes to the buffers of `root` to copies, inside the context: a later backward may need the
+    originals."""
+    copies = {id(buffer): buffer.clone() for buffer in root.buffers()}
+    places = root.named_buffers(remove_duplicate=False)
+    return buffers_replaced(root, {name: copies[id(buffer)] for name, buffer in places})
 
 
 class OtherBuffers:

@@ -13,8 +13,8 @@ dropout and torch's generators repeat their draws; hooks on the block itself, ou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.errors import UserError, did_you_mean
+from shoal.module.buffers import buffers_replaced
 from shoal.plan import Option, option_name, option_parameters
 
 _aten = torch.ops.aten
@@ -212,21 +213,9 @@ class _Block:
             name for name, (buffer, copy) in found.items() if now.get(name) is not buffer or not _equal(buffer, copy)
         }
 
-    @contextmanager
-    def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Gives buffers the values that the first forward found, inside the context; afterwards they are as before
-        it."""
-        places = []
-        for name, (_, copy) in found.items():
-            owner, _, attribute = name.rpartition(".")
-            module = self.module.get_submodule(owner)
-            places.append((module, attribute, module._buffers[attribute]))
-            module._buffers[attribute] = copy.clone()
-        try:
-            yield
-        finally:
-            for module, attribute, buffer in places:
-                module._buffers[attribute] = buffer
+    def _as_found(self, found: Mapping[str, tuple[Tensor, Tensor]]) -> AbstractContextManager[None]:
+        """Gives buffers the values that the first forward found, inside the context."""
+        return buffers_replaced(self.module, {name: copy.clone() for name, (_, copy) in found.items()})
 
 
 class _Meter:
