@@ -101,11 +101,11 @@ void shoal_u4_encode(const float *flat, int64_t numel, int64_t row, uint8_t *out
 }
 
 /* out = decoded, or out += factor * decoded. */
-static inline void put(float *out, float decoded, float factor, int add) {
+static inline void put(float *out, float decoded, float factor, int64_t add) {
     *out = add ? *out + factor * decoded : decoded;
 }
 
-static inline void u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int add) {
+void shoal_u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int64_t add) {
     for (int64_t start = 0; start < numel; start += row) {
         int64_t n = least(row, numel - start);
         float header[2];
@@ -117,7 +117,7 @@ static inline void u8_decode(const uint8_t *data, int64_t numel, int64_t row, fl
     }
 }
 
-static inline void u4_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int add) {
+void shoal_u4_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int64_t add) {
     for (int64_t start = 0; start < numel; start += row) {
         int64_t n = least(row, numel - start), half = (n + 1) / 2;
         float header[2];
@@ -129,19 +129,6 @@ static inline void u4_decode(const uint8_t *data, int64_t numel, int64_t row, fl
             put(out + start + i, (float)(codes[i - half] >> 4) * header[0] + header[1], factor, add);
         data = codes + half;
     }
-}
-
-void shoal_u8_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
-    u8_decode(data, numel, row, out, 1.0f, 0);
-}
-void shoal_u8_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
-    u8_decode(data, numel, row, out, factor, 1);
-}
-void shoal_u4_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
-    u4_decode(data, numel, row, out, 1.0f, 0);
-}
-void shoal_u4_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
-    u4_decode(data, numel, row, out, factor, 1);
 }
 
 /* Sums |x| as a tree: pads the row with zeros to a power of two, adds its second half to its first, and repeats. */
@@ -186,7 +173,7 @@ void shoal_sign_encode(const float *flat, int64_t numel, int64_t row, uint8_t *o
     }
 }
 
-static inline void sign_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int add) {
+void shoal_sign_decode(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor, int64_t add) {
     for (int64_t start = 0; start < numel; start += row) {
         int64_t n = least(row, numel - start), bytes = (n + 7) / 8;
         float scale;
@@ -199,13 +186,6 @@ static inline void sign_decode(const uint8_t *data, int64_t numel, int64_t row, 
         }
         data = bits + bytes;
     }
-}
-
-void shoal_sign_decode(const uint8_t *data, int64_t numel, int64_t row, float *out) {
-    sign_decode(data, numel, row, out, 1.0f, 0);
-}
-void shoal_sign_decode_add(const uint8_t *data, int64_t numel, int64_t row, float *out, float factor) {
-    sign_decode(data, numel, row, out, factor, 1);
 }
 
 /* Writes the ascending indices of the elements whose |x|, as bits, is at least `threshold` (so NaN counts as the

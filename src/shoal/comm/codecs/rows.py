@@ -60,20 +60,20 @@ class Rows(ABC):
                     self.encode_rows(rows, encoded)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
+        self._decode(data, out, None)
+
+    def decode_add(self, data: Tensor, out: Tensor, scale: float = 1.0) -> None:
+        self._decode(data, out, scale)
+
+    def _decode(self, data: Tensor, out: Tensor, scale: float | None) -> None:
+        """Decodes to `out`; or, with a `scale`, adds the values times it."""
         check(self, out, data)
         kernel = self._kernel("decode", out)
         for piece, encoded in self._pieces(out, data, kernel):
             if kernel is not None and piece.dtype == torch.float32:
-                kernel(encoded.data_ptr(), piece.numel(), self.row, piece.data_ptr())
-            else:
+                kernel(encoded.data_ptr(), piece.numel(), self.row, piece.data_ptr(), scale or 0.0, scale is not None)
+            elif scale is None:
                 piece.copy_(self._decoded(encoded, piece.numel(), kernel))
-
-    def decode_add(self, data: Tensor, out: Tensor, scale: float = 1.0) -> None:
-        check(self, out, data)
-        kernel = self._kernel("decode_add", out) if out.dtype == torch.float32 else self._kernel("decode", out)
-        for piece, encoded in self._pieces(out, data, kernel):
-            if kernel is not None and piece.dtype == torch.float32:
-                kernel(encoded.data_ptr(), piece.numel(), self.row, piece.data_ptr(), scale)
             else:
                 add(piece, self._decoded(encoded, piece.numel(), kernel), scale)
 
@@ -110,12 +110,10 @@ class Rows(ABC):
         if full < flat.numel():
             yield flat[full:].view(1, -1), data[border:].view(1, -1)
 
-    def _decoded(self, data: Tensor, numel: int, kernel: object) -> Tensor:
+    def _decoded(self, data: Tensor, numel: int, kernel: Callable[..., Any] | None) -> Tensor:
         decoded = torch.empty(numel, device=data.device)
         if kernel is not None:
-            decode = self._kernel("decode", decoded)
-            assert decode is not None
-            decode(data.data_ptr(), numel, self.row, decoded.data_ptr())
+            kernel(data.data_ptr(), numel, self.row, decoded.data_ptr(), 0.0, False)
             return decoded
         for rows, encoded in self._matrices(decoded, data):
             rows.copy_(self.decode_rows(encoded, rows.shape[1]))
