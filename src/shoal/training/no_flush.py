@@ -4,10 +4,11 @@
 With n updates made, the weights are version n. The forward of step t takes version t - delay, its backward the same
 again, and its update is made from version t: so
 
-    2bw         delay 1 on every stage       W(t+1) = W(t) - lr * grad f_t(W(t-1))       Narayanan et al. 2021, arXiv
-    2006.09503 pipedream   delay p - 1 - s on stage s   a step is one microbatch, and each stage updates as soon as its
-    gradient is there
-                vertical_sync: p - 1 on all                                              Narayanan et al. 2019 (SOSP)
+    2bw         delay 1 on every stage: W(t+1) = W(t) - lr * grad f_t(W(t-1))
+                Narayanan et al. 2021, arXiv 2006.09503
+    pipedream   delay p - 1 - s on stage s, with vertical_sync p - 1 on all: a step is one microbatch, and each stage
+                updates as soon as its gradient is there
+                Narayanan et al. 2019 (SOSP)
 
 A step's update is made at the end of the call `delay` steps later, by when all its backwards are over here. 2bw waits
 for nobody then: while the next step went on, its gradients have been reduced beside it, and so were the sums and the
