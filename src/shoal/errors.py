@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -109,6 +109,24 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def check_choice(said: str, choice: object, known: Iterable[str]) -> None:
+    """Raises UserError, with the closest one, if `choice` is none of `known`. said: the message up to their list."""
+    names = list(known)
+    if choice not in names:
+        raise UserError(f"{said} {', '.join(names)}.{did_you_mean(str(choice), names)}")
+
+
+def check_names(said: str, given: Iterable[str], known: Iterable[str], lists: str = "It has") -> None:
+    """Raises UserError, with the closest one, for the first name `given` that is none of `known`.
+
+    said: the message up to that name. lists: what stands before the list of known ones.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise UserError(f'{said} "{name}".{did_you_mean(name, names)} {lists}: {", ".join(names) or "none"}')
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_names
 
 MOST_RANKS, MOST_RANKS_OF_A_HOST = 1 << 20, 4096
 
@@ -182,10 +182,7 @@ class Plan:
     @classmethod
     def _known(cls, table: Mapping[str, Any]) -> None:
         """Raises UserError for a key that is no field."""
-        known = [field.name for field in fields(cls)]
-        for key in table:
-            if key not in known:
-                raise UserError(f'plan has no field "{key}".{did_you_mean(key, known)} Fields: {", ".join(known)}')
+        check_names("plan has no field", table, [field.name for field in fields(cls)], "Fields")
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that differ from the defaults, for `from_dict` to read back."""

@@ -17,7 +17,7 @@ import torch
 
 from shoal.comm.ledger import Ledger
 from shoal.device import allocated, forget_most_allocated, free_memory, most_allocated
-from shoal.errors import BudgetExceeded, UserError, did_you_mean
+from shoal.errors import BudgetExceeded, UserError, check_names
 from shoal.plan import Option
 
 UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
@@ -66,7 +66,7 @@ def budget(option: Option | None, device: torch.device) -> Budget | None:
         return Budget(_free(device))
     if not isinstance(option, Mapping):
         raise UserError(f'plan.memory = {option!r}: give "auto", or a table such as {{device = "12GiB"}}')
-    _check_keys(option, [each.name for each in fields(Budget)], "plan.memory")
+    check_names("plan.memory has no key", option, [each.name for each in fields(Budget)])
     on_device, host, update = option.get("device"), option.get("host"), option.get("update", "auto")
     if update not in UPDATES:
         raise UserError(f"plan.memory.update = {update!r}: give one of {', '.join(UPDATES)}")
@@ -103,14 +103,8 @@ def _disk(option: Any) -> DiskBudget:
         raise UserError(
             f'plan.memory.disk = {option!r}: give a directory, or a table such as {{path = "/scratch", size = "1TB"}}'
         )
-    _check_keys(table, ["path", "size"], "plan.memory.disk")
+    check_names("plan.memory.disk has no key", table, ["path", "size"])
     return DiskBudget(Path(table["path"]), nbytes(table["size"], "plan.memory.disk.size") if "size" in table else None)
-
-
-def _check_keys(table: Mapping[str, Any], known: list[str], what: str) -> None:
-    for key in table:
-        if key not in known:
-            raise UserError(f'{what} has no key "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
 
 
 def nbytes(value: Any, what: str) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from shoal.doors.config import Settings, flag, inner, number
 from shoal.doors.schedules import schedule
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_names, did_you_mean
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.fused.trial import try_out
 
@@ -148,9 +148,7 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
     if kind in ("adam", "adamw"):
         kind = _adam(kind, params)
     known = [key for key in inspect.signature(classes[kind]).parameters if key != "params"]
-    for key in params:
-        if key not in known:
-            raise UserError(f'{name} has no parameter "{key}".{did_you_mean(key, known)} It has: {", ".join(known)}')
+    check_names(f"{name} has no parameter", params, known)
     factory = partial(
         classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice, check_names
 
 LARGEST = 1e300
 """Bound of a configuration's numbers, so that their products are finite."""
@@ -57,17 +57,9 @@ class Schedule:
 def schedule(name: str, parameters: Mapping[str, Any]) -> Callable[[Optimizer], Schedule]:
     """Returns a factory of DeepSpeed's schedule `name`. Raises UserError for an unknown name, and for unknown, missing
     or invalid parameters."""
-    if not isinstance(name, str) or name not in SCHEDULES:
-        raise UserError(
-            f'scheduler.type = "{name!s:.100}" is not one of '
-            f"{', '.join(SCHEDULES)}.{did_you_mean(str(name), list(SCHEDULES))}"
-        )
+    check_choice(f'scheduler.type = "{name!s:.100}" is not one of', name, SCHEDULES)
     known = inspect.signature(SCHEDULES[name]).parameters
-    for key in parameters:
-        if key not in known:
-            raise UserError(
-                f'{name} has no parameter "{key}".{did_you_mean(key, list(known))} It has: {", ".join(known)}'
-            )
+    check_names(f"{name} has no parameter", parameters, known)
     for key, each in known.items():
         if each.default is inspect.Parameter.empty and key not in parameters:
             raise UserError(f"scheduler.params: {name} needs {key}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice, did_you_mean
 from shoal.optim.fused.trial import try_out
 from shoal.optim.groups import OptimizerFactory
 from shoal.plan import option_parameters
@@ -27,10 +27,8 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
     """
     parameters = option_parameters(option)
     name = option if isinstance(option, str) else option.get("name")
-    if not isinstance(name, str) or name not in OPTIMIZERS:
-        closest = did_you_mean(str(name), list(OPTIMIZERS))
-        raise UserError(f"train.optimizer = {name!r} is not one of {', '.join(OPTIMIZERS)}.{closest}")
-    kind = OPTIMIZERS[name]
+    check_choice(f"train.optimizer = {name!r} is not one of", name, OPTIMIZERS)
+    kind = OPTIMIZERS[str(name)]
     known = [each for each in inspect.signature(kind).parameters if each not in ("params", "lr", "weight_decay")]
     for key in parameters:
         if key not in known:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice
 from shoal.module.buffers import buffers_replaced
 from shoal.plan import Option, option_name, option_parameters
 
@@ -86,10 +86,7 @@ class Recompute:
             "selective": self._selective,
             "budget": self._budget,
         }
-        if name not in kinds:
-            raise UserError(
-                f'plan.recompute = "{name}" is not one of {", ".join(kinds)}.{did_you_mean(name, list(kinds))}'
-            )
+        check_choice(f'plan.recompute = "{name}" is not one of', name, kinds)
         try:
             kinds[name](**parameters)
         except TypeError as error:

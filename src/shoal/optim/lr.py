@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice
 
 Schedule = Callable[[Optimizer], LRScheduler]
 
@@ -62,8 +62,7 @@ def by_name(name: str, total: int, warmup: int, floor: float) -> Schedule:
         "linear": linear(total, warmup, floor),
         "cosine": cosine(total, warmup, floor),
     }
-    if name not in schedules:
-        raise UserError(f'schedule "{name}" is not one of {", ".join(schedules)}.{did_you_mean(name, list(schedules))}')
+    check_choice(f'schedule "{name}" is not one of', name, schedules)
     return schedules[name]
 
 

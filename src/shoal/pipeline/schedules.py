@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice
 from shoal.pipeline.actions import Action, Kind, Schedule, as_orders
 from shoal.pipeline.simulate import Costs, simulate
 
@@ -40,10 +40,7 @@ def make_schedule(
 
     Raises UserError for values that the schedule does not take.
     """
-    if name not in SCHEDULES:
-        raise UserError(
-            f'plan.schedule = "{name}" is none of {", ".join(SCHEDULES)}.{did_you_mean(name, list(SCHEDULES))}'
-        )
+    check_choice(f'plan.schedule = "{name}" is none of', name, SCHEDULES)
     if ranks < 1 or microbatches < 1:
         raise UserError(f"a pipeline of {ranks} ranks and {microbatches} microbatches: both must be at least 1")
     usual = {"interleaved": 2, "zbv": 2}.get(name, 1)

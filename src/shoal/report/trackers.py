@@ -13,7 +13,7 @@ from threading import Thread
 from types import ModuleType
 from typing import Any, Protocol
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_names
 
 from .metrics import EvalRecord, Record, RunRecord, SampleRecord, StepRecord
 
@@ -142,12 +142,7 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = {
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises UserError for an unknown name."""
-    for name in names:
-        if name not in TRACKERS:
-            known = ", ".join(TRACKERS)
-            raise UserError(
-                f'run.trackers: unknown tracker "{name}".{did_you_mean(name, list(TRACKERS))} Known ones: {known}'
-            )
+    check_names("run.trackers: unknown tracker", names, TRACKERS, "Known ones")
 
 
 def make_trackers(names: Sequence[str], run_dir: Path) -> dict[str, Tracker]:

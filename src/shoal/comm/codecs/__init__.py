@@ -13,7 +13,7 @@ from shoal.comm.codecs.feedback import ErrorFeedback
 from shoal.comm.codecs.minmax import U4, U8
 from shoal.comm.codecs.sign import Sign
 from shoal.comm.codecs.topk import TopK
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import check_choice, check_names
 from shoal.plan import Option, option_name, option_parameters
 
 __all__ = ["U4", "U8", "Cast", "Codec", "ErrorFeedback", "Sign", "TopK", "codec"]
@@ -28,12 +28,7 @@ def codec(option: Option) -> Codec:
     Raises UserError for an unknown name or parameter, or a wrong value.
     """
     name, parameters = option_name(option, "exchange.codec"), option_parameters(option)
-    names = [*_CASTS, *_FORMATS]
-    if name not in names:
-        raise UserError(f'codec "{name}" is not one of {", ".join(names)}.{did_you_mean(name, names)}')
+    check_choice(f'codec "{name}" is not one of', name, [*_CASTS, *_FORMATS])
     known = [] if name in _CASTS else [field.name for field in fields(_FORMATS[name])]  # type: ignore[arg-type]
-    for key in parameters:
-        if key not in known:
-            takes = ", ".join(known) or "none"
-            raise UserError(f'codec "{name}" has no parameter "{key}".{did_you_mean(key, known)} Parameters: {takes}')
+    check_names(f'codec "{name}" has no parameter', parameters, known, "Parameters")
     return Cast(_CASTS[name]) if name in _CASTS else _FORMATS[name](**parameters)

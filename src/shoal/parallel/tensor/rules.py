@@ -35,7 +35,7 @@ from functools import lru_cache
 
 from torch import nn
 
-from shoal.errors import UserError, did_you_mean
+from shoal.errors import UserError, check_choice, did_you_mean
 from shoal.models.adapted import unadapted
 from shoal.module.stand_in import whole_model
 
@@ -164,10 +164,7 @@ def check_rules(module: nn.Module, given: Rules) -> None:
             raise UserError(
                 f"tensor_rules[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name"
             )
-        if kind not in KINDS:
-            raise UserError(
-                f"tensor_rules[{pattern!r}] = {kind!r} is none of {', '.join(KINDS)}.{did_you_mean(kind, list(KINDS))}"
-            )
+        check_choice(f"tensor_rules[{pattern!r}] = {kind!r} is none of", kind, KINDS)
         if kind in ("sequence", "overlap") and pattern:
             raise UserError(f'tensor_rules[{pattern!r}] = "{kind}": it is said of the whole model, tensor_rules[""]')
         if not any(matches(pattern, name) for name in names):
