@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from shoal.doors.config import Settings, flag, inner, number
 from shoal.doors.schedules import schedule
 from shoal.errors import UserError, check_names, did_you_mean
 from shoal.optim.fused.optimizer import OptimizerFactory
-from shoal.optim.fused.trial import try_out
+from shoal.optim.fused.trial import tried_out
 
 CLIPPING = 1.0
 """DeepSpeed's default for the largest gradient norm."""
@@ -149,11 +148,7 @@ def _optimizer(table: Mapping[str, Any]) -> OptimizerFactory:
         kind = _adam(kind, params)
     known = [key for key in inspect.signature(classes[kind]).parameters if key != "params"]
     check_names(f"{name} has no parameter", params, known)
-    factory = partial(
-        classes[kind], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    )
-    try_out(factory, f"optimizer.params = {params!r:.300} of {name}")
-    return factory
+    return tried_out(classes[kind], params, f"optimizer.params = {params!r:.300} of {name}")
 
 
 def _adam(kind: str, params: dict[str, Any]) -> str:

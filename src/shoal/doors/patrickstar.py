@@ -1,14 +1,13 @@
 """PatrickStar's configuration: chunk memory over all ranks, Adam on the host.
 
 Two keys differ from PatrickStar, which misreads them: `hysteresis` has DeepSpeed's meaning (PatrickStar takes it for
-    the factor of the scale), and the threshold of `gradient_clipping` is constant (PatrickStar multiplies it by the
-    loss scale again for each parameter).
+the factor of the scale), and the threshold of `gradient_clipping` is constant (PatrickStar multiplies it by the loss
+scale again for each parameter).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from shoal.device import total_memory
 from shoal.doors.config import HONOURED, NO_EFFECT, REFUSED, Key, Settings, flag, inner, number
 from shoal.errors import UserError, did_you_mean
-from shoal.optim.fused.trial import try_out
+from shoal.optim.fused.trial import tried_out
 
 CHUNK_SIZE = 32 * 2**20
 """Default number of elements of a chunk."""
@@ -95,11 +94,7 @@ def _optimizer(table: Mapping[str, Any]) -> Any:
         )
     given = {key: value for key, value in inner(table, "optimizer.params").items() if key != "use_hybrid_adam"}
     params = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, **given}
-    factory = partial(
-        kinds[name], **{key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    )
-    try_out(factory, f"optimizer.params = {params!r:.300}")
-    return factory
+    return tried_out(kinds[name], params, f"optimizer.params = {params!r:.300}")
 
 
 def _precision(table: Mapping[str, Any]) -> str | dict[str, Any]:

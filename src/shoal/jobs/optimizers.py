@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.errors import UserError, check_choice, did_you_mean
-from shoal.optim.fused.trial import try_out
+from shoal.optim.fused.trial import tried_out
 from shoal.optim.groups import OptimizerFactory
 from shoal.plan import option_parameters
 
@@ -34,7 +33,4 @@ def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory
         if key not in known:
             closest = did_you_mean(key, known)
             raise UserError(f"train.optimizer.{key} is no parameter of {name}.{closest} Parameters: {', '.join(known)}")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in parameters.items()}
-    factory = partial(kind, lr=lr, **values)
-    try_out(factory, f"train.optimizer = {option!r} with lr = {lr}")
-    return factory
+    return tried_out(kind, {"lr": lr, **parameters}, f"train.optimizer = {option!r} with lr = {lr}")

@@ -56,8 +56,8 @@ def launch(
     run_dir: keeps the output of ranks above 0 in run_dir/logs/rank1.log and so on.
 
     The exit code is 0, or that of the rank at fault: its ShoalError's (2 user, 3 training, 4 launch, 5 checkpoint), 1
-        for another exception, its own if it exited, 4 if a signal killed it. It is 128 + n if this process got signal
-        n, unless the checkpoint that the ranks then write failed.
+    for another exception, its own if it exited, 4 if a signal killed it. It is 128 + n if this process got signal n,
+    unless the checkpoint that the ranks then write failed.
 
     Raises UserError if `program` does not exist, LaunchError if a rank cannot be started.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,11 +110,14 @@ def _same_in_trial(factory: OptimizerFactory, groups: Sequence[Mapping[str, Any]
     return equal(named, flat_named) and all(equal(dict(one), dict(other)) for one, other in states)
 
 
-def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
-    """Runs a step of the optimizer on a small parameter.
+def tried_out(kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], what: str) -> OptimizerFactory:
+    """Returns a factory of optimizers of `kind`, once one has made a step on a small parameter.
 
-    Raises UserError, beginning with `what`, where torch refuses its options, or they are of wrong types.
+    options: of TOML or JSON, whose lists stand for tuples.
+
+    Raises UserError, beginning with `what`, where torch refuses the options, or they are of wrong types.
     """
+    factory = partial(kind, **{key: tuple(each) if isinstance(each, list) else each for key, each in options.items()})
     parameter = torch.nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     try:
@@ -121,9 +125,10 @@ def try_out(factory: Callable[..., torch.optim.Optimizer], what: str) -> None:
         if not optimizer.defaults.get("capturable"):  # which takes parameters on a GPU only
             optimizer.step()
     except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "  # torch's own words need none
-        raise UserError(f"{what} is refused by torch: {kind}{error}") from error
+        name = "" if type(error) is ValueError else f"{type(error).__name__}: "  # torch's own words need none
+        raise UserError(f"{what} is refused by torch: {name}{error}") from error
     if not parameter.isfinite().all():
         raise UserError(
             f"{what} makes a weight of 1 with a gradient of 1 {parameter.flatten()[0]:g} in one step: give other values"
         )
+    return factory
