@@ -10,7 +10,7 @@ from shoal.chunks.gather import Gather
 from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.make import ChunkMaker
 from shoal.chunks.search import search
-from shoal.chunks.spec import ChunkSpec, Slot
+from shoal.chunks.spec import ChunkSpec, Slot, flat_views
 from shoal.chunks.tier import Budget, Tier, budget
 from shoal.chunks.weakly import weakly
 
@@ -29,6 +29,7 @@ __all__ = [
     "adopt",
     "assign",
     "budget",
+    "flat_views",
     "move",
     "search",
     "sum_of_squares",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.chunks.exact import DIGITS, exact_sum
 from shoal.chunks.masters import CompactMasters, MasterStore
-from shoal.chunks.spec import ChunkSpec, Slot, gaps
+from shoal.chunks.spec import ChunkSpec, Slot, flat_views, gaps
 
 NORM_PIECE = 1 << 18
 """Elements summed in the gradient's own precision before the sum goes on in fp64: 1 MiB of fp32, which a core's cache
@@ -106,8 +106,8 @@ class Buffer:
         """
         rank, ranks = self.spec.tp_copy
         part, parts = part * ranks + rank, parts * ranks
-        flats = [slot.view(self.gradient).view(-1) for slot in self.slots]
-        pieces = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
+        (flats,) = flat_views(self.slots, self.gradient)
+        pieces = [piece for flat in flats for piece in (flat.split(NORM_PIECE) if len(flat) > NORM_PIECE else [flat])]
         return pieces[len(pieces) * part // parts : len(pieces) * (part + 1) // parts]
 
 

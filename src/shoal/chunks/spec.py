@@ -87,6 +87,18 @@ class ChunkSpec:
         return self.trainable and (self.master_dtype != self.dtype or self.has_versions)
 
 
+def flat_views(slots: Sequence[Slot], *flats: Tensor) -> list[list[Tensor]]:
+    """1-D views of `slots`, which are in order, inside each of `flats`, all of one size.
+
+    One call of torch for all slots, where `Slot.view` needs two a slot, 5 us.
+    """
+    sizes, end = list[int](), 0
+    for slot in slots:
+        sizes += [slot.offset - end, slot.numel]
+        end = slot.offset + sizes[-1]
+    return [list(flat.split_with_sizes([*sizes, flat.numel() - end])[1::2]) for flat in flats]
+
+
 def extent(slots: Sequence[Slot]) -> int:
     """Elements up to the end of the last slot."""
     return slots[-1].offset + slots[-1].numel if slots else 0

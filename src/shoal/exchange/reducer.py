@@ -158,10 +158,9 @@ class Reducer:
         if self._round < self._rounds:
             self._begin_round()
 
-    @torch.no_grad()
     def _arrived(self, index: int, slot: Slot, parameter: Tensor) -> None:
-        gradient, name = parameter.grad, slot.name
-        assert gradient is not None
+        assert parameter.grad is not None
+        gradient, name = parameter.grad.detach(), slot.name  # as of a backward that makes a graph
         if self._chunks[index].borrows:
             put(slot.view(self._flat(index)), gradient, False)
         else:
@@ -182,6 +181,7 @@ class Reducer:
             if self._front < len(self._order) and index == self._order[self._front]:
                 self._advance()
 
+    @torch.no_grad()
     def _show(self, index: int, slot: Slot, parameter: Tensor, hooks: Sequence[Hook]) -> None:
         """Lets a user's `hooks` see, and change, the sum of a gradient on this rank."""
         name, rows = slot.name, self.rows.get(slot.name)
@@ -238,7 +238,7 @@ class Reducer:
                 flat = self._lent.pop(index)
                 work = partial(self._exchange_lent, index, self._turn - 1, flat, self._round)
                 self._gradient_pool.handed_over(self._lane.submit(work, f"chunk {chunk.index}"), flat)
-            else:
+            elif self._reduces or self._sums or self._unscale is not None or self._beside is not None:
                 self._lane.submit(partial(self._exchange, index), f"chunk {chunk.index}")
 
     @torch.no_grad()

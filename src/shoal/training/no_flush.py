@@ -104,7 +104,7 @@ class NoFlushRunner:
         step (NaN where there was none yet). Raises TrainingError, with the weights before that update, on NaN.
         """
         started = time.perf_counter()
-        self.forward.module.train()
+        self.forward.set_training()
         lr = self._trained.lr
         self._made = None
         step = self._forwards(batch)

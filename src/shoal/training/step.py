@@ -72,7 +72,7 @@ class StepRunner:
         alone = self._holds(batch.step) is Holds.INDEPENDENT
         self._samples = sum(len(ids) for ids in share.microbatches) if alone else share.samples
         self.begin(batch.step, share.most, self.per_sample * self._samples)
-        self.forward.module.train()
+        self.forward.set_training()
         runs = with_idle(share.microbatches, share.most if self.dealing.lockstep else 0, batch.ids[: self.dealing.size])
         with self.forward.gather.step(("train", share.most)), self.forward.rows():
             self.accumulate.run(batch, runs)

@@ -11,17 +11,18 @@ import ctypes
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.chunks import Buffer, Slot
+from shoal.chunks import Buffer, Slot, flat_views
 from shoal.chunks.masters import join_halves, part_halves
 from shoal.native import library
 
 MASTER_SPLIT, GRAD_BF16, DECOUPLED = 1, 2, 4
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
 SHARE = 1 << 16
 """Elements of a thread, at least."""
 
@@ -65,29 +66,33 @@ class HostAdam:
     def step(self, chunk: Buffer, factor: float, left_out: Collection[str]) -> None:
         """Updates the owned `chunk` with gradients times `factor`, except the parameters `left_out`; bf16 data are
         written in the same pass."""
-        if not chunk.slots:
-            return
-        group = self._options[self._group_of[id(self._parameters[chunk.slots[0].name])]]
-        for slot in chunk.slots:
-            if slot.name not in left_out and slot.numel:
-                self._update(chunk, slot, factor, group)
-        chunk.data_is_new = chunk.master_like is not chunk.data and chunk.data.dtype == torch.bfloat16
+        due = [slot for slot in chunk.slots if slot.name not in left_out and slot.numel]
+        is_low = chunk.data.dtype == torch.bfloat16
+        if due:
+            group = self._options[self._group_of[id(self._parameters[due[0].name])]]
+            states = [self._state(slot) for slot in due]
+            torch._foreach_add_([state["step"] for state in states], 1)
+            lower = chunk.lower_halves
+            flats = [chunk.master if lower is None else lower, chunk.gradient, *([chunk.data] if is_low else [])]
+            arguments: dict[int, _Arguments] = {}  # by step, which is mostly one
+            work = []  # all of it first: between kernels, which leave nothing in the caches, Python is slow
+            for state, master, grad, *weights in zip(states, *flat_views(due, *flats), strict=True):
+                step = int(state["step"])
+                if step not in arguments:
+                    arguments[step] = _arguments(step, factor, **{name: group[name] for name in OPTIONS})
+                tensors = [master, grad, state["exp_avg"], state["exp_avg_sq"], *weights]
+                work.append(_work(tensors, arguments[step], self._decoupled))
+            for calls in work:
+                _run(calls)
+        chunk.data_is_new = is_low and chunk.master_like is not chunk.data
 
-    def _update(self, chunk: Buffer, slot: Slot, factor: float, group: Mapping[str, Any]) -> None:
-        state = self._optimizer.state[self._parameters[slot.name]]
+    def _state(self, slot: Slot) -> dict[str, Any]:
+        """State of the optimizer of what this rank has of a parameter; zeros at first."""
+        state: dict[str, Any] = self._optimizer.state[self._parameters[slot.name]]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(slot.shape, dtype=torch.float32) for _ in range(2))
-        state["step"] += 1
-        lower = chunk.lower_halves
-        master = slot.view(chunk.master if lower is None else lower).view(-1)
-        adam_update(
-            master, slot.view(chunk.gradient).view(-1),
-            state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), int(state["step"]),
-            lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-            decoupled=self._decoupled, grad_factor=factor,
-            weights=slot.view(chunk.data).view(-1) if chunk.data.dtype == torch.bfloat16 else None,
-        )  # fmt: skip
+        return state
 
 
 class _Arguments(ctypes.Structure):
@@ -120,36 +125,52 @@ def adam_update(
     - `step`: counts from 1
     - `decoupled`: weight decay of AdamW
     """
+    arguments = _arguments(step, grad_factor, lr, betas, eps, weight_decay)
+    tensors = [master, grad, exp_avg, exp_avg_sq, *([] if weights is None else [weights])]
+    _run(_work(tensors, arguments, decoupled))
+
+
+def _arguments(
+    step: int, grad_factor: float, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> _Arguments:
     bias1, bias2 = 1 - betas[0] ** step, 1 - betas[1] ** step
-    arguments = _Arguments(betas[0], betas[1], eps, weight_decay, lr, lr / bias1, math.sqrt(bias2), grad_factor)
+    return _Arguments(betas[0], betas[1], eps, weight_decay, lr, lr / bias1, math.sqrt(bias2), grad_factor)
+
+
+def _work(tensors: Sequence[Tensor], arguments: _Arguments, decoupled: bool) -> list[Callable[[], None]]:
+    """Calls that update (master, grad, exp_avg, exp_avg_sq, perhaps weights) as `adam_update` says, one a thread. The
+    tensors may have any shape."""
+    assert all(map(Tensor.is_contiguous, tensors))
+    master, grad = tensors[:2]
     kind = (
         MASTER_SPLIT * (master.dtype == torch.int16)
         | GRAD_BF16 * (grad.dtype == torch.bfloat16)
         | DECOUPLED * decoupled
     )
-    tensors = [master, grad, exp_avg, exp_avg_sq, weights]
     kernels = library()
     if kernels is None:
-        _in_torch(tensors, arguments, kind)
-        return
+        return [partial(_in_torch, [each.view(-1) for each in tensors], arguments, kind)]
 
-    def run(stretch: slice) -> None:
-        pointers = [None if each is None else each[stretch].data_ptr() for each in tensors]
-        kernels.shoal_adam(*pointers, stretch.stop - stretch.start, kind, ctypes.byref(arguments))
+    def call(start: int, stop: int) -> Callable[[], None]:
+        pointers = [each.data_ptr() + start * each.element_size() for each in tensors]
+        weights = [None] * (5 - len(tensors))
+        return partial(kernels.shoal_adam, *pointers, *weights, stop - start, kind, ctypes.byref(arguments))
 
-    _in_shares(run, master.numel())
-
-
-def _in_shares(run: Callable[[slice], None], elements: int) -> None:
-    """Calls `run` for stretches of `elements`, one a thread."""
+    elements = master.numel()
     threads = max(1, min(torch.get_num_threads(), elements // SHARE))
     if threads == 1:
-        run(slice(0, elements))
-        return
+        return [call(0, elements)]
     each = -(-elements // threads)
     each += -each % 64
-    stretches = [slice(start, min(start + each, elements)) for start in range(0, elements, each)]
-    list(_pool(torch.get_num_threads()).map(run, stretches))
+    return [call(start, min(start + each, elements)) for start in range(0, elements, each)]
+
+
+def _run(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes `calls` at once, each on a thread."""
+    if len(calls) == 1:
+        calls[0]()
+    else:
+        list(_pool(torch.get_num_threads()).map(lambda call: call(), calls))
 
 
 @cache
@@ -157,9 +178,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="shoal-adam")
 
 
-def _in_torch(tensors: Sequence[Tensor | None], a: _Arguments, kind: int) -> None:
-    master, grad, exp_avg, exp_avg_sq, weights = tensors
-    assert master is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
+def _in_torch(tensors: Sequence[Tensor], a: _Arguments, kind: int) -> None:
+    master, grad, exp_avg, exp_avg_sq = tensors[:4]
+    weights = tensors[4] if len(tensors) > 4 else None
     p = master
     if kind & MASTER_SPLIT:
         assert weights is not None
