@@ -43,7 +43,7 @@ def plain(arg):
 
 def asked(operation: str, *args) -> tuple[list[tuple], int]:
     pg = StandIn()
-    getattr(Nccl(pg), operation)(*args)
+    getattr(Nccl(pg, torch.device("cpu")), operation)(*args)
     return pg.calls, pg.waited
 
 
@@ -78,6 +78,14 @@ def test_each_operation_is_one_call_that_is_waited_for(operation, args, calls):
 def test_an_exchange_is_one_group_of_a_send_and_a_receive():
     names = [call[0] for call in asked("exchange", a, 0, b, 2)[0]]
     assert names == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+
+
+def test_its_name_tells_what_the_environment_sets(monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert Nccl(StandIn(), torch.device("cpu")).carrier == "NCCL 2.27.5"
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert Nccl(StandIn(), torch.device("cpu")).carrier == "NCCL 2.27.5 (NCCL_P2P_DISABLE=1)"
 
 
 def test_an_exchange_with_oneself_is_a_copy():

@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm import World
+from shoal.comm.world import Seat
+from shoal.device import stand_in
+from shoal.errors import UserError
+from tests.device.recorder import Recorder
 
 
-@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
-def test_a_device_without_an_index_is_the_one_that_is_current(device, index, monkeypatch):
-    taken = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    world = World.single(device)
-    assert world.device == torch.device("cuda", index) and taken == [world.device]
+@pytest.mark.parametrize(("device", "index"), [("cuda", 1), ("cuda:0", 0)])
+def test_a_device_without_an_index_is_the_one_that_is_current(device, index):
+    with stand_in("cuda", Recorder()):
+        world = World.single(device)
+        assert world.device == torch.device("cuda", index)
+
+
+def worlds(*devices: str) -> list[str]:
+    """What the worlds of ranks with these devices say as they meet."""
+    store = dist.HashStore()
+
+    def meet(rank: int) -> str:
+        world = World(rank, len(devices), seat=Seat(rank, len(devices)), store=store, device=devices[rank])
+        try:
+            world.group("world", list(range(len(devices))))
+        except UserError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(devices)) as threads:
+        return list(threads.map(meet, range(len(devices))))
+
+
+def test_ranks_with_devices_of_several_kinds_are_told():
+    with stand_in("cuda", Recorder()):
+        said = worlds("cuda:0", "cpu")
+    assert said[0] == said[1] and "rank 0 has cuda:0 and rank 1 has cpu: all ranks need the same kind" in said[0]
+
+
+def test_ranks_with_the_same_gpu_are_told():
+    """Whatever each process calls it: where a scheduler gives every task one GPU, all call theirs the first."""
+    with stand_in("cuda", Recorder()):
+        said = worlds("cuda:1", "cuda:1")
+    assert said[0] == said[1] and "ranks 0 and 1 have the same GPU (GPU-1): give each its own" in said[0]

@@ -89,7 +89,7 @@ class Recorder:
         return "Recorder"
 
     def get_device_properties(self, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(name="Recorder", total_memory=8_000_000_000)
+        return SimpleNamespace(name="Recorder", total_memory=8_000_000_000, uuid=f"GPU-{device.index}")
 
     def get_device_capability(self, device: torch.device) -> tuple[int, int]:
         return 8, 0

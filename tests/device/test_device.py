@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_cpu_has_nothing_to_wait_for_and_no_figures(device):
         tensor = torch.ones(2)
     room.record_use(tensor)
     room.finish(device), room.finish_all(), room.synchronize(device), room.forget_most_allocated(device)
-    assert room.to_device(tensor, device) is tensor
+    assert room.to_device(tensor, device).device == device and room.to_device(tensor, CPU) is tensor
 
 
 def test_a_process_without_accelerators_has_the_cpu(cuda):
@@ -70,6 +71,20 @@ def test_a_rank_without_an_accelerator_of_its_own_is_refused(cuda):
     ):
         room.own_device(None, 2, 3)
     assert room.own_device("cpu", 2, 3) == CPU and cuda.calls == []
+
+
+def test_a_device_that_is_not_there_is_refused(cuda, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    with pytest.raises(UserError, match=r"there is no cuda:2: there are 2 \(CUDA_VISIBLE_DEVICES=4,6\). Start"):
+        room.own_device("cuda:2", 0, 1)
+    with pytest.raises(UserError, match=r"rank 2 of this host has no GPU of its own: there are 2 \(CUDA"):
+        room.own_device("cuda", 2, 3)
+    cuda.is_there = False
+    with pytest.raises(UserError, match=r'device = "cuda": torch (is built|finds).*Train on the CPU: device = "cpu"'):
+        room.own_device("cuda", 0, 1)
+    with pytest.raises(UserError, match=r'device = "gpu": Expected one of cpu, cuda'):
+        room.own_device("gpu", 0, 1)
+    assert cuda.calls == []
 
 
 def test_work_aside_comes_behind_an_event_and_is_waited_for(cuda):
@@ -113,7 +128,26 @@ def test_what_goes_to_an_accelerator_is_pinned_first(cuda):
     """So that `to` with non_blocking leaves the host free."""
     went = []
     pinned = SimpleNamespace(to=lambda device, non_blocking: went.append((device, non_blocking)) or "there")
-    assert room.to_device(SimpleNamespace(pin_memory=lambda: pinned), GPU) == "there" and went == [(GPU, True)]
+    assert room.to_device(SimpleNamespace(is_cpu=True, pin_memory=lambda: pinned), GPU) == "there"
+    assert went == [(GPU, True)]
+
+
+def test_what_is_on_an_accelerator_already_is_not_pinned(cuda):
+    there = SimpleNamespace(is_cpu=False, to=lambda device, non_blocking: there)
+    assert room.to_device(there, GPU) is there
+
+
+def test_what_comes_to_the_host_arrives_at_an_event(monkeypatch):
+    """In pinned memory, behind the work that the device has by then; the host goes on."""
+    meta, recorder, copies = torch.device("meta"), Recorder(), []
+    here = SimpleNamespace(copy_=lambda tensor, non_blocking: copies.append((tensor, non_blocking)) or here)
+    monkeypatch.setattr(torch, "empty_like", lambda _, device, pin_memory: here if pin_memory else None)
+    away, one = torch.ones(2, device=meta), torch.ones(1)
+    with stand_in("meta", recorder):
+        tensors, events = room.to_host(away, one, away)
+    assert tensors[0] is tensors[2] is here and tensors[1] is one and copies == [(away, True)] * 2
+    assert recorder.calls == ["event 0 on main"] and events == recorder.events
+    assert room.to_host(one) == ([one], [])
 
 
 def test_both_generators_are_seeded(cuda):
@@ -157,3 +191,27 @@ def test_no_product_is_faster_than_the_measured_peak():
     # Generous bounds: another process may take the cores at any moment, and no core does 100 TFLOP/s.
     peak = room.measure_peak_flops(CPU, torch.float32)
     assert 1e8 < peak < 1e14
+
+
+def test_the_allocator_is_set_where_nobody_has_and_it_is_not_too_late(cuda, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    room.own_device("cuda:0", 0, 1)
+    assert room.allocator(GPU) == "torch's own settings", "something was allocated before"
+    cuda.is_initialized = lambda: False
+    room.own_device("cuda:0", 0, 1)
+    assert room.allocator(GPU) == "expandable_segments:True" and room.allocator(CPU) is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert room.allocator(GPU) == "max_split_size_mb:64", "the older name counts first"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    room.own_device("cuda:0", 0, 1)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_attention_is_named(cuda, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert room.attention_kernel(GPU, torch.bfloat16) == "FlashAttention"
+    assert room.attention_kernel(GPU, torch.float32) == "memory-efficient attention"
+    cuda.get_device_capability = lambda device: (7, 5)
+    assert room.attention_kernel(GPU, torch.float16) == "memory-efficient attention"
+    assert room.attention_kernel(CPU, torch.bfloat16) is None

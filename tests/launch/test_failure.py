@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.comm import Group
+from shoal.comm.alone import Alone
 from shoal.errors import LaunchError, TrainingError, UserError
 from shoal.launch.environment import discover
 from shoal.launch.failure import Failure, failure_of, read_failure, write_failure
@@ -89,6 +91,21 @@ def test_an_error_of_shoal_is_its_message_alone_with_its_notes() -> None:
 )
 def test_a_lost_peer_is_told_from_an_own_fault(error: Exception, lost: bool) -> None:
     assert failure_of(error, 0).lost_peer is lost
+
+
+def test_a_lost_device_is_told_with_what_to_do() -> None:
+    """It is this rank's own failure, in a collective too."""
+    lost = torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    class Failing(Alone):
+        def all_reduce(self, flat: torch.Tensor, op: str) -> None:
+            raise lost
+
+    with pytest.raises(torch.AcceleratorError) as caught:
+        Group.of(Failing()).all_reduce(torch.ones(1))
+    found = failure_of(caught.value, 0)
+    assert not found.lost_peer and "unspecified launch failure" in found.message
+    assert "`nvidia-smi` say so: leave it, or its host, out and go on from the last checkpoint" in found.message
 
 
 def test_a_failure_survives_its_file(tmp_path: Path) -> None:

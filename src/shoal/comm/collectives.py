@@ -23,7 +23,7 @@ from shoal.comm.stalls import Stalls
 from shoal.comm.transport import Transport, for_every_device, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
 from shoal.comm.wire import packed, unpacked
-from shoal.device import kind_of
+from shoal.device import is_own_failure, kind_of
 from shoal.errors import LaunchError
 
 _MESSAGES = ("send", "recv", "exchange")
@@ -270,6 +270,8 @@ class Group:
         except RuntimeError as error:
             if under_way is not None:
                 under_way.failed = True
+            if is_own_failure(error):
+                raise
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
         finally:
             if self._open is not None:

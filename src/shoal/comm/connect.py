@@ -45,8 +45,26 @@ def connect(
                 'Train on the CPU: World(device="cpu")'
             )
         own = dist.PrefixStore("nccl", store)
-        transports[device.type] = Nccl.open(own, rank, len(hosts), min(timeout, NCCL_TIMEOUT))
+        transports[device.type] = Nccl.open(own, rank, len(hosts), device, min(timeout, NCCL_TIMEOUT))
     return transports
+
+
+def check_devices(devices: Mapping[int, tuple[torch.device, str]]) -> None:
+    """Raises UserError where ranks have devices of several kinds, or two have the same one, over which no transport
+    connects them. `devices`: of each rank, with its `device.hardware_id`, "" where that is not known."""
+    first, (kind, _) = next(iter(devices.items()))
+    seen: dict[str, int] = {}
+    for rank, (device, own) in devices.items():
+        if device.type != kind.type:
+            raise UserError(
+                f"rank {first} has {kind} and rank {rank} has {device}: all ranks need the same kind of device. Where "
+                "some hosts have no GPU, hide those of the others (CUDA_VISIBLE_DEVICES=) to train on CPUs"
+            )
+        if own and seen.setdefault(own, rank) != rank:
+            raise UserError(
+                f"ranks {seen[own]} and {rank} have the same GPU ({own}): give each its own (CUDA_VISIBLE_DEVICES, "
+                "LOCAL_RANK, or the scheduler's option for GPUs a task), or start fewer ranks"
+            )
 
 
 def this_host() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,22 +13,29 @@ from torch import Tensor
 
 from shoal.comm.reductions import TORCH_OPS
 from shoal.comm.transport import NoSharedMemory
+from shoal.device import finish
 
 
 class Nccl(NoSharedMemory):
-    """A `transport.Transport` over `pg`, a `ProcessGroupNCCL` (see `open`)."""
+    """A `transport.Transport` over `pg`, a `ProcessGroupNCCL` (see `open`), for tensors on `device`."""
 
-    carrier = "NCCL"
-
-    def __init__(self, pg: Any) -> None:
-        self._pg = pg
+    def __init__(self, pg: Any, device: torch.device) -> None:
+        self._pg, self._device = pg, device
         self.rank, self.size = pg.rank(), pg.size()
 
     @classmethod
-    def open(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Nccl:
-        options = dist.ProcessGroupNCCL.Options()
+    def open(cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Nccl:
+        # Computation that is queued already must not hold back what other ranks wait for.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-        return cls(dist.ProcessGroupNCCL(store, rank, size, options))
+        return cls(dist.ProcessGroupNCCL(store, rank, size, options), device)
+
+    @property
+    def carrier(self) -> str:
+        """NCCL with its version and what the environment sets of it."""
+        version = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
+        given = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_"))
+        return " ".join(filter(None, ("NCCL", ".".join(map(str, version)), given and f"({given})")))
 
     def all_reduce(self, flat: Tensor, op: str) -> None:
         self._pg.allreduce([flat], TORCH_OPS[op]).wait()
@@ -78,9 +86,8 @@ class Nccl(NoSharedMemory):
 
     def barrier(self) -> None:
         """Waits until every rank has come, on the host too, unlike the other operations."""
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.all_reduce(torch.zeros(1, device=device), "sum")
-        torch.cuda.current_stream(device).synchronize()
+        self.all_reduce(torch.zeros(1, device=self._device), "sum")
+        finish(self._device)
 
     def close(self) -> None:
         self._pg.shutdown()

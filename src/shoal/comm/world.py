@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import Group
-from shoal.comm.connect import connect, this_host
+from shoal.comm.connect import check_devices, connect, this_host
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
 from shoal.comm.signed import signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
-from shoal.device import own_device
+from shoal.device import hardware_id, own_device
 from shoal.errors import UserError
 
 
@@ -144,12 +144,15 @@ class World:
         return Lane(self.device, self.ledger)
 
     def _hosts(self, ranks: list[int]) -> list[str]:
-        """Returns the host of each of `ranks`, which all call it; a group of one needs no store for it."""
+        """Returns the host of each of `ranks`, which all call it; a group of one needs no store for it. UserError, on
+        all of them, where their devices do not go together."""
         if len(ranks) == 1:
             return [self.host_id]
         assert self.store is not None
-        self.store.set(f"host/{self.rank}", self.host_id)
-        return [self.store.get(f"host/{rank}").decode() for rank in ranks]
+        self.store.set(f"host/{self.rank}", "\n".join((self.host_id, str(self.device), hardware_id(self.device) or "")))
+        told = [self.store.get(f"host/{rank}").decode().split("\n") for rank in ranks]
+        check_devices({rank: (torch.device(device), own) for rank, (_, device, own) in zip(ranks, told, strict=True)})
+        return [host for host, _, _ in told]
 
     @property
     def everyone(self) -> Group:

@@ -7,21 +7,39 @@ the plain thing, so that callers need no branch; what is known of accelerators a
 
 from shoal.device.backend import Backend, Event, Stream, backend, is_accelerator, stand_in
 from shoal.device.generators import keep_generators, seed_generators
-from shoal.device.kernels import allow_tf32, compute_capability, has_flash_attention, has_grouped_products, tf32
+from shoal.device.kernels import (
+    allow_tf32,
+    attention_kernel,
+    compute_capability,
+    has_flash_attention,
+    has_grouped_products,
+    tf32,
+)
 from shoal.device.kinds import (
     CPU,
     WITHOUT_ACCELERATORS,
     accelerators,
     any_device,
     group_backend,
+    hardware_id,
     hardware_name,
+    is_own_failure,
     kind_of,
     moving_calls,
     own_device,
     why_no_accelerator,
 )
-from shoal.device.memory import allocated, forget_most_allocated, free_memory, most_allocated, to_device, total_memory
+from shoal.device.memory import (
+    allocated,
+    forget_most_allocated,
+    free_memory,
+    most_allocated,
+    to_device,
+    to_host,
+    total_memory,
+)
 from shoal.device.peak import measure_peak_flops
+from shoal.device.settings import allocator
 from shoal.device.streams import (
     aside,
     current_stream,
@@ -42,9 +60,11 @@ __all__ = [
     "Stream",
     "accelerators",
     "allocated",
+    "allocator",
     "allow_tf32",
     "any_device",
     "aside",
+    "attention_kernel",
     "backend",
     "compute_capability",
     "current_stream",
@@ -53,10 +73,12 @@ __all__ = [
     "forget_most_allocated",
     "free_memory",
     "group_backend",
+    "hardware_id",
     "hardware_name",
     "has_flash_attention",
     "has_grouped_products",
     "is_accelerator",
+    "is_own_failure",
     "keep_generators",
     "kind_of",
     "measure_peak_flops",
@@ -72,6 +94,7 @@ __all__ = [
     "synchronize",
     "tf32",
     "to_device",
+    "to_host",
     "total_memory",
     "why_no_accelerator",
 ]

@@ -25,6 +25,18 @@ def has_flash_attention(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The name of torch's kernel for attention in `dtype` that is causal, or sees all, without another mask; None of
+    other devices than GPUs."""
+    if (capability := compute_capability(device)) is None:
+        return None
+    switches = torch.backends.cuda
+    flash = switches.is_flash_attention_available() and switches.flash_sdp_enabled()
+    if flash and capability >= AMPERE and dtype in (torch.bfloat16, torch.float16):
+        return "FlashAttention"
+    return "memory-efficient attention" if switches.mem_efficient_sdp_enabled() else "attention of plain products"
+
+
 def has_grouped_products(rows: Tensor) -> bool:
     """Whether `torch.nn.functional.grouped_mm` takes `rows`: on a GPU in bf16 from Ampere on, on a CPU always."""
     if not rows.is_cuda:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 
 from shoal.device.backend import KINDS, backend
+from shoal.device.settings import choose_allocator
 from shoal.errors import UserError
 
 CPU = torch.device("cpu")
@@ -38,29 +41,42 @@ def own_device(asked: torch.device | str | None, local_rank: int, size: int) -> 
     """The device of the `local_rank`-th rank of this host, one of `size` in all, with its index; it becomes the
     thread's current one.
 
-    `asked`: None for the rank's own accelerator, or the CPU of a host without. UserError where ranks outnumber
-    accelerators.
+    `asked`: None for the rank's own accelerator, or the CPU of a host without. UserError where there is no such device,
+    or ranks outnumber accelerators.
     """
-    device = torch.device(asked) if asked is not None else _unasked(local_rank)
+    device = any_device() if asked is None else _parsed(asked)
     module = backend(device)
     if module is None:
         return device
-    if device.index is None:
-        device = torch.device(device.type, local_rank if size > 1 else module.current_device())
+    count, index = module.device_count() if module.is_available() else 0, device.index
+    if index is None:
+        index = module.current_device() if asked is not None and size == 1 and count > 0 else local_rank
+    if index >= count:
+        raise UserError(_no_such(device, local_rank, count))
+    device = torch.device(device.type, index)
+    choose_allocator(device)
     module.set_device(device)
     return device
 
 
-def _unasked(local_rank: int) -> torch.device:
-    found = accelerators()
-    if not found:
-        return CPU
-    if local_rank >= len(found):
-        raise UserError(
-            f"rank {local_rank} of this host has no GPU of its own: there are {len(found)}. Start at most one rank a "
-            "GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
-        )
-    return found[local_rank]
+def _parsed(asked: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(asked)
+        backend(device)
+    except RuntimeError as error:
+        raise UserError(f'device = "{asked}": {str(error).splitlines()[0]}. "cpu" and "cuda" are devices') from error
+    return device
+
+
+def _no_such(device: torch.device, local_rank: int, count: int) -> str:
+    """Says that a rank's `device` is not among the `count` that its process sees."""
+    if count == 0:
+        why = why_no_accelerator() if device.type in KINDS else f"torch finds no device of type {device.type}"
+        return f'device = "{device}": {why}. Train on the CPU: device = "cpu"'
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = f"there are {count}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    what = f"rank {local_rank} of this host has no GPU of its own" if device.index is None else f"there is no {device}"
+    return f"{what}: {seen}. Start at most one rank a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
 
 
 def kind_of(device: torch.device) -> str:
@@ -82,3 +98,17 @@ def hardware_name(device: torch.device) -> str | None:
     """What the accelerator calls itself; None of a CPU."""
     module = backend(device)
     return None if module is None else module.get_device_name(device)
+
+
+def is_own_failure(error: BaseException) -> bool:
+    """Whether `error` says that an accelerator of this process, or a kernel on it, has failed: no later call to it
+    succeeds."""
+    return isinstance(error, torch.AcceleratorError)
+
+
+def hardware_id(device: torch.device) -> str | None:
+    """What tells the accelerator from all others, also those of other hosts; None of a CPU, and of one that does not
+    say."""
+    module = backend(device)
+    found = None if module is None else getattr(module.get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal.device.backend import backend
+from shoal.device.backend import Event, backend
+from shoal.device.streams import record_event
 
 
 def allocated(device: torch.device) -> int | None:
@@ -41,6 +42,18 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host's `tensor` on `device`, by way of pinned memory, so that the host does not wait; on a CPU `tensor`
-    itself."""
-    return tensor if backend(device) is None else tensor.pin_memory().to(device, non_blocking=True)
+    """`tensor` on `device`; from the host to an accelerator by way of pinned memory, so that the host does not wait."""
+    if tensor.is_cpu and backend(device) is not None:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def to_host(*tensors: Tensor) -> tuple[list[Tensor], list[Event]]:
+    """`tensors` in the host's memory, and the events after which they are there; the host does not wait here, and who
+    waits for the events waits for nothing that is launched later. On a CPU they are there already."""
+    here, devices = list(tensors), set[torch.device]()
+    for index, tensor in enumerate(tensors):
+        if backend(tensor.device) is not None:
+            here[index] = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            devices.add(tensor.device)
+    return here, [event for device in devices if (event := record_event(device)) is not None]

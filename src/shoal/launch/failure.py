@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 
+from shoal.device import is_own_failure
 from shoal.errors import LaunchError, ShoalError
 
 _PACKAGES = Path(__file__).parents[2]
@@ -23,6 +24,11 @@ _LOST_PEER = (
     "remote process exited",
     "NCCL communicator was aborted",
     "wait timeout after",  # the store's: another rank never set the key that this one waited for
+)
+_LOST_DEVICE = (
+    "This process can use its GPU no more. Where the GPU itself was lost, `dmesg` (Xid) and `nvidia-smi` say so: leave "
+    "it, or its host, out and go on from the last checkpoint. Where a kernel failed (an index out of range), "
+    "CUDA_LAUNCH_BLOCKING=1 shows which operation it was"
 )
 
 
@@ -51,6 +57,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     else:
         message = "".join(traceback.TracebackException(type(error), error, None).format_exception_only()).strip()
         text, exit_code = folded_traceback(error), 1
+        if is_own_failure(error):
+            message += f"\n{_LOST_DEVICE}"
     lost_peer = isinstance(error, LaunchError) or (
         isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER)
     )
