@@ -28,6 +28,7 @@ from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
 from shoal.jobs.plans import plan_at
@@ -110,6 +111,7 @@ def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
             problem = UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir")
         console = Console(file=sys.stdout, highlight=False)
         console.print(origin_table(settled.job, settled.origins))
+        console.print(kernels(engine), markup=False)
         if engine.parts.link is not None:
             mebibytes = engine.parts.chunk_bytes / 2**20
             chunks = f"{len(engine.parts.chunks)} chunks of about {mebibytes:.3g} MiB"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.chunks import Buffer
 from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer, refusal
@@ -56,3 +56,20 @@ def on_host(
 def one_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Returns the optimizer, or the first of those that run chunk by chunk, which is like all of them."""
     return optimizer.first if isinstance(optimizer, ChunkwiseOptimizer) else optimizer
+
+
+def scales(optimizer: torch.optim.Optimizer, gradients: Iterable[Tensor]) -> bool:
+    """Whether the optimizer divides `gradients` by a scale, and skips an update, as it goes. The scale is fp32."""
+    one = one_of(optimizer)
+    fp32 = all(gradient.dtype == torch.float32 for gradient in gradients)
+    return fp32 and is_fused(one) and bool(getattr(one, "_step_supports_amp_scaling", False))
+
+
+def kernel_of(optimizer: torch.optim.Optimizer, host: HostAdam | None) -> str:
+    """Names what runs the updates of `optimizer`, those on the host by `host`."""
+    if host is not None:
+        return "Shoal's kernel for the host"
+    if is_fused(one_of(optimizer)):
+        return "torch's fused kernel"
+    flat = isinstance(optimizer, FlatOptimizer)
+    return "torch's operations, over flat storage" if flat else "torch's operations, over each parameter"

@@ -16,15 +16,13 @@ from shoal.optim import choose
 from shoal.optim.fused import ChunkwiseOptimizer, FlatOptimizer
 from shoal.optim.fused.host_adam import HostAdam
 from shoal.optim.fused.optimizer import OptimizerFactory
-from shoal.optim.groups import CHOICES, ParamGroups, is_fused, kept_for
+from shoal.optim.groups import CHOICES, ParamGroups, kept_for
 from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import Page
 
 
 class ChunkOptimizer:
     """A torch optimizer over the masters of `chunks`, of what this rank owns of them.
-
-    Given:
 
     - `factory`: makes the optimizer from a list of groups; its fused kernel is switched on where that is left open
     - `groups`: options, and which parameter of `module_parameters` has which
@@ -72,13 +70,10 @@ class ChunkOptimizer:
         for page in self.pages:
             page.bind(self._parameters, lambda name: self.torch.state[self._parameters[name]])
         self._host = choose.on_host(self.torch, self._owned, self._parameters)
-        fp32 = all(grad.dtype == torch.float32 for grad in self._grads.values())  # the scale that kernels take is fp32
-        one = choose.one_of(self.torch)
-        self._scales = fp32 and is_fused(one) and bool(getattr(one, "_step_supports_amp_scaling", False))
+        self._scales = choose.scales(self.torch, self._grads.values())
 
     def _masters_of(self, chunks: Sequence[Chunk], module: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Parameters to update, by name: the module's own parameter where that is the master, else a view of the
-        masters."""
+        """Parameters to update, by name: the module's own where that is the master, else a view of the masters."""
         away = {id(page.chunk) for page in self.pages if page.has_master}
         found: dict[str, nn.Parameter] = {}
         for chunk in chunks:
@@ -92,6 +87,11 @@ class ChunkOptimizer:
     def kind(self) -> str:
         """Class name of the user's torch optimizer."""
         return type(self.torch.inner if isinstance(self.torch, FlatOptimizer) else choose.one_of(self.torch)).__name__
+
+    @property
+    def kernel(self) -> str:
+        """What runs its updates (see `choose`)."""
+        return choose.kernel_of(self.torch, self._host)
 
     def keys_of(self, dims: int) -> set[str]:
         """Keys of the state that it keeps for a parameter of `dims` dimensions."""
@@ -153,7 +153,7 @@ class ChunkOptimizer:
         for updater in (self._host, self.torch):
             if isinstance(updater, HostAdam | ChunkwiseOptimizer):
                 updater.begin()
-        left_out = set(untouched)
+        left_out, factor = set(untouched), factor.cpu()  # read beside the next forward, it would wait for that
         if self._deferred is None:
             deque(self._updates(self._chunks, factor, left_out), maxlen=0)
         else:
