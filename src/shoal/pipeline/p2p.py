@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from shoal.comm import Group, Lane, World
 from shoal.comm.lane import Ticket
-from shoal.device import record_use
+from shoal.device import is_accelerator, record_use
 from shoal.pipeline.actions import Schedule
 from shoal.pipeline.routes import Shape
 
@@ -27,6 +28,7 @@ AHEAD = 2
 """Receives posted before they are needed, for each other rank and direction."""
 
 Way = Literal["forward", "backward"]
+WAYS: tuple[Way, Way] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Mail:
     def __init__(self, world: World, ranks: Sequence[int], place: int) -> None:
         self._world, self._ranks, self._place = world, list(ranks), place
         self._serial = world.serial("pipeline")  # so that messages left over by another pipeline are not read
-        self._groups: dict[tuple[Way, int], Group] = {}
+        self._groups: dict[tuple[Way, int, bool], Group] = {}  # by way, index of the other, and whether this one sends
         self._lanes: dict[tuple[Way, int, bool], Lane] = {}
         self._expected: dict[tuple[Way, int], deque[Message]] = {}
         self._posted: dict[Message, tuple[Ticket, list[Tensor]]] = {}
@@ -68,15 +70,18 @@ class Mail:
                 continue
             other = higher if self._place == lower else lower
             ranks = [self._ranks[lower], self._ranks[higher]]
-            for way in ("forward", "backward"):
-                if (way, other) not in self._groups:
-                    self._groups[way, other] = self._world.group(f"pp{self._serial}-{way}", ranks)
-                    for sends in (True, False):
-                        self._lanes[way, other, sends] = self._world.lane()
+            for way, up in product(WAYS, (True, False)):
+                sends = up == (self._place == lower)
+                if (way, other, sends) not in self._groups:
+                    # One NCCL communicator carries one message at a time: a receive that is posted early would keep
+                    # back what is sent the other way, for which the other rank waits.
+                    towards = ("-up" if up else "-down") if is_accelerator(self._world.device) else ""
+                    self._groups[way, other, sends] = self._world.group(f"pp{self._serial}-{way}{towards}", ranks)
+                    self._lanes[way, other, sends] = self._world.lane()
 
     def expect(self, messages: Mapping[tuple[Way, int], Sequence[Message]]) -> None:
         """Sets the messages that will arrive, in order, by direction and index of the rank: see `messages_to`."""
-        self._expected = {key: deque(messages.get(key, ())) for key in self._groups}
+        self._expected = {(way, other): deque(messages.get((way, other), ())) for way, other, _ in self._groups}
         self._posted, self._under_way = {}, Counter()
 
     def expect_also(self, way: Way, place: int, message: Message) -> None:
@@ -85,7 +90,7 @@ class Mail:
 
     def send(self, message: Message, to: int, tensors: Sequence[Tensor]) -> None:
         """Queues `tensors` for the rank at index `to`; they must not be written to."""
-        group = self._groups[message.way, to]
+        group = self._groups[message.way, to, True]
         target = 1 - group.rank
 
         def work() -> None:
@@ -110,7 +115,7 @@ class Mail:
 
     def ask(self, source: int, message: Message, shapes: Callable[[Message], Sequence[Shape]]) -> None:
         """Posts receives up to that of `message`, and further ones until `AHEAD` more are under way."""
-        expected, group = self._expected[message.way, source], self._groups[message.way, source]
+        expected, group = self._expected[message.way, source], self._groups[message.way, source, False]
         lane = self._lanes[message.way, source, False]
         while expected and (message not in self._posted or self._under_way[message.way, source] <= AHEAD):
             following = expected.popleft()
@@ -128,7 +133,7 @@ class Mail:
 
     def close(self) -> None:
         """Closes lanes and groups; messages under way are lost."""
-        for group in self._groups.values():
+        for group in set(self._groups.values()):
             group.close()
         for lane in self._lanes.values():
             lane.close()
