@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.device import stand_in
 from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import classification
 from shoal.module.batchnorm import RunningStatistics, SyncBatchNorm
+from tests.device.recorder import Recorder
 from tests.parity.cases import images
 from tests.pool import run_ranks
 
@@ -42,6 +44,16 @@ def test_statistics_of_consecutive_runs_compose_as_one_sequence(momentum):
         torch.testing.assert_close(replica.running_mean, whole.running_mean, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(replica.running_var, whole.running_var, rtol=1e-5, atol=1e-6)
         assert replica.num_batches_tracked == whole.num_batches_tracked == 8
+
+
+def test_the_host_waits_for_no_count():
+    """Tensors without data cannot be read."""
+    root = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2, momentum=None)).to("meta")
+    statistics = RunningStatistics(root)
+    with stand_in("meta", Recorder()):
+        statistics.begin()
+        statistics.commit(statistics.term(2, 1))
+        statistics.restore()
 
 
 class Net(nn.Module):

@@ -64,7 +64,7 @@ class Kept:
             for name in untouched:
                 if (part := self._parts[index].get(name)) is not None:
                     flat[part] = before[part]
-            weight = torch.ones((), dtype=torch.float64) if to_mean is None else to_mean
+            weight = torch.ones((), dtype=torch.float64, device=flat.device) if to_mean is None else to_mean
             if skip is not None:
                 weight = torch.where(skip > 0, 0.0, weight.to(skip.device))
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

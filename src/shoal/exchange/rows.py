@@ -91,7 +91,7 @@ def sum_rows(dense: Tensor, rows: Tensor | None, group: Group, purpose: str) -> 
     mine = None if rows is None else rows.unique()
     if group.size == 1:
         return mine
-    count = torch.tensor([dense.shape[0] + 1 if mine is None else mine.numel()], device=dense.device)
+    count = torch.full((1,), dense.shape[0] + 1 if mine is None else mine.numel(), device=dense.device)
     counts = group.all_gather(count.new_empty(group.size), count, purpose=purpose).tolist()
     most, width = max(counts), dense[0].numel()
     if most == 0:

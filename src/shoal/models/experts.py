@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoal.device import has_grouped_products
+from shoal.device import has_grouped_products, to_device
 
 
 class Pairs:
@@ -59,7 +59,7 @@ def by_expert(rows_MX: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
     Returns [M, Y].
     """
     if _grouped(rows_MX, weights):
-        ends = torch.tensor(counts).cumsum(0).to(rows_MX.device, torch.int32)
+        ends = to_device(torch.tensor(counts).cumsum(0).int(), rows_MX.device)
         return F.grouped_mm(rows_MX, weights.transpose(1, 2), offs=ends)
     parts = zip(rows_MX.split(counts), weights.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in parts])

@@ -70,7 +70,7 @@ def regression(model: nn.Module, mb: Microbatch) -> LossResult:
             "make them equal."
         )
     error = _at_least_fp32(predictions) - targets
-    return error.square().sum(), torch.tensor(targets.numel(), device=targets.device)
+    return error.square().sum(), torch.full((), targets.numel(), device=targets.device)
 
 
 LOSSES: dict[str, Loss] = {

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.collectives import Group
 from shoal.comm.functional import copy_to, reduce_from
+from shoal.device import is_accelerator
 from shoal.module.stand_in import whole_model
 
 
@@ -19,7 +20,8 @@ class RunningStatistics:
     With momentum m one update is x -> a x + b with a = 1 - m. So n updates in sequence, cut into the ranks' runs,
     compose exactly: x_n = a^n x_0 + sum over ranks r of a^(updates after r) (y_r - a^(updates of r) x_0), where y_r is
     the value that rank r arrived at from x_0. Without momentum (cumulative average over n_0 + n batches) the sums add.
-    Each rank sends its term; the sum is the result.
+    Each rank sends its term; the sum is the result. Counts of updates stay on the device, for which the host does not
+    wait.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -28,14 +30,14 @@ class RunningStatistics:
             for m in root.modules()
             if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
         ]
-        self._before: list[tuple[Tensor, int]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def begin(self) -> None:
         """Stores the statistics at the start of the step."""
-        self._before = [(_flat(layer), int(cast(Tensor, layer.num_batches_tracked))) for layer in self._layers]
+        self._before = [(_flat(layer), _updates(layer)) for layer in self._layers]
 
     def restore(self) -> None:
         """Restores the statistics of the start of the step, for a step that will not be applied."""
@@ -50,40 +52,46 @@ class RunningStatistics:
         """
         terms = []
         for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
-            updates = int(cast(Tensor, layer.num_batches_tracked)) - n0
-            y = _flat(layer)
-            if updates == 0:
-                term = torch.zeros_like(x0)
-            elif layer.momentum is None:
+            updates, y = _updates(layer) - n0, _flat(layer)
+            if layer.momentum is None:
                 term = y * (n0 + updates) - x0 * n0
             else:
                 decay = 1.0 - layer.momentum
-                term = decay ** (after * updates / microbatches) * (y - decay**updates * x0)
-            terms += [term, torch.tensor([updates], dtype=torch.float64, device=term.device)]
+                kept = _power(decay, updates) * x0
+                term = _power(decay, after * updates / max(1, microbatches)) * (y - kept)
+            terms += [torch.where(updates > 0, term, 0.0), updates.view(1)]
         return torch.cat(terms)
 
     def commit(self, total: Tensor) -> None:
         """Writes the merged statistics from the sum of all ranks' terms."""
-        offset = 0
-        for layer, (x0, n0) in zip(self._layers, self._before, strict=True):
-            term, updates = total[offset : offset + x0.numel()], round(float(total[offset + x0.numel()]))
-            offset += x0.numel() + 1
-            if updates == 0:
-                continue
-            kept = n0 * x0 if layer.momentum is None else (1.0 - layer.momentum) ** updates * x0
-            merged = (kept + term) / (n0 + updates if layer.momentum is None else 1)
-            self._write(layer, merged, n0 + updates)
+        parts = iter(total.split([size for x0, _ in self._before for size in (x0.numel(), 1)]))
+        for layer, (x0, n0), term, (updates,) in zip(self._layers, self._before, parts, parts, strict=True):
+            kept = n0 * x0 if layer.momentum is None else _power(1.0 - layer.momentum, updates) * x0
+            merged = kept + term if layer.momentum is not None else (kept + term) / (n0 + updates)
+            self._write(layer, torch.where(updates > 0, merged, _flat(layer)), n0 + updates)
 
     @staticmethod
-    def _write(layer: _BatchNorm, flat: Tensor, batches: int) -> None:
+    def _write(layer: _BatchNorm, flat: Tensor, batches: Tensor) -> None:
         mean, var = flat.chunk(2)
         cast(Tensor, layer.running_mean).copy_(mean)
         cast(Tensor, layer.running_var).copy_(var)
-        cast(Tensor, layer.num_batches_tracked).fill_(batches)
+        cast(Tensor, layer.num_batches_tracked).copy_(batches)
 
 
 def _flat(layer: _BatchNorm) -> Tensor:
     return torch.cat([cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)]).double()
+
+
+def _updates(layer: _BatchNorm) -> Tensor:
+    """How many there were so far (0-dim fp64)."""
+    return cast(Tensor, layer.num_batches_tracked).double()
+
+
+def _power(base: float, exponent: Tensor) -> Tensor:
+    """`base` to the 0-dim `exponent`; on a CPU rounded as Python's powers, which are not torch's to the last bit."""
+    if is_accelerator(exponent.device):
+        return torch.pow(base, exponent)
+    return torch.full((), base ** float(exponent), dtype=exponent.dtype)
 
 
 def has_batch_statistics(root: nn.Module) -> bool:
@@ -119,7 +127,7 @@ class SyncBatchNorm(_BatchNorm):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         count = self._group.all_reduce(
-            torch.tensor(float(x.numel() // x.shape[1]), dtype=torch.float64, device=x.device)
+            torch.full((), x.numel() // x.shape[1], dtype=torch.float64, device=x.device)
         ).to(x.dtype)
         mean = self._sum(x.sum(dims)) / count
         centred = x - mean.view(shape)

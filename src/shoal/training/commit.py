@@ -48,19 +48,21 @@ class Commit:
         if holds is Holds.NOTHING:
             self._require_finite(result)
             return  # the schedule counts updates
+        overflow, count = result._overflow(), result._totals[1]
+        skip = ~torch.isfinite(result._norm) if late else overflow | (count == 0)
+        result._send()
         if is_accelerator(self._device) and trained.algorithm.skips_on_device(step):
-            skip = ~torch.isfinite(result._norm) if late else result._overflow() | (result._totals[1] == 0)
-            self._update(result, clipped, untouched, skip.float())
+            self._update(step, clipped, count * ~skip, skip.float(), untouched)
             self._effects.experts.balance(skip)
             self._unread = result
         elif result.tokens == 0 and not (late and math.isfinite(result.grad_norm)):
             pass  # every label is ignored: there is no mean, and nothing to learn from
         elif not result.skipped:
             self._require_finite(result)
-            self._update(result, clipped, untouched, None)
+            self._update(step, clipped, count, None, untouched)
             self._effects.experts.balance()
         if scale is not None:
-            scale.update(result._overflow())
+            scale.update(overflow)
             if self._unread is None:
                 self._require_finite(result)
         if trained.scheduler is not None:
@@ -74,11 +76,13 @@ class Commit:
             self._require_finite(unread)
         return unread
 
-    def _update(self, result: StepResult, clipped: Clipped, untouched: Sequence[str], skip: Tensor | None) -> None:
-        algorithm, count = self._trained.algorithm, result._totals[1]
-        algorithm.update(result.step, clipped.factor, skip, untouched)
+    def _update(
+        self, step: int, clipped: Clipped, count: Tensor, skip: Tensor | None, untouched: Sequence[str]
+    ) -> None:
+        algorithm = self._trained.algorithm
+        algorithm.update(step, clipped.factor, skip, untouched)
         algorithm.renew(clipped.to_mean, skip, untouched)
-        algorithm.counted(count if skip is None else count * (1 - skip))
+        algorithm.counted(count)
 
     def _require_finite(self, result: StepResult) -> None:
         """Raises TrainingError, on all ranks alike, where loss or norm are not finite and no smaller loss scale would

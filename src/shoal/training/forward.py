@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.chunks import Gather
 from shoal.comm.ledger import Ledger
 from shoal.data import Batch
+from shoal.device import to_device
 from shoal.exchange.rows import ByRows, as_rows
 from shoal.module.compiling import branching
 from shoal.module.random import Randomness, keyed_functional
@@ -66,7 +67,7 @@ class Forward:
 
     def place(self, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Puts loaded samples on the device: this rank's tokens of each row."""
-        microbatch = {key: value.to(self.randomness.device, non_blocking=True) for key, value in loaded.items()}
+        microbatch = {key: to_device(value, self.randomness.device) for key, value in loaded.items()}
         for axis in self.axes:
             microbatch = axis.take(microbatch)
         return microbatch

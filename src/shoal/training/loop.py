@@ -175,7 +175,7 @@ class Loop:
         """The `number` of each rank; outside `join` all have the same."""
         if self._asks is None:
             return [number] * self._group.size
-        mine = torch.tensor([number], device=self._device)
+        mine = torch.full((1,), number, device=self._device)
         return self._asks.all_gather(mine.new_empty(self._asks.size), mine, purpose="join").tolist()
 
     @property

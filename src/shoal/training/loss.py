@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.device import to_device
 from shoal.errors import UserError
 from shoal.module.compiling import branching
 
@@ -36,7 +37,7 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
         raise UserError(
             f"loss returned {_describe(result)}: return (sum, count), or (sum, count, auxiliary losses by name)"
         )
-    total, count = result[0], torch.as_tensor(result[1])
+    total, count = result[0], result[1] if isinstance(result[1], Tensor) else torch.full((), result[1])
     if not isinstance(total, Tensor) or total.dim() != 0 or count.dim() != 0:
         raise UserError(
             f"loss returned ({_describe(result[0])}, {_describe(result[1])}): both must be single numbers (use "
@@ -46,7 +47,7 @@ def call_loss(loss: Loss, module: nn.Module, microbatch: Mapping[str, Tensor]) -
     for name, value in sorted(result[2].items() if len(result) == 3 else ()):
         value, weight = value if isinstance(value, tuple) else (value, 1.0)
         aux[name] = value / weight
-    return Sums(total, count.to(total.device), aux)
+    return Sums(total, to_device(count, total.device), aux)
 
 
 def _describe(value: Any) -> str:

@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,8 +111,12 @@ class NoFlushRunner:
         step = self._forwards(batch)
         self._steps.append(step)
         self._do(self._order.due())
-        norm, scale = (torch.full((), math.nan), None) if self._made is None else (self._made._norm, self._made._scale)
-        about = (step.sums[:-1], norm, self._totals.names or (), 1.0, scale, step.experts, step.told)
+        assert step.told is not None
+        waits: list[Callable[[], object]] = [partial(step.told.wait, "results")]
+        norm, scale = torch.full((), math.nan), None
+        if self._made is not None:
+            norm, scale, waits = self._made._norm, self._made._scale, [*waits, *self._made._waits]
+        about = (step.sums[:-1], norm, self._totals.names or (), 1.0, scale, step.experts, waits)
         result = StepResult(batch.step, batch.epoch, lr, 0.0, *about)
         result.seconds = time.perf_counter() - started
         return result

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.comm.lane import Ticket
+from shoal.device import to_host
 
 
 @dataclass(repr=False)
 class StepResult:
-    """What a step did, the same on every rank. Reading a number waits for the device, not reading costs nothing.
+    """What a step did, the same on every rank. Reading a number waits until the device has found it, which is before
+    the update; not reading costs nothing.
 
     Where replicas train alone (see exchange.Holds) the numbers are of this rank's `share` of the global batch, 1
     otherwise; where only clipping is local, `grad_norm` is.
@@ -40,7 +41,7 @@ class StepResult:
     share: float = 1.0
     _scale: Tensor | None = None
     _experts: Sequence[Tensor] = ()
-    _told: Ticket | None = None  # when the totals are those of all ranks
+    _waits: Sequence[Callable[[], object]] = ()  # return once the numbers can be read
     norms: Mapping[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -53,16 +54,26 @@ class StepResult:
         )
         return f"StepResult(step={self.step}, {numbers}{more})"
 
+    def _send(self) -> None:
+        """Lets the numbers leave for the host, which later waits for them alone."""
+        scale = () if self._scale is None else (self._scale,)
+        (self._totals, self._norm, *more), events = to_host(self._totals, self._norm, *scale, *self._experts)
+        self._scale = more.pop(0) if scale else None
+        self._experts = more
+        self._waits = (*self._waits, *(event.synchronize for event in events))
+
+    def _wait(self) -> None:
+        for wait in self._waits:
+            wait()
+
     @property
     def _sums(self) -> Tensor:
-        if self._told is not None:
-            self._told.wait("results")
+        self._wait()
         return self._totals
 
     @property
     def _counts(self) -> Sequence[Tensor]:
-        if self._told is not None:
-            self._told.wait("results")
+        self._wait()
         return self._experts
 
     @property
@@ -98,6 +109,7 @@ class StepResult:
     @property
     def loss_scale(self) -> float | None:
         """What the loss was multiplied with before backward; None without loss scaling."""
+        self._wait()
         return None if self._scale is None else float(self._scale)
 
     @property
@@ -107,10 +119,12 @@ class StepResult:
 
     def _overflow(self) -> Tensor:
         """Whether there is something to learn from and it is not finite (0-dim)."""
-        return ~(torch.isfinite(self._norm) & torch.isfinite(self._sums[0])) & (self._sums[1] > 0)
+        loss, count = self._sums[:2]
+        return ~(torch.isfinite(self._norm) & torch.isfinite(loss)) & (count > 0)
 
     @property
     def grad_norm(self) -> float:
+        self._wait()
         return float(self._norm)
 
     @property

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm import Group, Lane
 from shoal.comm.functional import deal_into, deal_out
 from shoal.comm.lane import Ticket
-from shoal.device import record_use
+from shoal.device import record_use, to_device
 from shoal.models.experts import Pairs
 
 PURPOSE = "experts"
@@ -68,14 +68,14 @@ class Dispatch:
         if isinstance(like, FakeTensor):  # in a dry run as many arrive as are sent
             return list(counts)
         even = [self.each] * self.group.size
-        return deal_out(torch.tensor(counts, device=like.device), self.group, even, even, PURPOSE).tolist()
+        return deal_out(to_device(torch.tensor(counts), like.device), self.group, even, even, PURPOSE).tolist()
 
     def _numbers(self, arriving: Sequence[int], rows: Tensor) -> Tensor:
         """Returns the number [M] of the local expert for each row that has arrived."""
         if isinstance(rows, FakeTensor):
             return rows.new_zeros(len(rows), dtype=torch.int64)
         number = torch.arange(self.each, device=rows.device).repeat(self.group.size)
-        return number.repeat_interleave(torch.tensor(arriving, device=rows.device), output_size=len(rows))
+        return number.repeat_interleave(to_device(torch.tensor(arriving), rows.device), output_size=len(rows))
 
     def _travel(
         self, rows: Tensor, give: Sequence[int], take: Sequence[int], meanwhile: Callable[[], None] | None
