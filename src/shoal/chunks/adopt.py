@@ -124,9 +124,10 @@ def _adopt_other_tensors(
                 owner._buffers[name] = buffers[id(buffer), dtype]
         for name, attribute in list(vars(owner).items()):
             of_torch = name in ("_parameters", "_buffers", "_modules")
-            if not of_torch and any(
-                isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)
-            ):
+            empty = isinstance(attribute, dict) and not attribute  # as most dicts of hooks are
+            if of_torch or empty:
+                continue
+            if any(isinstance(leaf, FakeTensor) or id(leaf) in adopted for leaf in tree_leaves(attribute)):
                 real = partial(_real, f"{prefix}.{name}".lstrip("."), value, device, adopted)
                 vars(owner)[name] = tree_map_only(Tensor, real, attribute)
         if isinstance(owner, nn.RNNBase):

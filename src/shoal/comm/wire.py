@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ def unpack(data: bytes | memoryview) -> Any:
         (length,) = _LENGTH.unpack_from(view)
         start = _LENGTH.size + length
         raw = _Raw(view[start:])
-        value = _read(json.loads(bytes(view[_LENGTH.size : start])), raw)
+        value = json.loads(bytes(view[_LENGTH.size : start]), object_hook=partial(_made, raw=raw))
         if raw.rest:
             raise ValueError(f"{len(raw.rest)} bytes more than it says")
     except (
@@ -182,18 +183,13 @@ class _Raw:
         return found
 
 
-def _read(said: Any, raw: _Raw) -> Any:
-    if isinstance(said, list):
-        return [_read(item, raw) for item in said]
-    if not isinstance(said, dict):
-        return said
+def _made(said: dict[str, Any], raw: _Raw) -> Any:
+    """Returns what an object of the JSON stands for. The decoder asks inside out and in the order of the text, so what
+    `said` contains is made already, and contents are taken from `raw` in the order in which they were written."""
     ((kind, content),) = said.items()
-    if kind == "dict":
-        return {_read(key, raw): _read(item, raw) for key, item in content}
     if kind in _READERS:
         return _READERS[kind](content, raw)
-    make = _sent[kind][2]
-    return make(*(_read(item, raw) for item in content))
+    return _sent[kind][2](*content)
 
 
 def _tensor_read(said: Any, raw: _Raw) -> Tensor:
@@ -229,7 +225,7 @@ def _namedtuple_read(said: Any, raw: _Raw) -> tuple:
         kind = vars(kind)[part]  # not getattr, by which some modules import
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise ValueError(f"{module}.{name} is no named tuple")
-    return tuple.__new__(kind, [_read(item, raw) for item in items])
+    return tuple.__new__(kind, items)
 
 
 def _node_read(said: Any, raw: _Raw) -> Any:
@@ -238,7 +234,7 @@ def _node_read(said: Any, raw: _Raw) -> Any:
     about = json.loads(tree)[1]
     if about["type"] == "collections.defaultdict" or any(child["type"] for child in about["children_spec"]):
         raise ValueError(f"a node {tree}")
-    return tree_unflatten([_read(child, raw) for child in children], treespec_loads(tree))
+    return tree_unflatten(children, treespec_loads(tree))
 
 
 def _error_read(said: Any, raw: _Raw) -> Exception:
@@ -249,7 +245,7 @@ def _error_read(said: Any, raw: _Raw) -> Exception:
         kind = _shoal_errors()[name]
         error = kind.__new__(kind)
         error.args = (message,)
-    vars(error).update(_read(state, raw))
+    vars(error).update(state)
     return error
 
 
@@ -263,9 +259,10 @@ def _shoal_errors() -> dict[str, type[ShoalError]]:
 
 
 _READERS: dict[str, Callable[[Any, _Raw], Any]] = {
-    "tuple": lambda said, raw: tuple(_read(item, raw) for item in said),
-    "set": lambda said, raw: {_read(item, raw) for item in said},
-    "frozenset": lambda said, raw: frozenset(_read(item, raw) for item in said),
+    "dict": lambda said, raw: dict(said),
+    "tuple": lambda said, raw: tuple(said),
+    "set": lambda said, raw: set(said),
+    "frozenset": lambda said, raw: frozenset(said),
     "size": lambda said, raw: torch.Size(_size(item) for item in said),
     "namedtuple": _namedtuple_read,
     "node": _node_read,

@@ -122,28 +122,24 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _kept_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns parameters, buffers and the tensors in plain attributes, by name."""
-    plain = [
-        (f"{prefix}.{name}".lstrip("."), leaf)
-        for prefix, owner in module.named_modules()
-        for name, attribute in vars(owner).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-        for leaf in tree_leaves(attribute)
-        if isinstance(leaf, Tensor)
-    ]
-    return [*_named_tensors(module), *plain]
+    return [*_named_tensors(module), *((name, leaf) for name, leaf in _attributes(module) if isinstance(leaf, Tensor))]
 
 
 def _hidden(module: nn.Module) -> list[nn.Module]:
     """Returns the modules in plain attributes (in a list, say) that are not registered anywhere."""
     registered = set(module.modules())
-    leaves = [
-        leaf
-        for owner in registered
+    return [leaf for _, leaf in _attributes(module) if isinstance(leaf, nn.Module) and leaf not in registered]
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Returns what the plain attributes of all modules hold, by name. Most are empty dicts of hooks."""
+    return [
+        (f"{prefix}.{name}".lstrip("."), leaf)
+        for prefix, owner in module.named_modules()
         for name, value in vars(owner).items()
-        if name != "_modules"
+        if name not in ("_parameters", "_buffers", "_modules") and not (isinstance(value, dict) and not value)
         for leaf in tree_leaves(value)
     ]
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Module) and leaf not in registered]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 _UNINITIALISED = {
     torch.ops.aten.empty.memory_format,
@@ -50,9 +49,7 @@ def rejection_sampling_whole(record: Record) -> Iterator[None]:
     def stand_in(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return original(tensor, *args, **kwargs)
-        with record.noting(original, (tensor, *args), kwargs) as outputs:
-            outputs.append(tensor)
-        return tensor
+        return record.noted(lambda: tensor, original, (tensor, *args), kwargs)
 
     nn.init._no_grad_trunc_normal_ = stand_in
     try:
@@ -136,41 +133,33 @@ class Record(TorchDispatchMode):
         self.constants: list[Tensor] = []  # real tensors that the operations read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.noting(func, args, kwargs or {}) as outputs:
-            out = func(*args, **(kwargs or {}))
-            outputs.append(out)
-        return out
+        kwargs = kwargs or {}
+        return self.noted(lambda: func(*args, **kwargs), func, args, kwargs)
 
-    @contextmanager
-    def noting(self, func: Any, args: Any, kwargs: Any) -> Iterator[list[Any]]:
-        """Records a call `func(*args, **kwargs)` made inside the context; the caller appends its results to a list."""
-        if torch.initial_seed() != self._seed or any(
-            isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs))
-        ):
+    def noted(self, run: Callable[[], Any], func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of `run`, which is recorded as the call `func(*args, **kwargs)`."""
+        given = _leaves((args, kwargs))
+        if torch.initial_seed() != self._seed or any(isinstance(leaf, torch.Generator) for leaf in given):
             raise Unrecordable("it sets a seed or draws from a generator of its own")
         self._seed += 1  # a new seed per operation detects a constructor that restores the generator
         torch.default_generator.manual_seed(self._seed)
-        seen_args, seen_kwargs = tree_map_only(FakeTensor, _ref, (args, kwargs))
+        seen_args, seen_kwargs = _mapped(_seen, (args, kwargs))
         inputs = _refs((seen_args, seen_kwargs))
-        results: list[Any] = []
-        yield results
-        outputs = _refs(tree_map_only(FakeTensor, _ref, results))
+        result = run()
+        outputs = _refs(_mapped(_seen, result))
         if inputs or outputs:
-            self._alive.append((args, kwargs, results))
+            self._alive.append((args, kwargs, result))
             mutated = _mutated(func, seen_args, seen_kwargs)
-            self._check_outside(func, args, kwargs, mutated, outputs)
+            real = [leaf for leaf in given if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
+            self._check_outside(func, real, mutated, outputs)
             for storage in {ref.storage for ref in outputs} | {ref.storage for ref in _refs(mutated)}:
                 self._writers[storage].append(len(self._ops))
             self._ops.append(_Op(func, seen_args, seen_kwargs, inputs, outputs))
+        return result
 
-    def _check_outside(self, func: Any, args: Any, kwargs: Any, mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
+    def _check_outside(self, func: Any, real: list[Tensor], mutated: list[Any], outputs: tuple[_Ref, ...]) -> None:
         """Raises Unrecordable for a write to a tensor that existed before the factory ran: fake tensors would not carry
-        it out."""
-        real = [
-            leaf
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
-        ]
+        it out. `real`: the tensors that existed before and are given to the operation."""
         if any(
             isinstance(leaf, Tensor) or (isinstance(leaf, _Ref) and leaf.storage in self._outside) for leaf in mutated
         ):
@@ -226,9 +215,11 @@ class Record(TorchDispatchMode):
 
 def _run(op: _Op, real: dict[int, Tensor]) -> None:
     """Runs `op` on the storages in `real` and adds those that it makes."""
-    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((op.args, op.kwargs)) if isinstance(leaf, Tensor)}
-    args, kwargs = tree_map_only(_Ref, lambda ref: ref.within(real[ref.storage]), (op.args, op.kwargs))
-    outputs = [out for out in tree_flatten(op.func(*args, **kwargs))[0] if isinstance(out, Tensor)]
+    given = {leaf.untyped_storage()._cdata for leaf in _leaves((op.args, op.kwargs)) if isinstance(leaf, Tensor)}
+    args, kwargs = _mapped(
+        lambda leaf: leaf.within(real[leaf.storage]) if isinstance(leaf, _Ref) else leaf, (op.args, op.kwargs)
+    )
+    outputs = [out for out in _leaves(op.func(*args, **kwargs)) if isinstance(out, Tensor)]
     for ref, value in zip(op.outputs, outputs, strict=True):
         if ref.storage not in real:
             if op.func in _UNINITIALISED:
@@ -247,8 +238,29 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _seen(leaf: Any) -> Any:
+    return _ref(leaf) if isinstance(leaf, FakeTensor) else leaf
+
+
 def _refs(tree: Any) -> tuple[_Ref, ...]:
-    return tuple(leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, _Ref))
+    return tuple(leaf for leaf in _leaves(tree) if isinstance(leaf, _Ref))
+
+
+def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Changes the leaves of an operation's arguments or results, which nest in tuples, lists and dicts only: torch's
+    pytrees, which know more, took half of the time of a build."""
+    if type(tree) in (tuple, list):
+        return type(tree)(_mapped(change, each) for each in tree)
+    if type(tree) is dict:
+        return {key: _mapped(change, each) for key, each in tree.items()}
+    return change(tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Returns the leaves of an operation's arguments or results, in order."""
+    found: list[Any] = []
+    _mapped(found.append, tree)
+    return found
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -259,5 +271,5 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
     written: list[Any] = []
     for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+            written += _leaves(args[position] if position < len(args) else kwargs.get(argument.name))
     return written
