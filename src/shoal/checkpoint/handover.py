@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -13,13 +14,15 @@ from torch import Tensor
 
 from shoal.checkpoint.pieces import Piece, Want
 from shoal.comm import Group
+from shoal.comm.wire import pack, unpack
 from shoal.errors import CheckpointError
 from shoal.parallel.layout import Box, intersect, subtract
 
 PURPOSE = "replan"
 
-PARCEL_BYTES = 32 * 2**20
-"""Most bytes that a rank sends to another at once; so much memory, twice, is what moving takes."""
+PARCEL_BYTES = 4 * 2**20
+"""Most bytes that a rank sends to another at once, and half of the memory that moving takes: little enough that caches
+still hold a parcel when it is sent, or taken apart."""
 
 ALIGNED = 16
 """Bytes; each box of a parcel starts at a multiple, so that a view of its dtype can be taken there."""
@@ -59,8 +62,8 @@ class Handover:
         another, by turns where several have it
     device: where parcels are packed, and so the transport that carries them
 
-    Every call of `load` is a round in which all ranks take part. Ranks may need different numbers of them: each calls
-    `finish` at its end, which takes part in the others' rounds.
+    A call of `load` that wants something is a round in which all ranks take part. Ranks may need different numbers of
+    them: each calls `finish` at its end, which takes part in the others' rounds.
     """
 
     name = "the run"
@@ -72,10 +75,10 @@ class Handover:
         self.extra: Mapping[str, Any] = group.broadcast_object(dict(extra))
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, list[Held]] = {}
-        table = [[piece.name, piece.shape, piece.box, _name(piece.tensor.dtype)] for piece in pieces]
+        table = [[piece.name, list(piece.shape), piece.box, _name(piece.tensor.dtype)] for piece in pieces]
         for rank, (their_host, theirs) in enumerate(group.all_gather_object([host, table])):
             for index, (name, shape, box, dtype) in enumerate(theirs):
-                self._shapes[name] = shape
+                self._shapes[name] = tuple(shape)
                 held = Held(rank, index, box, getattr(torch, dtype), their_host == host)
                 self._held.setdefault(name, []).append(held)
 
@@ -85,7 +88,8 @@ class Handover:
     def load(self, wants: Sequence[Want]) -> None:
         """Fills the wants of this rank. Collective; raises CheckpointError, on all ranks alike, if one of them wants
         what no rank holds."""
-        self._round(wants, at_the_end=False)
+        if wants:
+            self._round(wants, at_the_end=False)
 
     def finish(self) -> None:
         """Takes part in the rounds of ranks that read more. Every rank calls it, after its last `load`."""
@@ -94,7 +98,7 @@ class Handover:
 
     def refuse(self, reason: str) -> None:
         """Tells ranks that have come to a round why there is none. The others that are to go on call it alike."""
-        self._group.all_gather_object([reason, True, []])
+        self._group.all_gather_object([reason, True, {}])
 
     @torch.no_grad()
     def _round(self, wants: Sequence[Want], at_the_end: bool) -> bool:
@@ -104,13 +108,14 @@ class Handover:
             mine = self._requests(wants)
         except CheckpointError as error:  # all ranks are to learn of it
             problem = str(error)
-        asked = [[rank, [[each.index, each.box] for each in requests]] for rank, requests in mine.items()]
+        here, size = self._group.rank, self._group.size
+        # packed on their own: a rank reads what it is asked for, not what all ask of each other
+        asked = {rank: pack([[each.index, each.box] for each in found]) for rank, found in mine.items() if rank != here}
         rounds = self._group.all_gather_object([problem, at_the_end, asked])
         for said, _, _ in rounds:
             if said:
                 raise CheckpointError(said)
-        here, size = self._group.rank, self._group.size
-        theirs = {rank: dict(requests).get(here, []) for rank, (_, _, requests) in enumerate(rounds)}
+        theirs = [unpack(each[here]) if here in each else [] for _, _, each in rounds]
         for each in mine.get(here, []):
             each.into.copy_(self._values(each.index, each.box))
         for step in range(1, size):
@@ -163,7 +168,7 @@ class Handover:
         """Sends `out` to rank `target`, and fills the `requests` from rank `source`, parcel by parcel."""
         for leaving, coming in zip_longest(_parcels(out), _parcels(requests)):
             sent = None if leaving is None else self._packed(leaving)
-            got = None if coming is None else torch.empty(_room(coming), dtype=torch.uint8, device=self._device)
+            got = None if coming is None else self._staging[1, : _room(coming)]
             if sent is not None and got is not None:
                 self._group.exchange(got, source, sent, target, PURPOSE)
             elif sent is not None:
@@ -176,10 +181,15 @@ class Handover:
                     each.into.copy_(values)
 
     def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        parcel = torch.empty(_room(tensors), dtype=torch.uint8, device=self._device)
+        parcel = self._staging[0, : _room(tensors)]
         for start, each in _placed(tensors):
             parcel[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each)
         return parcel
+
+    @cached_property
+    def _staging(self) -> Tensor:
+        """Memory of a parcel that leaves and of one that comes; always the same, since the kernel zeroes new memory."""
+        return torch.empty(2, PARCEL_BYTES, dtype=torch.uint8, device=self._device)
 
 
 class _Sized(Protocol):

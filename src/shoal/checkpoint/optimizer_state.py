@@ -111,20 +111,19 @@ def small_state(optimizer: ChunkOptimizer) -> dict[str, Tensor]:
 def empty_states(
     saved: Mapping[str, tuple[int, ...]], optimizer: ChunkOptimizer, role: WriterRole, own: str, names: Collection[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Tensors to read the saved optimizer state of the parameters `names` into, by parameter and key."""
+    """Returns tensors without values yet, to read the saved state of the parameters `names` into, by parameter and
+    key."""
     states: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in optimizer.known.items():
-        if name not in names:
+    for title, shape in saved.items():
+        name, _, key = title.removeprefix(f"{own}optim.").rpartition(".")
+        if name not in names or not title.startswith(f"{own}optim."):
             continue
-        prefix = f"{own}optim.{name}."
-        for key, shape in saved.items():
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                slot = optimizer.slots[name]
-                if shape == role.layouts[name].shape:
-                    empty = torch.zeros(slot.shape, dtype=parameter.dtype, device=parameter.device)
-                else:
-                    empty = torch.zeros(shape)
-                states.setdefault(name, {})[key[len(prefix) :]] = empty
+        like = optimizer.known[name]
+        if shape == role.layouts[name].shape:
+            empty = torch.empty(optimizer.slots[name].shape, dtype=like.dtype, device=like.device)
+        else:
+            empty = torch.empty(shape)
+        states.setdefault(name, {})[key] = empty
     return states
 
 

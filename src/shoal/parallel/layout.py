@@ -27,6 +27,14 @@ class Box:
     def whole(cls, shape: tuple[int, ...]) -> Box:
         return cls((0,) * len(shape), tuple(shape))
 
+    def to_wire(self) -> list[int]:
+        return [*self.offsets, *self.sizes]
+
+    @classmethod
+    def from_wire(cls, *numbers: int) -> Box:
+        dims = len(numbers) // 2
+        return cls(numbers[:dims], numbers[dims:])
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """Index of the box: `tensor[box.slices]` is a view of it."""
