@@ -1,4 +1,4 @@
-"""What all tests share: one thread, few and repeatable examples, a session that leaves nothing behind, seconds by
+"""What all tests share: one thread, few and repeatable examples, a session that leaves nothing behind, CPU seconds by
 room."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.cpu import Meter
 from tests.leftovers import SharedMemory, end_processes
 from tests.pool import end_ranks
 
@@ -37,6 +38,7 @@ LONG = (
 )
 """Files that two processes take first, so that they end together."""
 SHOWN = 10  # rooms in the summary
+METER = pytest.StashKey[Meter]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -66,17 +68,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG)))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[METER] = Meter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Notes what a test cost as its property "cpu", which `--junitxml` writes too."""
+    try:
+        return (yield)
+    finally:
+        last = nextitem is None or nextitem.path != item.path
+        item.user_properties.append(("cpu", round(item.config.stash[METER].read(last), 2)))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the rooms that took longest, in seconds of all processes together."""
+    """Prints the rooms that cost most, in CPU seconds of the tests' processes and of all that they started."""
     seconds: Counter[str] = Counter()
     tests: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
-                seconds[room := _room(report.nodeid)] += report.duration
+                room = _room(report.nodeid)
                 tests[room] += report.when == "call"
+                seconds[room] += dict(report.user_properties).get("cpu", 0) * (report.when == "teardown")
     if seconds:
-        terminalreporter.section(f"{SHOWN} slowest rooms")
+        terminalreporter.section(f"{SHOWN} slowest rooms, in CPU seconds of {seconds.total():.0f}")
     for room, taken in seconds.most_common(SHOWN):
         terminalreporter.write_line(f"{taken:8.1f} s {tests[room]:5} tests  {room}")
 

@@ -1,0 +1,147 @@
+"""What of src/shoal each test runs through: lines and branches, in its own process, in ranks and in what it starts.
+
+    python -m pytest -p tests.covered ...         # measures
+    python -m tests.covered report                # lines and branches of all that was measured
+    python -m tests.covered spare tests/parity    # tests whose lines and branches all others have between them
+    python -m tests.covered beside costs.xml ...  # `spare` keeps the cheaper one: --junitxml of a run without measuring
+
+Needs the package coverage. The measurements lie in build/coverage, in files that `report` and `spare` put together.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import coverage
+import pytest
+
+from tests import pool
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build/coverage"
+DATA = FOLDER / "data"
+TEST = "SHOAL_TEST"  # the test that a process was started by
+SETTINGS = f"""\
+[run]
+branch = True
+source = {ROOT / "src/shoal"}
+data_file = {DATA}
+parallel = True
+context = ${{{TEST}-}}
+sigterm = True
+patch = _exit
+"""
+Arc = tuple[int, int, int]
+"""A file's number, and the lines that followed each other in it."""
+
+
+class Measured:
+    """A function of ranks that notes what it runs through. A rank may be killed after any call, so each is saved."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.test = os.environ.get(TEST, "")
+
+    def __call__(self, *args: Any) -> Any:
+        measurement = _measurement()
+        measurement.start()
+        measurement.switch_context(self.test)
+        try:
+            return self.fn(*args)
+        finally:
+            measurement.stop()
+            measurement.save()
+
+
+@cache
+def _measurement() -> coverage.Coverage:
+    """This process's own, whose contexts are switched."""
+    os.environ.pop(TEST, None)
+    return coverage.Coverage(data_suffix=True, config_file=str(FOLDER / "settings"), context=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Writes the settings and has every process that is started from here on read them."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "settings").write_text(SETTINGS)
+    (FOLDER / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    pool.around = Measured
+    _measurement().start()
+    os.environ["COVERAGE_PROCESS_START"] = str(FOLDER / "settings")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _measurement().stop()
+    _measurement().save()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    os.environ[TEST] = item.nodeid
+    _measurement().switch_context(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _measurement().switch_context("")
+        del os.environ[TEST]
+
+
+def report() -> None:
+    """Prints lines and branches by file and in all."""
+    measurement = coverage.Coverage(config_file=str(FOLDER / "settings"), data_file=str(DATA), data_suffix=False)
+    measurement.combine(strict=False, keep=False)
+    measurement.save()
+    measurement.report(skip_covered=True)
+
+
+def arcs_by_test() -> dict[str, set[Arc]]:
+    """What each test runs through; "" has what is there without any."""
+    found: dict[str, set[Arc]] = {}
+    with sqlite3.connect(DATA) as data:
+        names = dict(data.execute("select id, context from context"))
+        for test, file, start, end in data.execute("select context_id, file_id, fromno, tono from arc"):
+            found.setdefault(names[test], set()).add((file, start, end))
+    return found
+
+
+def spare(room: str, seconds: dict[str, float]) -> list[str]:
+    """Tests of a room without which nothing less is run through; of two alike the one that costs more."""
+    arcs = arcs_by_test()
+    times: Counter[Arc] = Counter(arc for each in arcs.values() for arc in each)
+    found = []
+    for test in sorted(filter(lambda name: name.startswith(room), arcs), key=lambda name: -seconds.get(name, 0.0)):
+        if all(times[arc] > 1 for arc in arcs[test]):
+            found.append(test)
+            times.subtract(arcs[test])
+    return found
+
+
+def costs(file: str) -> dict[str, float]:
+    """CPU seconds of each test in a file of `--junitxml`."""
+    found = {}
+    for case in ElementTree.parse(file).iter("testcase"):
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        found[name] = sum(float(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cpu")
+    return found
+
+
+def main(what: str, room: str = "tests", *files: str) -> None:
+    """Runs one of the commands above."""
+    if what == "report":
+        return report()
+    seconds = {test: taken for file in files for test, taken in costs(file).items()}
+    for test in spare(room, seconds):
+        print(f"{seconds.get(test, 0.0):8.2f} s  {test}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
