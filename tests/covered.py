@@ -1,11 +1,9 @@
 """What of src/shoal each test runs through: lines and branches, in its own process, in ranks and in what it starts.
 
-    python -m pytest -p tests.covered ...         # measures
-    python -m tests.covered report                # lines and branches of all that was measured
-    python -m tests.covered spare tests/parity    # tests whose lines and branches all others have between them
-    python -m tests.covered beside costs.xml ...  # `spare` keeps the cheaper one: --junitxml of a run without measuring
+    make coverage                                 # measures, and prints lines and branches of all that was measured
+    python -m tests.covered spare tests/parity    # tests of a room whose lines and branches all others have between them
 
-Needs the package coverage. The measurements lie in build/coverage, in files that `report` and `spare` put together.
+Needs the package coverage. The measurements lie in build/coverage, with what each test cost meanwhile.
 """
 
 from __future__ import annotations
@@ -113,35 +111,43 @@ def arcs_by_test() -> dict[str, set[Arc]]:
     return found
 
 
-def spare(room: str, seconds: dict[str, float]) -> list[str]:
-    """Tests of a room without which nothing less is run through; of two alike the one that costs more."""
-    arcs = arcs_by_test()
+def costs() -> dict[str, float]:
+    """CPU seconds of each test, from what `--junitxml` wrote beside the measurements."""
+    found = {}
+    for file in FOLDER.glob("*.xml"):
+        for case in ElementTree.parse(file).iter("testcase"):
+            name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+            found[name] = sum(float(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cpu")
+    return found
+
+
+def tests_of_lines() -> dict[tuple[Path, int], dict[str, float]]:
+    """The tests that run through each line of a file below src, with their CPU seconds."""
+    seconds, found = costs(), dict[tuple[Path, int], dict[str, float]]()
+    with sqlite3.connect(DATA) as data:
+        paths = {number: Path(path).relative_to(ROOT / "src") for number, path in data.execute("select * from file")}
+        names = dict(data.execute("select id, context from context"))
+        for test, file, line in data.execute("select distinct context_id, file_id, abs(tono) from arc"):
+            if names[test] in seconds:
+                found.setdefault((paths[file], line), {})[names[test]] = seconds[names[test]]
+    return found
+
+
+def spare(room: str) -> dict[str, float]:
+    """Tests of a room without which nothing less is run through, with their CPU seconds; of two alike the dearer."""
+    arcs, seconds = arcs_by_test(), costs()
     times: Counter[Arc] = Counter(arc for each in arcs.values() for arc in each)
-    found = []
+    found = {}
     for test in sorted(filter(lambda name: name.startswith(room), arcs), key=lambda name: -seconds.get(name, 0.0)):
         if all(times[arc] > 1 for arc in arcs[test]):
-            found.append(test)
+            found[test] = seconds.get(test, 0.0)
             times.subtract(arcs[test])
     return found
 
 
-def costs(file: str) -> dict[str, float]:
-    """CPU seconds of each test in a file of `--junitxml`."""
-    found = {}
-    for case in ElementTree.parse(file).iter("testcase"):
-        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        found[name] = sum(float(p.get("value", 0)) for p in case.iter("property") if p.get("name") == "cpu")
-    return found
-
-
-def main(what: str, room: str = "tests", *files: str) -> None:
-    """Runs one of the commands above."""
-    if what == "report":
-        return report()
-    seconds = {test: taken for file in files for test, taken in costs(file).items()}
-    for test in spare(room, seconds):
-        print(f"{seconds.get(test, 0.0):8.2f} s  {test}")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "report":
+        report()
+    else:
+        for test, taken in spare(sys.argv[2]).items():
+            print(f"{taken:8.2f} s  {test}")

@@ -1,10 +1,12 @@
-"""Changes one operator, sign, flag or number of a source file at a time, and prints the changes that its tests do not
-notice.
+"""Changes one operator, sign, flag or number of the sources at a time, and prints the changes that no test notices.
 
-    python -m tests.mutate src/shoal/optim/lr.py tests/test_engine.py -k schedule
+    python -m tests.mutate src/shoal/optim/lr.py tests/test_engine.py -k schedule    # all of a file; the rest is pytest's
+    python -m tests.mutate sample 8 src/shoal/optim src/shoal/chunks                # 8 of each room, always the same
 
-The first argument is the file; the rest goes to pytest. Each change is made in a copy of the sources, in a process
-forked from one that has imported torch. A change that survives either makes no difference or lacks a test.
+Of a sample, each change is shown to tests that run through its line, those of its room first and the quick ones before
+the slow, for TESTS_SECONDS at most; tests/covered.py must have measured them. Each change is made in a copy of the
+sources, in a process forked from one that has imported torch. A change that survives either makes no difference or
+lacks a test.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 SECONDS = 120  # a change may make a loop endless
+TESTS_SECONDS = 20.0
 ROOT = Path(__file__).parents[1]
 SWAPS: dict[type, type] = {
     ast.Lt: ast.LtE,
@@ -90,28 +95,88 @@ def notices(sources: Path, arguments: list[str]) -> bool:
     return os.waitpid(child, 0)[1] != 0
 
 
-def main(file: str, *arguments: str) -> int:
-    """Prints a line for each change that survives; returns how many."""
-    path = Path(file).resolve().relative_to(ROOT / "src")
+@dataclass(frozen=True)
+class Change:
+    """One change of a file of the sources: its line, and that line before and after."""
+
+    path: Path
+    line: int
+    before: str
+    after: str
+    text: str
+    """The whole file with it."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}\n  - {self.before}\n  + {self.after}"
+
+
+def changes_of(path: Path) -> list[Change]:
+    """All changes of a file, given by its path below src."""
     tree = ast.parse((ROOT / "src" / path).read_text(encoding="utf-8"))
-    survivors = number = 0
+    before, found = ast.unparse(tree).splitlines(), []
+    for line in changes(tree):
+        after = ast.unparse(tree).splitlines()
+        old, new = next((old, new) for old, new in zip(before, after, strict=True) if old != new)
+        found.append(Change(path, line, old.strip(), new.strip(), "\n".join(after)))
+    return found
+
+
+def survives(sources: Path, change: Change, arguments: list[str]) -> bool:
+    """Makes a change, has the tests look at it, takes it back; prints it if they do not notice."""
+    whole = (ROOT / "src" / change.path).read_text(encoding="utf-8")
+    (sources / change.path).write_text(change.text, encoding="utf-8")
+    survived = not notices(sources, arguments)
+    (sources / change.path).write_text(whole, encoding="utf-8")
+    if survived:
+        print(change, flush=True)
+    return survived
+
+
+def whole_file(sources: Path, file: str, arguments: list[str]) -> None:
+    """Makes every change of a file; pytest has `arguments`."""
+    if notices(sources, arguments):
+        sys.exit("the tests fail without a change")
+    found = changes_of(Path(file).resolve().relative_to(ROOT / "src"))
+    survivors = sum(survives(sources, change, arguments) for change in found)
+    print(f"{survivors} of {len(found)} changes survive")
+
+
+def sample(sources: Path, number: int, rooms: list[str]) -> None:
+    """Makes `number` changes of each room, and of its lines that some test runs through."""
+    from tests.covered import tests_of_lines
+
+    tests = tests_of_lines()
+    for room in rooms:
+        files = [path.resolve().relative_to(ROOT / "src") for path in sorted(Path(room).rglob("*.py"))]
+        found = [change for path in files for change in changes_of(path) if (path, change.line) in tests]
+        drawn = random.Random(room).sample(found, min(number, len(found)))
+        own = "tests" + room.removeprefix("src/shoal")
+        survivors = sum(
+            survives(sources, change, _chosen(tests[change.path, change.line], own)) for change in drawn
+        )
+        print(f"{room}: {survivors} of {len(drawn)} changes survive, of {len(found)}", flush=True)
+
+
+def _chosen(seconds: dict[str, float], own: str) -> list[str]:
+    """As many tests as TESTS_SECONDS are enough for, three at least: those whose names begin with `own` first."""
+    left, chosen = TESTS_SECONDS, list[str]()
+    for test in sorted(seconds, key=lambda test: (not test.startswith(own), seconds[test])):
+        left -= seconds[test]
+        if left < 0 and len(chosen) >= 3:
+            break
+        chosen.append(test)
+    return chosen
+
+
+def main(first: str, *arguments: str) -> None:
+    """Runs one of the two commands above."""
     with tempfile.TemporaryDirectory() as directory:
         sources = Path(directory) / "src"
         shutil.copytree(ROOT / "src", sources)
-        before = ast.unparse(tree).splitlines()
-        (sources / path).write_text("\n".join(before))
-        if notices(sources, list(arguments)):
-            sys.exit("the tests fail without a change")
-        for line in changes(tree):
-            after = ast.unparse(tree).splitlines()
-            (sources / path).write_text("\n".join(after))
-            number += 1
-            if not notices(sources, list(arguments)):
-                survivors += 1
-                old, new = next((old, new) for old, new in zip(before, after, strict=True) if old != new)
-                print(f"{path}:{line}\n  - {old.strip()}\n  + {new.strip()}", flush=True)
-    print(f"{survivors} of {number} changes survive")
-    return survivors
+        if first == "sample":
+            sample(sources, int(arguments[0]), list(arguments[1:]))
+        else:
+            whole_file(sources, first, list(arguments))
 
 
 if __name__ == "__main__":
