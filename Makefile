@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -q
 WORKERS ?= 2
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test matrix fast fingerprints lint shape clean
+.PHONY: demo test matrix fast fingerprints coverage mutate lint shape clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a minute or two, once."
@@ -39,6 +39,18 @@ fast: $(BIN)/.installed-dev $(VENV)/zoo
 matrix: $(BIN)/.installed-dev $(VENV)/zoo
 	$(PYTEST) $(SHARED) -m "not alone"
 	$(PYTEST) -m alone
+
+# Which lines and branches of the sources the tests of `make test` run through, in ranks too; and how many of a few changes
+# of each room they notice. tests/covered.py, tests/mutate.py
+coverage: $(BIN)/.installed-dev $(VENV)/zoo
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(PYTEST) -p tests.covered $(SHARED) -m "not matrix and not alone" --junitxml=build/coverage/costs.xml
+	$(BIN)/python -m tests.covered report
+
+ROOMS ?= $(addprefix src/shoal/,checkpoint chunks comm exchange module optim parallel pipeline precision training)
+mutate:
+	$(BIN)/python -m tests.mutate sample 8 $(ROOMS)
 
 # What a refactoring must not change: weights and losses of many plans, to the bit, before and after it.
 fingerprints: $(BIN)/.installed-dev

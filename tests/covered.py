@@ -1,7 +1,7 @@
 """What of src/shoal each test runs through: lines and branches, in its own process, in ranks and in what it starts.
 
     make coverage                                 # measures, and prints lines and branches of all that was measured
-    python -m tests.covered spare tests/parity    # tests of a room whose lines and branches all others have between them
+    python -m tests.covered spare tests/parity    # tests of a room whose lines and branches the others have as well
 
 Needs the package coverage. The measurements lie in build/coverage, with what each test cost meanwhile.
 """

@@ -1,7 +1,7 @@
 """Changes one operator, sign, flag or number of the sources at a time, and prints the changes that no test notices.
 
-    python -m tests.mutate src/shoal/optim/lr.py tests/test_engine.py -k schedule    # all of a file; the rest is pytest's
-    python -m tests.mutate sample 8 src/shoal/optim src/shoal/chunks                # 8 of each room, always the same
+    python -m tests.mutate src/shoal/optim/lr.py tests/test_engine.py -k schedule  # all of a file; then as for pytest
+    python -m tests.mutate sample 8 src/shoal/optim src/shoal/chunks              # 8 of each room, always the same
 
 Of a sample, each change is shown to tests that run through its line, those of its room first and the quick ones before
 the slow, for TESTS_SECONDS at most; tests/covered.py must have measured them. Each change is made in a copy of the
@@ -151,9 +151,7 @@ def sample(sources: Path, number: int, rooms: list[str]) -> None:
         found = [change for path in files for change in changes_of(path) if (path, change.line) in tests]
         drawn = random.Random(room).sample(found, min(number, len(found)))
         own = "tests" + room.removeprefix("src/shoal")
-        survivors = sum(
-            survives(sources, change, _chosen(tests[change.path, change.line], own)) for change in drawn
-        )
+        survivors = sum(survives(sources, change, _chosen(tests[change.path, change.line], own)) for change in drawn)
         print(f"{room}: {survivors} of {len(drawn)} changes survive, of {len(found)}", flush=True)
 
 

@@ -47,10 +47,11 @@ _PRELOADED = ["pytest", "tests.parity.cases", f"{_HF}.llama.modeling_llama", f"{
 _PRELOADED += ["torch._inductor.compile_fx"]  # which torch.compile imports, whatever the backend
 preload = _context.set_forkserver_preload
 preload(_PRELOADED)  # what most ranks import: 3 s for each that does so itself
-around: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn
-"""What ranks call instead of a function: tests/covered.py measures it there."""
+around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+"""Makes of a function what ranks call instead: tests/covered.py measures it there."""
 _call_numbers = itertools.count()
 _standing: dict[int, Rank] = {}
+_references: dict[bytes, list[Any]] = {}
 _numbers: WeakKeyDictionary[World, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -78,6 +79,15 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = TI
     if silent or failures:
         raise RankError(_describe(failures, silent, timeout))
     return [answers[rank] for rank in range(size)]
+
+
+def reference(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    """`run_ranks` for what several rows are compared with: the same call is made once. Its results are not to be
+    changed."""
+    call = pickle.dumps((fn, size, args))
+    if call not in _references:
+        _references[call] = run_ranks(fn, size, *args)
+    return _references[call]
 
 
 @contextmanager
@@ -156,7 +166,8 @@ def _server() -> dist.TCPStore:
 
 
 def _submit(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    message = pickle.dumps((next(_call_numbers), len(ranks), sys.path, pickle.dumps((around(fn), args))))
+    call = pickle.dumps((around(fn) if around else fn, args))
+    message = pickle.dumps((next(_call_numbers), len(ranks), sys.path, call))
     for rank in ranks:
         rank.pipe.send_bytes(message)
 

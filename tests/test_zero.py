@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,14 @@ from tests.exchange import teacher
 from tests.parity.cases import CASES, gathered
 from tests.parity.cases import engine as parity_engine
 from tests.parity.covering import in_turn, thinned
-from tests.pool import apart, run_ranks
+from tests.pool import apart, reference, run_ranks
 
 NADAM = partial(torch.optim.NAdam, lr=3e-3)  # not fused in torch: it runs over flat pieces
 STEPS = 8
-
+EXCHANGES = {
+    "hierarchical": {"name": "hierarchical", "ranks_per_host": 1},
+    "adasum": {"name": "adasum", "of": "gradients"},
+}
 
 Stage = int | str
 """plan.zero; "hosts": 3, each rank as if on a host of its own; "hybrid": 2, each two ranks share a copy of the
@@ -77,7 +80,8 @@ def test_two_ranks_compute_the_bits_of_two_replicas(precision, optimizer, stage)
     """Sums of two have one order, updates are elementwise: masters and state are the replicas' to the last bit. torch's
     unfused kernels round the last few elements of a tensor, and only those, another way: with NAdam that is elsewhere,
     by the last bit."""
-    cut, whole = (run_ranks(train, 2, zero, precision, optimizer)[0] for zero in (stage, 0))
+    cut = run_ranks(train, 2, stage, precision, optimizer)[0]
+    whole = reference(train, 2, 0, precision, optimizer)[0]
     # Stage 2 adds up the ranks' sums microbatch by microbatch: another order where a rank has several.
     exact = 1e-5 if optimizer is NADAM or stage == 2 else 0
     if stage == 2 and precision == "bf16":
@@ -174,12 +178,17 @@ def test_each_rank_keeps_its_part(stage):
     assert all(common for _, _, _, common in each), "ranks of one host share one copy of the weights"
 
 
+@cache
+def whole_chunks(size: int, name: str) -> list[teacher.Trace]:
+    return simulate_world(size, teacher.train, EXCHANGES.get(name, name))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_common_memory_weights_are_gathered(stage):
     """Threads of one process have none: there the gather is an operation of the transport. Ranks have 3, 3 and 2
     microbatches."""
     sharded = simulate_world(3, partial(teacher.train, zero=stage), "allreduce")
-    replicated = simulate_world(3, teacher.train, "allreduce")
+    replicated = whole_chunks(3, "allreduce")
     for ours, theirs in zip(sharded, replicated, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=0 if stage == 1 else 1e-5)
         torch.testing.assert_close(
@@ -213,11 +222,8 @@ def test_an_export_has_whole_masters(tmp_path):
 def test_gradients_may_travel_as_they_like(name, stage):
     """Any algorithm that leaves replicas equal: the same as with whole chunks. Rows of a codec are those of the chunk,
     which is a little longer where it is cut; stage 2 rounds every microbatch."""
-    exchange = {"hierarchical": {"name": name, "ranks_per_host": 1}, "adasum": {"name": name, "of": "gradients"}}.get(
-        name, name
-    )
-    sharded = simulate_world(2, partial(teacher.train, zero=stage), exchange)
-    replicated = simulate_world(2, teacher.train, exchange)
+    sharded = simulate_world(2, partial(teacher.train, zero=stage), EXCHANGES.get(name, name))
+    replicated = whole_chunks(2, name)
     for ours, theirs in zip(sharded, replicated, strict=True):
         if name == "hierarchical" or (stage == 1 and name != "bytegrad"):
             assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
@@ -299,7 +305,7 @@ def unusual(world, zero: int) -> list[float]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_own_nothing_of_a_group(stage):
-    whole = run_ranks(unusual, 4, 0)
+    whole = reference(unusual, 4, 0)
     for ours, theirs in zip(run_ranks(unusual, 4, stage), whole, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 

@@ -35,6 +35,7 @@ from shoal.optim.groups import decay_matrices_only
 from shoal.parallel import Layout
 
 SAMPLES, GLOBAL_BATCH = 41, 12  # four steps an epoch, the last of 5 samples
+EVEN = SAMPLES - SAMPLES % GLOBAL_BATCH  # of these all batches are alike, so that what is compiled once is not again
 SCHEDULE = lr.cosine(20, warmup=3)
 
 

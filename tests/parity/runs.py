@@ -11,7 +11,7 @@ import torch
 
 from shoal import Plan
 from shoal.engine import Engine
-from tests.parity.cases import CASES, Trace, engine, train
+from tests.parity.cases import CASES, SAMPLES, Trace, engine, train
 from tests.pool import apart, run_ranks
 
 
@@ -30,27 +30,28 @@ def under(
 
 
 def trained(
-    world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str, steps: int, **more: Any
-) -> Trace:
-    """The plan named "disk" gets a directory that all ranks share."""
+    world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str, steps: int,
+    samples: int = SAMPLES, **more: Any,
+) -> Trace:  # fmt: skip
+    """The plan named "disk" gets a directory that all ranks share. `samples`: so many of the case's."""
     with TemporaryDirectory() as directory:
         shared = world.everyone.broadcast_object(directory)
         options = plan | ({"memory": {"disk": shared}} if name == "disk" else {})
         running = under(world, case, precision, accumulation, options, name, **more)
         try:
-            return train(running, CASES[case].data(), steps)
+            return train(running, CASES[case].data()[:samples], steps)
         finally:
             running.close()
             world.everyone.barrier()
 
 
-def _alone(world, case: str, precision: str, accumulation: int, steps: int) -> Trace:
-    return train(engine(case, precision, accumulation, world=world), CASES[case].data(), steps)
+def _alone(world, case: str, precision: str, accumulation: int, steps: int, samples: int) -> Trace:
+    return train(engine(case, precision, accumulation, world=world), CASES[case].data()[:samples], steps)
 
 
 @cache
-def one_process(case: str, precision: str, accumulation: int, steps: int) -> Trace:
-    return run_ranks(_alone, 1, case, precision, accumulation, steps)[0]
+def one_process(case: str, precision: str, accumulation: int, steps: int, samples: int = SAMPLES) -> Trace:
+    return run_ranks(_alone, 1, case, precision, accumulation, steps, samples)[0]
 
 
 def size_of(plan: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shoal import Engine, Plan
 from shoal.models import regression
-from tests.parity.cases import vectors
+from tests.parity.cases import EVEN, vectors
 from tests.parity.covering import thinned
 from tests.pool import apart, run_ranks
 
@@ -79,8 +79,9 @@ def losses(world, plan: str) -> list[float]:
     rules = RULES if "tp" in plan else None
     optimizer = partial(torch.optim.AdamW, lr=3e-3)
     running = Engine(Model, regression, optimizer, Plan(**PLANS.get(plan, {})), tensor_rules=rules, **options)
-    found = [running.step(batch).loss for batch in running.batches(vectors(), steps=6)]
-    found.append(running.evaluate(vectors()).loss)
+    rows = vectors()[:EVEN] if "compiled" in plan else vectors()  # compiled for each shape of a batch
+    found = [running.step(batch).loss for batch in running.batches(rows, steps=6)]
+    found.append(running.evaluate(rows).loss)
     running.close()
     return found
 
@@ -100,8 +101,8 @@ def paths(world) -> set[bool]:
 
 
 @cache
-def one_process() -> list[float]:
-    return run_ranks(losses, 1, "one")[0]
+def one_process(even: bool) -> list[float]:
+    return run_ranks(losses, 1, "compiled-by-none" if even else "one")[0]
 
 
 def test_microbatches_go_both_ways():
@@ -114,4 +115,4 @@ SOME = [(plan,) for plan in PLANS if plan != "compiled"]  # the other compiled o
 @pytest.mark.parametrize("plan", thinned([(plan,) for plan in PLANS], SOME))
 def test_a_path_that_depends_on_the_data_is_that_of_one_process(plan):
     for found in run_ranks(losses, Plan(**{**PLANS[plan], "memory": None}).size, plan):
-        assert found == pytest.approx(one_process(), rel=1e-9)
+        assert found == pytest.approx(one_process("compiled" in plan), rel=1e-9)

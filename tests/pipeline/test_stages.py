@@ -30,7 +30,7 @@ from shoal.pipeline.find_routes import find_routes
 from shoal.pipeline.p2p import AHEAD, Mail
 from shoal.pipeline.schedules import make_schedule
 from shoal.pipeline.split_backward import input_half, weight_half
-from tests.pool import RankError, disposable_ranks, run_ranks
+from tests.pool import RankError, disposable_ranks, reference, run_ranks
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 WIDTH = 8
@@ -204,7 +204,7 @@ def train(world: World, model: Any, plan: dict[str, Any], steps: int = 4, **more
 def test_any_model_is_cut_between_any_of_its_parts(model, plan):
     if model is Backwards and plan["pp"] * (2 if plan.get("schedule") == "zbv" else 1) > 2:
         return  # it has two parts
-    one = run_ranks(train, 1, model, {})[0]
+    one = reference(train, 1, model, {})[0]
     for found in run_ranks(train, Plan(**plan).size, model, plan):
         assert found == pytest.approx(one, rel=1e-12)
 
@@ -225,7 +225,7 @@ def test_a_parameter_that_one_stage_uses_and_all_have_is_updated_alike_on_all(pl
     for name, value in found[0].items():
         assert all(torch.equal(value, each[name]) for each in found), name
     if "schedule" not in plan:
-        for name, value in run_ranks(with_adamw, 1, {})[0].items():
+        for name, value in reference(with_adamw, 1, {})[0].items():
             torch.testing.assert_close(found[0][name], value, rtol=1e-9, atol=1e-12)
 
 
@@ -280,7 +280,7 @@ class Frozen(Skips):
 )
 def test_stages_in_which_nothing_is_trained(names, plan):
     model = partial(Frozen, names)
-    one = run_ranks(train, 1, model, {})[0]
+    one = reference(train, 1, model, {})[0]
     for found in run_ranks(train, Plan(**plan).size, model, plan):
         assert found == pytest.approx(one, rel=1e-12)
 
@@ -312,7 +312,7 @@ def evaluated(world: World, plan: dict[str, Any]) -> float:
 
 
 def test_stages_by_hand_and_from_a_file(tmp_path):
-    one = run_ranks(train, 1, Skips, {})[0]
+    one = reference(train, 1, Skips, {})[0]
     write_schedule(make_schedule("1f1b", 2, 8), tmp_path / "mine.txt")  # longer than the step
     halves = re.sub(r"B(\S+)", r"I\1 W\1", (tmp_path / "mine.txt").read_text())
     (tmp_path / "halves.txt").write_text(halves)
@@ -725,7 +725,7 @@ class Checkpointed(Loose):
     [(1, {"pp": 2}), (1, {"pp": 2, "schedule": "zb1p"}), (4, {"pp": 2}), (4, {"pp": 2, "schedule": "zbv"})],
 )
 def test_a_model_may_compute_its_blocks_again(together, plan):
-    one = run_ranks(train, 1, Checkpointed, {})[0]
+    one = reference(train, 1, Checkpointed, {})[0]
     for found in run_ranks(train, 2, partial(Checkpointed, together=together), plan):
         assert found == pytest.approx(one, rel=1e-12)
 

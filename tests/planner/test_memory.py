@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -47,12 +48,19 @@ def moe() -> GPT:
     return GPT(GPTConfig(vocab_size=61, sequence=12, layers=2, d_model=32, heads=4, moe=MoEConfig(4)))
 
 
+_recordings: dict[tuple[Any, ...], Recording] = {}
+
+
 def run_dry(
     precision, recompute="none", model=gpt, microbatch=MICROBATCH, tp=1, cp=1, ep=1, context="ulysses"
 ) -> Recording:
-    groups = decay_matrices_only(0.1)
     plan = Plan(recompute=recompute, tp=tp, cp=cp, dp=ep, ep=ep, context=context)
-    return dry_run(Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), plan, groups))
+    key = model, microbatch, repr((precision, plan))
+    if key not in _recordings:
+        groups = decay_matrices_only(0.1)
+        subject = Subject(model, causal_lm, text()[0], microbatch, precision_named(precision), plan, groups)
+        _recordings[key] = dry_run(subject)
+    return _recordings[key]
 
 
 def predicted(plan: Plan, precision, optimizer, place: Place, chunk: int = CHUNK, model=gpt) -> MemoryNeed:
