@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
-# Two processes share the files of tests; what measures time or memory runs by itself afterwards.
-WORKERS ?= 2
+# Three processes share the files of tests, since ranks that wait leave cores idle; what measures time or memory runs by
+# itself afterwards.
+WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test matrix fast fingerprints coverage mutate lint shape clean

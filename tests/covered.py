@@ -68,6 +68,8 @@ def _measurement() -> coverage.Coverage:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Writes the settings and has every process that is started from here on read them."""
+    if getattr(config.option, "numprocesses", None):
+        return  # this one only shares the tests out
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "settings").write_text(SETTINGS)
     (FOLDER / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
@@ -78,8 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    _measurement().stop()
-    _measurement().save()
+    if pool.around:
+        _measurement().stop()
+        _measurement().save()
 
 
 @pytest.hookimpl(wrapper=True)
