@@ -6,8 +6,9 @@ documentation says so. Precision, microbatch, clipping and seeds belong to the j
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -209,6 +210,24 @@ def option_name(option: Option, field: str) -> str:
     if isinstance(option, Mapping) and isinstance(option.get("name"), str):
         return option["name"]
     raise UserError(f"plan.{field} = {option!r}: give a name, or a table with a `name` and its parameters")
+
+
+def check_parameters(field: str, option: Option, made: Callable[..., Any]) -> None:
+    """Raises UserError, with the names that there are, for a parameter of `option` that `made` does not take, for one
+    that it lacks, and for what is no number where that is wanted."""
+    name, given = option_name(option, field), option_parameters(option)
+    takes = inspect.signature(made).parameters
+    have = f'"{name}" takes {", ".join(takes) or "none"}'
+    for key in given:
+        if key not in takes:
+            raise UserError(f'plan.{field}: "{name}" has no parameter {key!r}.{did_you_mean(key, list(takes))} {have}')
+    for key, each in takes.items():
+        if each.default is each.empty and key not in given:
+            raise UserError(f'plan.{field}: "{name}" needs the parameter {key!r}; {have}')
+        value = given.get(key, each.default)
+        wrong = isinstance(value, bool) or not isinstance(value, int | float | None)
+        if wrong and type(each.default) in (int, float):
+            raise UserError(f'plan.{field}: "{name}" wants a number for {key!r}, not {value!r}')
 
 
 def option_parameters(option: Option) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shoal.exchange.none import NoExchange
 from shoal.exchange.powersgd import PowerSGD
 from shoal.exchange.qadam import QAdam
 from shoal.exchange.topk import TopK
-from shoal.plan import Option, option_name, option_parameters
+from shoal.plan import Option, check_parameters, option_name, option_parameters
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "allreduce": AllReduce,
@@ -43,7 +43,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "post_local_sgd": partial(LocalSGD, start=100),
     "diloco": DiLoCo,
     "streaming_diloco": partial(DiLoCo, fragments=4, overlap=4, codec="u4", keep=0.5),
-    "islands": lambda **parameters: Islands(algorithm, **parameters),
+    "islands": partial(Islands, lambda option: algorithm(option)),
     "none": NoExchange,
 }
 
@@ -56,9 +56,8 @@ def algorithm(option: Option) -> Algorithm:
             f'plan.exchange = "{name}" is not implemented.{did_you_mean(name, list(ALGORITHMS))} '
             f"This version has: {', '.join(ALGORITHMS)}"
         )
+    check_parameters("exchange", option, ALGORITHMS[name])
     try:
         return ALGORITHMS[name](**option_parameters(option))
     except TypeError as error:
-        raise UserError(
-            f"plan.exchange = {dict(option) if not isinstance(option, str) else option}: {error}"
-        ) from error
+        raise UserError(f"plan.exchange = {option!r}: a parameter is of the wrong kind ({error})") from error

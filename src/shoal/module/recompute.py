@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.errors import UserError, check_choice
 from shoal.module.buffers import buffers_replaced
-from shoal.plan import Option, option_name, option_parameters
+from shoal.plan import Option, check_parameters, option_name, option_parameters
 
 _aten = torch.ops.aten
 OPERATIONS: dict[str, tuple[Any, ...]] = {
@@ -87,12 +87,11 @@ class Recompute:
             "budget": self._budget,
         }
         check_choice(f'plan.recompute = "{name}" is not one of', name, kinds)
+        check_parameters("recompute", option, kinds[name])
         try:
             kinds[name](**parameters)
         except TypeError as error:
-            raise UserError(
-                f"plan.recompute = {option!r}: {str(error).replace(f'Recompute._{name}()', name)}"
-            ) from error
+            raise UserError(f"plan.recompute = {option!r}: a parameter is of the wrong kind ({error})") from error
 
     @property
     def chosen(self) -> list[int]:
