@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 
 def test_it_says_what_a_rank_needs_and_what_fits(shoal, job_file):
     answer = shoal("plan", job_file, "--memory", "--nproc", "2", "--host", "3GiB")
@@ -166,3 +168,25 @@ def test_no_model_is_run_dry_twice(job_file, monkeypatch):
     ran.clear()
     answer = asked.plan_memory(*job, host=needed, process=2**28)
     assert answer.largest.parameters == answer.parameters and len(set(ran)) == len(ran)
+
+
+def test_each_plan_of_a_run_is_looked_at(shoal, job_file):
+    job_file.write_text(
+        job_file.read_text()
+        + '\n[[run.at]]\nstep = 2\nplan.zero = 3\n\n[[run.at]]\nstep = 4\nplan.memory.device = "64KiB"\n'
+    )
+    asked = ("plan", job_file, "--memory", "--nproc", "2", "--host", "3GiB")
+    answer = shoal(*asked)
+    words = " ".join(answer.out.split())
+    assert answer.code == 1, "the device of the last plan is too small"
+    assert "after step 2: dp = 2, zero = 3" in words and 'after step 4: dp = 2, zero = 3, memory = {device = "' in words
+    found = json.loads(shoal(*asked, "--json").out)
+    assert [(each["step"], each["plan"].get("zero")) for each in found["later"]] == [(2, 3), (4, 3)]
+    whole, cut = (
+        next(row["nbytes"] for row in each["rows"] if row["role"] == "optimizer state")
+        for each in (found, found["later"][0])
+    )
+    assert cut == pytest.approx(whole / 2, rel=0.1)
+    smallest = found["later"][1]["smallest_device"]
+    job_file.write_text(job_file.read_text().replace('"64KiB"', str(smallest)))
+    assert shoal(*asked).code == 0

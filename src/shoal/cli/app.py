@@ -99,7 +99,7 @@ def plan(
 
     answer = ask(job, given, device, host)
     show(answer, as_json)
-    raise typer.Exit(int(answer.prediction.free < 0))
+    raise typer.Exit(int(not answer.fits))
 
 
 @app.command()

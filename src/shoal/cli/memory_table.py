@@ -51,6 +51,9 @@ def show(answer: Answer, as_json: bool) -> None:
     if answer.layers.layers:
         console.print("", str(answer.layers), sep="\n")
     console.print("", *verdict(answer), sep="\n")
+    for step, later in answer.later:
+        text = Text(f"after step {step}: {spoken(later.plan.to_dict()) or 'replicated'}")
+        console.print("", text, "", role_table(later), "", *fits(later), sep="\n")
 
 
 def _title(answer: Answer) -> Text:
@@ -104,16 +107,9 @@ def size_table(candidates: Sequence[Candidate], chosen: int) -> Table:
 
 def verdict(answer: Answer) -> Iterator[str]:
     """Yields the last lines: what fits and by how much, plans that would fit, and the largest model that does."""
-    for fit in answer.prediction.fits:
-        colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
-        rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
-        amount = f"{units.size(fit.needed)} of {units.size(fit.available)}"
-        yield f"[{colour}]{word}[/]  {escape(fit.memory)}: {amount}, {rest}"
+    yield from fits(answer.prediction)
     if answer.stages:
         yield f"by place along pp a rank needs {', '.join(units.size(needed(each)) for each in answer.stages)}"
-    smallest = answer.prediction.smallest
-    if smallest is not None:
-        yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"
     for other in answer.instead:
         change = escape(spoken(changes(answer.prediction.plan, other.plan)))
         if other.free >= 0:
@@ -127,6 +123,18 @@ def verdict(answer: Answer) -> Iterator[str]:
         yield f"largest that fits ({largest.rule}): {units.count(largest.parameters)} parameters, {settings}"
     elif largest is not None:
         yield f"no model of this family fits ({largest.rule})"
+
+
+def fits(prediction: Prediction) -> Iterator[str]:
+    """Yields a line for each memory: whether what is needed there fits, and by how much; and the least budget."""
+    for fit in prediction.fits:
+        colour, word = ("green", "fits") if fit.free >= 0 else ("red", "does not fit")
+        rest = f"{units.size(fit.free)} are left" if fit.free >= 0 else f"{units.size(-fit.free)} are missing"
+        amount = f"{units.size(fit.needed)} of {units.size(fit.available)}"
+        yield f"[{colour}]{word}[/]  {escape(fit.memory)}: {amount}, {rest}"
+    smallest = prediction.smallest
+    if smallest is not None:
+        yield f"plan.memory.device may be as small as {units.size(smallest)} ({smallest} bytes)"
 
 
 def spoken(values: Mapping[str, Any]) -> str:

@@ -14,8 +14,9 @@ import torch
 
 from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
-from shoal.jobs.choose import Settled, Sizes, microbatches_of, settle
+from shoal.jobs.choose import Settled, Sizes, microbatches_of, settle, with_plan
 from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.plans import plan_at
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job
 from shoal.models import build
@@ -70,6 +71,7 @@ class Answer:
     instead: where the job does not fit, plans that do, or else the one that lacks least.
     stages: in a pipeline, a prediction for each rank along pp.
     layers: how plan.tp and plan.ep divide each layer.
+    later: after the steps of `[[run.at]]`, predictions under the plan from there on.
     """
 
     settled: Settled
@@ -81,6 +83,12 @@ class Answer:
     largest: Largest | None
     stages: tuple[Prediction, ...] = ()
     layers: CutLayers = field(default_factory=CutLayers)
+    later: tuple[tuple[int, Prediction], ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room under every plan of the job."""
+        return all(each.free >= 0 for each in (self.prediction, *(found for _, found in self.later)))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as JSON values; memory in bytes."""
@@ -93,6 +101,7 @@ class Answer:
             "stages": [_prediction(each) for each in self.stages],
             "layers": [asdict(each) for each in self.layers.layers],
             "largest": None if self.largest is None else asdict(self.largest),
+            "later": [{"step": step, **_prediction(each)} for step, each in self.later],
         }
 
 
@@ -130,7 +139,8 @@ def plan_memory(
     """
     job, origins = load_job(path, assignments)
     on_host = ranks_here(job)
-    settled = settle(job, origins, Sizes(max(on_host, job.plan.size), on_host))
+    sizes = Sizes(max(on_host, job.plan.size), on_host)
+    settled = settle(job, origins, sizes)
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
     process = read_memory(torch.device("cpu")).bytes if process is None else process
@@ -139,6 +149,9 @@ def plan_memory(
     prediction = forecast.predict(plan)
     instead = that_fit(others(plan), forecast.predict) if prediction.free < 0 else []
     recording = forecast.recording(settled.job.model, plan)
+    steps = [change["step"] for change in settled.job.run.at]
+    plans = [with_plan(settled, plan_at(settled.job, step, sizes.size), sizes) for step in steps]
+    later = [_Forecast(each, machine, process).predict(each.job.plan) for each in plans]
     return Answer(
         settled,
         machine,
@@ -149,6 +162,7 @@ def plan_memory(
         forecast.largest(),
         stages=tuple(forecast.predict_each(plan)) if plan.pipelined else (),
         layers=recording.layers,
+        later=tuple(zip(steps, later, strict=True)),
     )
 
 
