@@ -265,7 +265,9 @@ class Trace:
 
 def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> dict[str, Tensor]:
     """Whole tensors in the order of the module's parameters: this rank's own, or put together where each rank has a
-    part of them. `cut`: they are what the optimizer has, which plan.zero cuts."""
+    part of them. `cut`: they are what the optimizer has, which plan.zero cuts.
+
+    What several ranks have is compared: who puts together the same on every rank sees no difference afterwards."""
     if running.plan.size == running.plan.dp and running.plan.ep == 1 and not (cut and running.plan.zero):
         return {name: tensor.clone() for name, tensor in tensors.items()}
     slots = running.optimizer.slots
@@ -279,9 +281,10 @@ def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> d
         for name, tensor in tensors.items()
     ]
     parts: dict[str, dict[Layout, dict[int, Tensor]]] = {}
-    for theirs in running.world.everyone.all_gather_object(mine):
+    for rank, theirs in enumerate(running.world.everyone.all_gather_object(mine)):
         for name, layout, start, flat in theirs:
-            parts.setdefault(name, {}).setdefault(layout, {})[start] = flat
+            first = parts.setdefault(name, {}).setdefault(layout, {}).setdefault(start, flat)
+            assert torch.equal(first, flat), f"rank {rank} has another {name} than a rank with the same part of it"
     whole = {}
     for name, by_layout in parts.items():
         layout, flats = next(iter(by_layout.items()))
