@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from shoal.errors import UserError
 from shoal.models import regression
 from shoal.module.affine import Affine, Rule
 from shoal.plan import Plan
-from tests.parity.cases import vectors
+from tests.parity.cases import CASES, engine, vectors
 from tests.pool import run_ranks
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -218,3 +219,18 @@ def test_the_rule_of_a_buffer_is_what_its_operations_say():
         affine.leaves(model(x))
     rules = affine.rules(dict(model.named_buffers()))
     assert rules == {"mean": Rule(pytest.approx(0.81), 4), "hidden": Rule(0.5, 1)}
+
+
+def compiled(world, plan: dict[str, int]) -> int:
+    """How many graphs a model with a table among its buffers is compiled to, whose first forwards are observed."""
+    torch._dynamo.utils.counters.clear()
+    running = engine("llama", "fp32", 1, world=world, plan=Plan(**plan, compile="aot_eager"))
+    for batch in running.batches(CASES["llama"].data(), steps=3):
+        running.step(batch)
+    running.close()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("plan", [{"dp": 2}, {"cp": 2}])
+def test_blocks_are_compiled_after_forwards_that_were_observed(plan):
+    assert all(graphs > 0 for graphs in run_ranks(compiled, 2, plan))

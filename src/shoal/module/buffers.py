@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.module.affine import Affine, Rule
+from shoal.module.compiling import as_written
 
 
 @contextmanager
@@ -94,7 +95,7 @@ class OtherBuffers:
             return
         before, failed = self._now(), False
         try:
-            with Affine(before) as affine:
+            with as_written(), Affine(before) as affine:
                 yield affine.leaves
         except Exception:
             failed = True

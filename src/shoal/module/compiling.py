@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +86,14 @@ def compile_blocks(module: nn.Module, backend: bool | str) -> None:
                 f"plan.compile = {backend!r:.100} is no backend of torch.compile "
                 f"({', '.join(known)}).{did_you_mean(str(backend), known)} Give one of them, true or false"
             ) from error
+
+
+def as_written() -> AbstractContextManager[Any]:
+    """Runs what is compiled as it is written, inside the context: for one who observes its operations.
+
+    A graph would hide them, and dynamo never compiles again what it once met under an observer.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def compiled_parts(module: nn.Module) -> list[nn.Module]:
