@@ -1,0 +1,182 @@
+"""Small programs for an accelerator, each right or with one defect: what the simulator has to tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SIZE = 1000
+
+
+def device() -> torch.device:
+    """The simulated device that is current."""
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+
+
+def prefetch(wait: bool) -> float:
+    """Copies batches up on a stream beside the one that computes with them; 12000. The defect: it does not wait."""
+    side, main, total = torch.Stream(device()), torch.accelerator.current_stream(), 0.0
+    batches = [torch.full((SIZE,), float(number)).pin_memory() for number in range(4)]
+    for batch in batches:
+        with side:
+            there = torch.empty(SIZE, device=device())
+            there.copy_(batch, non_blocking=True)
+        if wait:
+            main.wait_stream(side)
+        doubled = (there * 2).sum()
+        there.record_stream(main)
+        total += doubled.item()
+    return total
+
+
+def copy_aside(record: bool) -> float:
+    """Copies a tensor down on another stream and forgets it meanwhile; 7000. The defect: no `record_stream`."""
+    side, main = torch.Stream(device()), torch.accelerator.current_stream()
+    out = torch.zeros(SIZE, pin_memory=True)
+    x = torch.full((SIZE,), 7.0, device=device())
+    side.wait_stream(main)
+    with side:
+        out.copy_(x, non_blocking=True)
+    if record:
+        x.record_stream(side)
+    del x
+    torch.full((SIZE,), -1.0, device=device())
+    main.synchronize()
+    side.synchronize()
+    return out.sum().item()
+
+
+def _by_operation(host: Tensor) -> float:
+    return host.sum().item()
+
+
+def _by_item(host: Tensor) -> float:
+    return host[500].item() * SIZE
+
+
+def _by_numpy(host: Tensor) -> float:
+    return float(host.numpy().sum())
+
+
+READERS: dict[str, Callable[[Tensor], float]] = {"operation": _by_operation, "item": _by_item, "numpy": _by_numpy}
+
+
+def read_back(wait: bool, reader: str) -> float:
+    """Copies down to pinned memory and reads it there; 3000. The defect: nothing waits for the copy."""
+    x = torch.full((SIZE,), 3.0, device=device())
+    host = torch.zeros(SIZE, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    if wait:
+        event = torch.Event(device())
+        event.record()
+        event.synchronize()
+    return READERS[reader](host)
+
+
+def reuse_of_a_buffer(wait: bool) -> float:
+    """Copies up from one pinned buffer twice; 3000. The defect: it is written anew while the first copy may run."""
+    buffer, total = torch.zeros(SIZE, pin_memory=True), torch.zeros(SIZE, device=device())
+    for value in (1.0, 2.0):
+        buffer.fill_(value)
+        total += buffer.to(device(), non_blocking=True)
+        if wait:
+            torch.accelerator.synchronize()
+    return total.sum().item()
+
+
+def beyond_capacity(size: int) -> str:
+    """Allocates `size` bytes, frees them, and does it again; says how it ended."""
+    try:
+        for _ in range(2):
+            torch.empty(size, dtype=torch.uint8, device=device())
+        return "fits"
+    except torch.OutOfMemoryError:
+        return "out of memory"
+
+
+def strided_halves() -> float:
+    """Two streams at work on the left and the right half of one matrix, which share no byte; 3000."""
+    side, main = torch.Stream(device()), torch.accelerator.current_stream()
+    matrix = torch.zeros(10, 200, device=device())
+    side.wait_stream(main)
+    matrix[:, :100].fill_(1.0)
+    with side:
+        matrix[:, 100:].fill_(2.0)
+    main.wait_stream(side)
+    return matrix.sum().item()
+
+
+def two_devices() -> tuple[float, int]:
+    """Computes on one device with what another one made; 2000."""
+    ones = torch.ones(SIZE, device=torch.device(device().type, 0))
+    there = ones.to(torch.device(device().type, 1), non_blocking=True)
+    return (there * 2).sum().item(), there.get_device()
+
+
+def train(where: str | None, steps: int = 4) -> tuple[list[float], list[Tensor]]:
+    """A plain loop of torch with AdamW and clipping: its losses and weights."""
+    torch.manual_seed(0)
+    target = device() if where is None else torch.device(where)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(target)
+    x, y = torch.randn(64, 8).to(target), torch.randint(0, 4, (64,)).to(target)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    return [loss.item() for loss in losses], [p.detach().cpu() for p in model.parameters()]
+
+
+def draws() -> dict[str, Any]:
+    """What is random on the device is the seed's, and is drawn when it is asked for, not when it runs."""
+    kind = device().type
+    torch.manual_seed(3)
+    first = torch.randn(5, device=device())
+    dropped = nn.functional.dropout(torch.ones(1000, device=device()), 0.5)
+    torch.manual_seed(3)
+    again = torch.randn(5, device=device())
+    own = torch.Generator(device()).manual_seed(5)
+    drawn = [torch.rand(3, device=device(), generator=own.manual_seed(5)).cpu() for _ in range(2)]
+    return {
+        "again": torch.equal(first, again),
+        "kept": (dropped > 0).float().mean().item(),
+        "own": torch.equal(*drawn),
+        "kind": own.device.type == kind,
+    }
+
+
+def shapes_from_data() -> tuple[list[int], bool, float]:
+    """Operations whose result depends on the data, for which the host waits."""
+    x = torch.tensor([0.0, 1.0, 2.0, 0.0]).to(device())
+    return torch.nonzero(x).flatten().tolist(), torch.equal(x, x.clone()), x[x > 0].sum().item()
+
+
+def attention() -> float:
+    """Attention forward and backward beside the CPU's: the largest difference."""
+    q = torch.randn(2, 4, 16, 8)
+
+    def gradient(where: torch.device | str) -> Tensor:
+        x = q.to(where).requires_grad_()
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum().backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    return (gradient(device()) - gradient("cpu")).abs().max().item()
+
+
+def a_polling_host() -> int:
+    """Asks an event again and again until it is done."""
+    x = torch.ones(SIZE, device=device()) + 1
+    event = torch.Event(device())
+    event.record()
+    asked = 1
+    while not event.query():
+        asked += 1
+    return asked if x.sum().item() == 2 * SIZE else -1

@@ -1,0 +1,2 @@
+def meet_in(folder): pass
+def leave(): pass

@@ -1,0 +1,97 @@
+"""The process that runs simulated programs, each in a fork of itself; torch and the simulator are loaded here."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from tests.device.simulator import group
+from tests.device.simulator.run import Rank
+
+_PR_SET_PDEATHSIG = 1
+_fork = multiprocessing.get_context("fork")
+Answer = tuple[Any, list[str], str]
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests until the pipe ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(1)
+    pipe = Connection(descriptor)
+    while True:
+        try:
+            sys.path[:], request = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_answers(*request))
+
+
+def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
+    *settings, timeout = rest
+    try:
+        program, args = pickle.loads(call)  # imported here once, for this and later runs
+    except Exception:
+        return [(None, [], traceback.format_exc())]
+    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
+        pipes, processes = [], []
+        for rank in range(max(ranks, 1)):
+            mine, theirs = _fork.Pipe(duplex=False)
+            seat = (Rank(rank, ranks, folder),) if ranks else ()
+            process = _fork.Process(target=_run, args=(theirs, folder, program, (*seat, *args), settings), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        answers = _collect(pipes, timeout)
+        for process in processes:
+            process.kill()
+            process.join()
+    return answers
+
+
+def _collect(pipes: list[Any], timeout: float) -> list[Answer]:
+    answers: dict[Any, Answer] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) < len(pipes):
+        ready = wait([pipe for pipe in pipes if pipe not in answers], max(deadline - time.monotonic(), 0))
+        if not ready:
+            break
+        for pipe in ready:
+            try:
+                answers[pipe] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                answers[pipe] = (None, [], "its process died")
+    return [answers.get(pipe, (None, [], f"it took longer than {timeout} s")) for pipe in pipes]
+
+
+def _run(pipe: Any, folder: str, program: Any, args: Any, settings: Any) -> None:
+    """The run's own process."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    group.meet_in(folder)
+    result, error = None, ""
+    torch.ops.sim.configure(*settings)
+    try:
+        result = program(*args)
+        torch.ops.sim.drain()
+    except BaseException:  # also of SystemExit, which is an answer too
+        error = traceback.format_exc()
+    group.leave()
+    try:
+        answer = pickle.dumps((result, torch.ops.sim.trace(), error))
+    except Exception:
+        answer = pickle.dumps((None, [], f"the result cannot be pickled\n{traceback.format_exc()}"))
+    pipe.send_bytes(answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
