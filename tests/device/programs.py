@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.device.simulator import Rank
 
 SIZE = 1000
 
@@ -180,3 +183,114 @@ def a_polling_host() -> int:
     while not event.query():
         asked += 1
     return asked if x.sum().item() == 2 * SIZE else -1
+
+
+def in_group(rank: Rank) -> None:
+    """Joins the default process group, on the rank's own device."""
+    torch.accelerator.set_device_index(rank.rank)
+    store = dist.FileStore(f"{rank.folder}/store", rank.size)
+    backend = dist.get_default_backend_for_device(device())
+    dist.init_process_group(backend, store=store, rank=rank.rank, world_size=rank.size)
+
+
+def reduced_beside(rank: Rank, wait: bool) -> float:
+    """Sums a tensor over the ranks, and uses it; 3000 on two. The defect: it does not wait for the sum."""
+    in_group(rank)
+    x = torch.full((SIZE,), float(rank.rank + 1), device=device())
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    if wait:
+        work.wait()
+    total = (x * 1).sum().item()
+    work.wait()
+    return total
+
+
+def collectives(rank: Rank) -> dict[str, Any]:
+    """Every collective of torch.distributed once, blocking: what each leaves on this rank."""
+    in_group(rank)
+    mine, size = rank.rank, rank.size
+
+    def x(*values: float) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device())
+
+    def blank(n: int) -> list[Tensor]:
+        return [torch.empty(n, device=device()) for _ in range(size)]
+
+    found: dict[str, Any] = {}
+    each = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+    for name, op in each.items():
+        found[name] = x(mine, 1)
+        dist.all_reduce(found[name], op)
+    found["broadcast"] = x(mine)
+    dist.broadcast(found["broadcast"], 1)
+    found["reduce"] = x(mine + 1)
+    dist.reduce(found["reduce"], 1)
+    found["all_gather"] = blank(1)
+    dist.all_gather(found["all_gather"], x(mine))
+    found["all_gather_into_tensor"] = torch.cat(blank(2))
+    dist.all_gather_into_tensor(found["all_gather_into_tensor"], x(mine, -mine))
+    found["reduce_scatter"] = x(0)
+    dist.reduce_scatter(found["reduce_scatter"], [x(mine + place) for place in range(size)])
+    found["reduce_scatter_tensor"] = x(0)
+    dist.reduce_scatter_tensor(found["reduce_scatter_tensor"], torch.cat([x(mine + place) for place in range(size)]))
+    found["gather"] = blank(1) if mine == 0 else []
+    dist.gather(x(mine), found["gather"] or None, 0)
+    found["scatter"] = x(0)
+    dist.scatter(found["scatter"], [x(place * 10) for place in range(size)] if mine == 0 else None, 0)
+    found["all_to_all"] = blank(1)
+    dist.all_to_all(found["all_to_all"], [x(10 * mine + place) for place in range(size)])
+    found["uneven"] = torch.empty(size * (mine + 1), device=device())
+    splits = [place + 1 for place in range(size)]
+    dist.all_to_all_single(found["uneven"], x(*range(sum(splits))), [mine + 1] * size, splits)
+    around = x(-1)
+    operations = [dist.P2POp(dist.isend, x(mine), (mine + 1) % size), dist.P2POp(dist.irecv, around, (mine - 1) % size)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    found["around"] = around
+    with dist._coalescing_manager(device=device()) as _:
+        found["together"] = [x(mine), x(2 * mine)]
+        for tensor in found["together"]:
+            dist.all_reduce(tensor)
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": mine})
+    dist.barrier()
+    return {name: _values(value) for name, value in found.items()} | {"objects": objects}
+
+
+def _values(found: Any) -> list[float]:
+    return [value for part in found for value in part.tolist()] if isinstance(found, list) else found.tolist()
+
+
+def sends(rank: Rank, first: bool) -> float:
+    """Two ranks exchange a tensor; 3 from the other. The defect: both send first, which NCCL need not buffer."""
+    in_group(rank)
+    mine, other = torch.full((SIZE,), 3.0, device=device()), torch.empty(SIZE, device=device())
+    if rank.rank == 0 or first:
+        dist.send(mine, 1 - rank.rank)
+        dist.recv(other, 1 - rank.rank)
+    else:
+        dist.recv(other, 1 - rank.rank)
+        dist.send(mine, 1 - rank.rank)
+    return other.mean().item()
+
+
+def calls_that_differ(rank: Rank, how: str) -> float:
+    """The ranks do not make the same calls: NCCL would hang, or mix up their data."""
+    in_group(rank)
+    x = torch.ones(SIZE + (rank.rank if how == "size" else 0), device=device())
+    if how == "order" and rank.rank == 1:
+        dist.broadcast(x, 0)
+    if how != "absence" or rank.rank == 0:
+        dist.all_reduce(x)
+    return x.sum().item()
+
+
+def ddp(rank: Rank) -> list[Tensor]:
+    """A step of torch's DistributedDataParallel: the gradients."""
+    in_group(rank)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device()))
+    torch.manual_seed(rank.rank)
+    model(torch.randn(6, 8).to(device())).square().mean().backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]

@@ -141,17 +141,19 @@ static void configure(int64_t count, std::string mode, int64_t seed, int64_t byt
   set_mode(mode, seed);
 }
 
+static std::string failure;  // of the last function that Python gave
+
 // Work of the host, in the order of the current stream: `function(id)`, which Python knows, on what `host_view` shows.
 static void launch_on_host(at::TensorList reads, at::TensorList writes, int64_t function, int64_t id, std::string name,
                            std::vector<std::string> files, double seconds, bool at_once) {
   std::vector<Use> uses;
   for (const auto& tensor : reads) uses.push_back(use_of(tensor, false));
   for (const auto& tensor : writes) uses.push_back(use_of(tensor, true));
-  auto call = [=] {
-    TORCH_CHECK(reinterpret_cast<int (*)(int64_t)>(function)(id) == 0, name, " failed");
-  };
+  Task task{name, [=] { TORCH_CHECK(reinterpret_cast<int (*)(int64_t)>(function)(id) == 0, failure); }};
+  for (size_t i = 0; i < files.size(); i += 2) task.posts.emplace_back(files[i], files[i + 1]);
+  task.deadline = now() + 1000 * seconds;
   const int queue = current_queue(current_device);
-  launch(queue, uses, {name, call, nullptr, nullptr, std::move(files), now() + 1000 * seconds});
+  launch(queue, uses, std::move(task));
   if (at_once) run_until_given(queue);
 }
 
@@ -184,7 +186,9 @@ TORCH_LIBRARY(sim, m) {
   m.def("device_count", [] { return static_cast<int64_t>(devices); });
   m.def("drain", [] { for (int queue = 0; queue < devices * STREAMS; queue++) run_until_given(queue); });
   m.def("host_view", host_view);
-  m.def("launch_on_host(Tensor[] reads, Tensor[] writes, int function, int id, str name, str[] files, float seconds, bool at_once) -> ()", launch_on_host);
+  m.def("launch_on_host(Tensor[] reads, Tensor[] writes, int function, int id, str name, str[] files, float seconds, "
+        "bool at_once) -> ()", launch_on_host);
+  m.def("fail", [](std::string text) { failure = text; });
   m.def("default_generator", [](int64_t device) { return default_generator(device); });
   m.def("resize_storage", [](const at::Tensor& tensor, int64_t bytes) { resize_storage(tensor.storage(), bytes); });
   m.def("report", [](std::string line) { std::lock_guard lock(state); report(line); });

@@ -136,15 +136,14 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
     views |= result.alias_info() && !result.alias_info()->isWrite();
     shapes |= !result.alias_info() || !result.alias_info()->isWrite();
   }
-  auto computed = std::make_shared<Stack>();
+  std::function<Stack()> run;
   if (!tensors || (shapes && !call.find_shapes())) {
     TORCH_CHECK(!views, call.name, ": a view without a meta kernel");
-    launch(queue, call.uses, {call.name, [computed, run = call.kernel()] { *computed = run(); }});
+    auto computed = std::make_shared<Stack>();
+    launch(queue, call.uses, {call.name, [computed, kernel = call.kernel()] { *computed = kernel(); }});
     wait_for_queues({queue}, call.name);
-    for (size_t r = 0; r < returns.size(); r++)
-      stack->push_back(returns[r].alias_info() ? call.given[call.argument_of(*returns[r].alias_info())]
-          : replaced((*computed)[r], [&](const Tensor& t) { return t.to(c10::Device(kind(), call.device)); }));
-    return;
+    call.meta = *computed, call.uses.clear(), shapes = false;
+    run = [computed] { return *computed; };
   }
   auto resized = [&](size_t i, const Tensor& shape) {
     const Tensor out = call.given[i].toTensor();
@@ -172,7 +171,9 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
       written[r] = replaced(stack->back(), [&](const Tensor& t) { return call.used(t, true); });
     }
   }
-  if (!views) launch(queue, call.uses, {call.name, [written, run = call.kernel()] {
+  if (views) return;
+  if (!run) run = call.kernel();
+  launch(queue, call.uses, {call.name, [written, run] {
     const Stack computed = run();
     for (size_t r = 0; r < written.size(); r++) put(written[r], computed[r]);
   }});

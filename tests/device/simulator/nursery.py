@@ -31,10 +31,10 @@ def serve(descriptor: int) -> None:
     pipe = Connection(descriptor)
     while True:
         try:
-            sys.path[:], request = pipe.recv()
+            sys.path[:], request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send(_answers(*request))
+        pipe.send_bytes(pickle.dumps(_answers(*request)))  # not `send`, which shares the memory of tensors
 
 
 def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
@@ -78,7 +78,8 @@ def _collect(pipes: list[Any], timeout: float) -> list[Answer]:
 def _run(pipe: Any, folder: str, program: Any, args: Any, settings: Any) -> None:
     """The run's own process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    group.meet_in(folder)
+    *settings, patience = settings
+    group.meet_in(folder, patience)
     result, error = None, ""
     torch.ops.sim.configure(*settings)
     try:

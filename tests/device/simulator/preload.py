@@ -18,6 +18,7 @@ def preload(name: str) -> None:
         ctypes.CDLL(str(torch_folder() / "lib" / file), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library()), mode=ctypes.RTLD_GLOBAL)
 
-    from tests.device.simulator import module
+    from tests.device.simulator import group, module
 
     module.install(name)
+    group.install(name)

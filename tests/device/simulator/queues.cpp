@@ -1,8 +1,8 @@
 // Queues: each stream is a queue of tasks, run late and under one lock by whoever waits for it.
 //
 // Modes: "lazy" runs nothing but what somebody waits for; "eager" runs everything as soon as it may run; "random" lets
-// each stream proceed at its own pace, and mixes in others where one is waited for. A task that needs the posts of other
-// ranks (files) may run once they are there; after its deadline it runs without them, and says which are missing.
+// each stream proceed at its own pace, and mixes in others where one is waited for. A task that needs posts of other
+// ranks (files) may run once they are there; it runs without those of ranks that have ended, and after its deadline.
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <unistd.h>
@@ -43,8 +43,8 @@ static bool may_begin(const Queue& queue) {
   if (queue.tasks.empty()) return false;
   const Task& task = queue.tasks.front();
   if (task.awaits && !task.awaits->done) return false;
-  for (const std::string& file : task.files)
-    if (access(file.c_str(), F_OK) != 0) return now() > task.deadline;
+  for (auto& [post, end] : task.posts)
+    if (access(post.c_str(), F_OK) != 0 && access(end.c_str(), F_OK) != 0) return now() > task.deadline;
   return true;
 }
 

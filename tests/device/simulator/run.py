@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def simulate(
     - `fails`: whether an error of the program is an answer; else it is raised here
     - `timeout`: seconds after which it is killed
     """
-    return _run(name, program, args, 0, mode, devices, capacity, fails, timeout)[0]
+    return _run(name, program, args, 0, mode, devices, capacity, fails, timeout, timeout)[0]
 
 
 def simulate_ranks(
@@ -78,11 +77,13 @@ def simulate_ranks(
     capacity: int = 1 << 34,
     name: str = "cuda",
     fails: bool = False,
+    patience: float = 30.0,
     timeout: float = 60.0,
 ) -> list[Run]:
     """Runs `program(rank, *args)` in `size` processes, each of which sees as many devices and works on that of its
-    own number; `rank` is a `Rank`. For the rest see `simulate`."""
-    return _run(name, program, args, size, mode, size, capacity, fails, timeout)
+    own number; `rank` is a `Rank`. A call for which another rank does not come in `patience` seconds is reported.
+    For the rest see `simulate`."""
+    return _run(name, program, args, size, mode, size, capacity, fails, patience, timeout)
 
 
 def end_nurseries() -> None:
@@ -92,11 +93,12 @@ def end_nurseries() -> None:
 
 
 def _run(name: str, program: Any, args: Any, ranks: int, *rest: Any) -> list[Run]:
-    mode, devices, capacity, fails, timeout = rest
+    mode, devices, capacity, fails, patience, timeout = rest
     if name not in _nurseries:
         _nurseries[name] = Nursery(name)
     schedule = ("random", mode) if isinstance(mode, int) else (mode, 0)
-    answers = _nurseries[name].ask((pickle.dumps((program, args)), ranks, devices, *schedule, capacity, timeout))
+    settings = (devices, *schedule, capacity, patience, timeout)
+    answers = _nurseries[name].ask((pickle.dumps((program, args)), ranks, *settings))
     runs = [Run(result, read(lines), error) for result, lines, error in answers]
     failed = [f"rank {rank}: {run.error}" for rank, run in enumerate(runs) if run.error]
     if failed and not fails:
@@ -122,9 +124,9 @@ class Nursery:
         theirs.close()
 
     def ask(self, request: tuple[Any, ...]) -> list[tuple[Any, list[str], str]]:
-        pipe: Connection = self._pipe
-        pipe.send((sys.path, request))
-        return pipe.recv()
+        self._pipe.send_bytes(pickle.dumps((sys.path, request)))
+        answers: list[tuple[Any, list[str], str]] = pickle.loads(self._pipe.recv_bytes())
+        return answers
 
     def end(self) -> None:
         self._pipe.close()

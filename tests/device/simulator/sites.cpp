@@ -1,4 +1,4 @@
-// Sites: where the Python program is, as the innermost frame outside torch, for reports that a reader can act on.
+// Sites: where the Python program is, as the innermost frame outside of torch and other packages, for reports that a reader can act on.
 #include <Python.h>
 
 #include <unordered_map>
@@ -10,14 +10,14 @@ namespace sim {
 WithoutGil::WithoutGil() : thread(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
 WithoutGil::~WithoutGil() { if (thread) PyEval_RestoreThread(static_cast<PyThreadState*>(thread)); }
 
-static const std::string* file_of(PyCodeObject* code) {  // null for torch's, the interpreter's and the simulator's own
+static const std::string* file_of(PyCodeObject* code) {  // null for packages', Python's own and the simulator's
   static std::unordered_map<PyCodeObject*, std::string> files;
   auto [found, is_new] = files.try_emplace(code);
   if (is_new) {
     Py_INCREF(code);  // so that its address names no other one
     const char* name = PyUnicode_AsUTF8(code->co_filename);
     const std::string file = name ? name : "<unknown>";
-    for (const char* part : {"/torch/", "/device/simulator/", "/contextlib.py", "<"})
+    for (const char* part : {"/site-packages/", "/lib/python", "/device/simulator/", "<"})
       if (file.find(part) != std::string::npos) return nullptr;
     found->second = file;
   }

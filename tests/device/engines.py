@@ -1,0 +1,54 @@
+"""The engine on a device: a row of the parity matrix, run on the simulated accelerator or on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal import Plan
+from shoal.comm import World
+from shoal.comm.world import Seat
+from tests.device.simulator import Rank
+from tests.parity.cases import CASES, Trace, engine, train
+
+
+def world_of(rank: Rank, where: str) -> World:
+    """All ranks on this host, each on the device `where` of its own number ("cpu": on the CPU)."""
+    store = dist.FileStore(f"{rank.folder}/{where}", rank.size) if rank.size > 1 else None
+    device = where if where == "cpu" else f"{where}:{rank.rank}"
+    return World(rank.rank, rank.size, seat=Seat(rank.rank, rank.size), store=store, device=device)
+
+
+def trained(rank: Rank, where: str, case: str, precision: str, plan: dict[str, Any], steps: int) -> Trace:
+    """What `steps` steps under `plan` leave, on the CPU."""
+    world = world_of(rank, where)
+    with TemporaryDirectory() as directory:
+        options = {
+            name: value | {"disk": directory} if name == "memory" and "disk" in value else value
+            for name, value in plan.items()
+        }
+        running = engine(case, precision, 2, world=world, plan=Plan(**options))
+        try:
+            return on_cpu(train(running, CASES[case].data(), steps))
+        finally:
+            running.close()
+
+
+def on_cpu(trace: Trace) -> Trace:
+    moved = {
+        name: {key: value.cpu() for key, value in getattr(trace, name).items()}
+        for name in ("gradients", "weights", "seen", "buffers")
+    }
+    aux = [{key: float(value) for key, value in each.items()} for each in trace.aux]
+    return replace(trace, losses=list(map(float, trace.losses)), norms=list(map(float, trace.norms)), aux=aux, **moved)
+
+
+def difference(one: Trace, other: Trace) -> float:
+    """The largest of losses, norms and weights; 0 where all of them are equal to the bit."""
+    pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
+    found = [abs(a - b) for a, b in pairs]
+    return max(found + [float((one.weights[name] - value).abs().max()) for name, value in other.weights.items()])
