@@ -63,8 +63,9 @@ void touch(int queue, const Use& use, const std::string& name, const Site& site)
 void check_freed(const Block& block, const Site& site) {
   Clock known = queues[block.queue].clock;
   join(known, host);
+  for (int queue : block.used_by) join(known, queues[queue].clock);  // it is given on once they are where they are now
   for (const Access& access : block.accesses)
-    if (access.queue != block.queue && !block.used_by.count(access.queue) && !knows(known, access))
+    if (access.queue != block.queue && !knows(known, access))
       report("freed\t" + text(access) + "\tfreed in the order of stream " + std::to_string(block.queue % STREAMS) +
              ", without record_stream, at " + text(site) + "\t" + text(block));
 }

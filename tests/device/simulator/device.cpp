@@ -135,10 +135,11 @@ struct PrivateHooks final : Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
 };
 
-static void configure(int64_t count, std::string mode, int64_t seed, int64_t bytes) {
+static void configure(int64_t count, std::string mode, int64_t seed, int64_t bytes, bool ranks) {
   TORCH_CHECK(0 < count && count <= DEVICES, "1 to ", DEVICES, " devices");
   devices = count, capacity = bytes;
   set_mode(mode, seed);
+  if (ranks) hurry_in_background();
 }
 
 static std::string failure;  // of the last function that Python gave
@@ -154,7 +155,7 @@ static void launch_on_host(at::TensorList reads, at::TensorList writes, int64_t 
   task.deadline = now() + 1000 * seconds;
   const int queue = current_queue(current_device);
   launch(queue, uses, std::move(task));
-  if (at_once) run_until_given(queue);
+  if (at_once) hurry(queue);
 }
 
 static std::vector<std::string> trace() {  // lines of parts, with tabs between: the kind, what was seen, how often

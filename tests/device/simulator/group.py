@@ -189,7 +189,8 @@ class Group(dist.ProcessGroup):
 
         return self._collective("reduce", tensors, tensors * (self._rank == root), finish, options, op, root)
 
-    def broadcast(self, tensors: list[Tensor], options: Any = 0) -> Work:
+    def broadcast(self, tensors: list[Tensor] | Tensor, options: Any = 0) -> Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root = options if isinstance(options, int) else options.rootRank
         given = tensors if self._rank == root else []
         written = tensors if self._rank != root else []

@@ -48,7 +48,7 @@ def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
         for rank in range(max(ranks, 1)):
             mine, theirs = _fork.Pipe(duplex=False)
             seat = (Rank(rank, ranks, folder),) if ranks else ()
-            process = _fork.Process(target=_run, args=(theirs, folder, program, (*seat, *args), settings), daemon=True)
+            process = _fork.Process(target=_run, args=(theirs, folder, program, (*seat, *args), ranks > 1, settings))
             process.start()
             theirs.close()
             pipes.append(mine)
@@ -75,13 +75,13 @@ def _collect(pipes: list[Any], timeout: float) -> list[Answer]:
     return [answers.get(pipe, (None, [], f"it took longer than {timeout} s")) for pipe in pipes]
 
 
-def _run(pipe: Any, folder: str, program: Any, args: Any, settings: Any) -> None:
+def _run(pipe: Any, folder: str, program: Any, args: Any, several: bool, settings: Any) -> None:
     """The run's own process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     *settings, patience = settings
     group.meet_in(folder, patience)
     result, error = None, ""
-    torch.ops.sim.configure(*settings)
+    torch.ops.sim.configure(*settings, several)
     try:
         result = program(*args)
         torch.ops.sim.drain()

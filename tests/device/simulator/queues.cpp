@@ -2,13 +2,15 @@
 //
 // Modes: "lazy" runs nothing but what somebody waits for; "eager" runs everything as soon as it may run; "random" lets
 // each stream proceed at its own pace, and mixes in others where one is waited for. A task that needs posts of other
-// ranks (files) may run once they are there; it runs without those of ranks that have ended, and after its deadline.
+// ranks (files) may run once they are there; it runs without those of ranks that have ended, and after its deadline. What
+// a rank gives others is urgent: in each mode it is run as soon as may be, so that no rank waits for a lazy one.
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <random>
+#include <thread>
 
 #include "simulator.h"
 
@@ -20,6 +22,7 @@ int devices = 1;
 static std::recursive_mutex running;
 static std::string mode = "lazy";
 static std::mt19937_64 generator;
+static std::exception_ptr background_error;
 static const at::ThreadLocalState plain;  // as it was at the start: tasks see no autocast, no grad mode of their caller
 
 static double draw() { return std::uniform_real_distribution<double>()(generator); }
@@ -62,6 +65,9 @@ static bool run_next(Queue& queue) {  // with `running` held
     at::AutoDispatchBelowADInplaceOrView below;
     if (task.run) task.run();
     task.run = nullptr;  // may free memory, which takes `state`
+  } catch (c10::Error& raised) {
+    raised.add_context(task.name + " on the simulated device");
+    error = std::current_exception();
   } catch (...) {
     error = std::current_exception();
   }
@@ -92,21 +98,29 @@ static Queue& first_for(int number) {  // the queue whose next task stands befor
   return queues[number];
 }
 
+static bool run_urgent() {  // what other ranks may wait for, as far as it goes; with `running` held
+  bool ran = false;
+  for (int queue = 0; queue < devices * STREAMS; queue++)
+    while (queues[queue].done < queues[queue].urgent && run_next(first_for(queue))) ran = true;
+  return ran;
+}
+
 static void run_until(int queue, const std::function<bool()>& reached) {  // `reached` is asked with `state` held
   WithoutGil released;
   for (bool ran = true;; ran || usleep(100)) {
     std::lock_guard run(running);
+    if (background_error) std::rethrow_exception(background_error);
     { std::lock_guard lock(state); if (reached()) return; }
     const auto any = mode == "random" && draw() < 0.5 ? runnable() : std::vector<Queue*>{};
-    ran = run_next(any.empty() ? first_for(queue) : *any[generator() % any.size()]);
+    ran = run_next(any.empty() ? first_for(queue) : *any[generator() % any.size()]) || run_urgent();
   }
 }
 
 void advance() {
-  if (mode == "lazy") return;
   WithoutGil released;
   std::unique_lock run(running, std::try_to_lock);
-  for (bool again = run.owns_lock(); again;) {
+  if (run) run_urgent();
+  for (bool again = run && mode != "lazy"; again;) {
     again = false;
     for (Queue* queue : runnable())
       while ((mode == "eager" || draw() > queue->patience) && run_next(*queue)) again = mode == "eager";
@@ -156,6 +170,25 @@ bool poll(int queue, const Clock& clock, const std::function<bool()>& reached) {
   std::lock_guard run(running);
   run_next(first_for(queue));  // who asks again finds that something was done meanwhile
   return false;
+}
+
+void hurry(int queue) {
+  { std::lock_guard lock(state); queues[queue].urgent = queues[queue].given; }
+  advance();
+}
+
+void hurry_in_background() {  // while the host waits for something else than the device, such as a message on the CPU
+  std::thread([] {
+    while (!background_error) {
+      usleep(2000);
+      std::unique_lock run(running, std::try_to_lock);
+      try {
+        if (run) run_urgent();
+      } catch (...) {
+        background_error = std::current_exception();
+      }
+    }
+  }).detach();
 }
 
 void run_until_given(int queue) {

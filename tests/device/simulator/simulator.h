@@ -55,7 +55,7 @@ struct Task {
   std::vector<std::pair<std::string, std::string>> posts;  // files of other ranks, each there or else its rank's end ...
   double deadline = 0;                                     // ... before this time
 };
-struct Queue { std::deque<Task> tasks; uint64_t given = 0, done = 0; Clock clock; double patience = 0; };
+struct Queue { std::deque<Task> tasks; uint64_t given = 0, done = 0, urgent = 0; Clock clock; double patience = 0; };
 extern std::mutex state;
 extern Queue queues[DEVICES * STREAMS];
 extern int devices;
@@ -66,6 +66,8 @@ std::shared_ptr<Mark> record(int queue);  // with `state` held
 void launch(int queue, const std::vector<Use>& uses, Task task);
 void order(int queue, const std::shared_ptr<Mark>& mark);
 void advance();
+void hurry(int queue);  // what it has been given is not left for later
+void hurry_in_background();
 bool poll(int queue, const Clock& clock, const std::function<bool()>& reached);
 void run_until_given(int queue);
 void wait_for_queues(const std::vector<int>& all, const std::string& what);
