@@ -78,7 +78,12 @@ CONTENDERS: dict[str, Entry] = {
         partial(shoal, exchange="none"),
         "Shoal's engine, exchange removed: all ranks at once, same kernels and optimizer",
     ),
-    "no-communication-by-hand": Entry(peers.none_by_hand, "a plain PyTorch loop, a check on the limit"),
+    "no-communication-by-hand": Entry(
+        peers.none_by_hand, "a plain PyTorch loop, a check on the limit; it takes no norm of the gradient"
+    ),
+    "no-communication-by-hand-norm": Entry(
+        partial(peers.none_by_hand, norm=True), "the same with the norm of each step's gradient, which must be finite"
+    ),
     "shoal": Entry(shoal, "bf16: weights bf16, gradients and exchange fp32, fp32 masters"),
     "shoal-zero1": Entry(
         partial(shoal, zero=1), "the same, optimizer state and masters cut among the ranks (plan.zero = 1)"

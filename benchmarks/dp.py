@@ -5,7 +5,8 @@
 GPT of 33.7M parameters on 2 processes of one thread, in two cases (`compute`: 4 rows of 256 tokens a rank;
 `communication`: 1 row of 64) and two precisions. The limit is `no-communication`: Shoal's engine with the exchange
 removed, all ranks running at once, same kernels, same optimizer; `no-communication-by-hand` checks it with a plain
-loop. Each contender's docstring in `peers` says what it does, bf16 above all. Writes results/dp.json.
+loop, `-norm` with one that looks at its gradient as the engine does (`overhead` is about these three). Each contender's
+docstring in `peers` says what it does, bf16 above all. Writes results/dp.json.
 """
 
 from __future__ import annotations

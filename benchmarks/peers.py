@@ -7,6 +7,7 @@ because that is not one thing. `none_by_hand` is no peer but the check on the li
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,16 +21,19 @@ from benchmarks.processes import Step
 from benchmarks.workload import LEARNING_RATE, Case, Tokens, build_model, mean_loss
 
 
-def none_by_hand(case: Case, precision: str) -> Step:
+def none_by_hand(case: Case, precision: str, norm: bool = False) -> Step:
     """No communication: every rank trains its own replica on its own share. bf16: weights in bf16, gradients in fp32
-    (`grad_dtype`), fp32 masters in the optimizer: the meaning that Shoal gives to bf16."""
+    (`grad_dtype`), fp32 masters in the optimizer: the meaning that Shoal gives to bf16. `norm`: as Shoal does, each
+    step takes the norm of the gradient and refuses one that is not finite."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     model, shares = build_model(), _shares(case, rank, size)
+    look = _require_finite if norm else _leave_alone
     if precision == "fp32":
         optimizer = _adamw(model)
 
         def step() -> None:
             _forward_backward(model, *next(shares))
+            look(model)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -44,6 +48,7 @@ def none_by_hand(case: Case, precision: str) -> Step:
 
     def master_step() -> None:
         _forward_backward(model, *next(shares))
+        look(model)
         for master, weight in zip(masters, weights, strict=True):
             master.grad, weight.grad = weight.grad, None
         optimizer.step()
@@ -313,6 +318,16 @@ def _init_gloo() -> tuple[int, int]:
     """Joins the ranks as torch programs do; returns (rank, number of ranks)."""
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
+
+
+def _require_finite(model: nn.Module) -> None:
+    norm = nn.utils.get_total_norm(each.grad for each in model.parameters() if each.grad is not None)
+    if not math.isfinite(norm):
+        raise ValueError(f"the gradient norm is {float(norm)}")
+
+
+def _leave_alone(model: nn.Module) -> None:
+    """Does not look at the gradient."""
 
 
 def _autocast(precision: str) -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.chunks import ChunkKey, ChunkMaker, adopt, assign
+from shoal.chunks import ChunkKey, ChunkMaker, Slot, adopt, assign, flat_views
 from shoal.chunks.allocate import Private
 from shoal.chunks.make import Keeping
 from shoal.module.build import build
@@ -52,6 +52,18 @@ def test_every_parameter_has_one_aligned_place_of_its_own(sizes, chunk_bytes):
             assert after.offset * min(4, key.dtype.itemsize) % 64 == 0
         size = (slots[-1].offset + slots[-1].numel) * 4
         assert len(slots) == 1 or size <= max(chunk_bytes, 4) or slots[-1].offset * 4 <= chunk_bytes / 2
+
+
+@pytest.mark.parametrize("chosen", [range(4), [0], [1, 3], [2], []])
+def test_flat_views_are_those_of_the_slots_whatever_lies_between(chosen):
+    shapes, offsets = [(2, 3), (1,), (0, 4), (5,)], [3, 16, 17, 20]
+    slots = [Slot(str(i), torch.Size(shapes[i]), offsets[i]) for i in chosen]
+    flats = torch.arange(30), torch.arange(30) * -1.0
+    for flat, views in zip(flats, flat_views(slots, *flats), strict=True):
+        assert [view.tolist() for view in views] == [slot.view(flat).flatten().tolist() for slot in slots]
+        for view in views:
+            view.fill_(100)
+        assert int((flat == 100).sum()) == sum(slot.numel for slot in slots), "they are views"
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.chunks import Chunk, ChunkSpec, Slot, value_of
 from shoal.chunks.allocate import Private
 from shoal.comm import Lane, World
-from shoal.exchange import Algorithm, Replica
+from shoal.exchange import Algorithm, Holds, Replica
 from shoal.exchange.reducer import Reducer
 from shoal.optim.groups import ParamGroups
 from shoal.optim.optimizer import ChunkOptimizer
@@ -88,6 +88,42 @@ def test_low_precision_gradients_accumulate_in_fp32():
         (p["a"] * 1).backward()
     reducer.finish()
     assert watching.given[0] == (0, [257.0])
+    lane.close()
+
+
+@pytest.mark.parametrize("holds", list(Holds))
+def test_the_lane_is_left_alone_where_a_chunk_has_nothing_to_do_there(holds):
+    reducer, watching, p, lane, chunks = setting()
+    watching.holds = lambda step: holds  # type: ignore[method-assign]
+    reducer.begin(0)
+    with reducer.backward(ONE, last=True):
+        (p["a"] * 5 + p["b"] * 7).backward()
+    reducer.finish()
+    assert [chunk.gradient.tolist() for chunk in chunks] == [[5.0], [7.0], [0.0]]
+    reduced = holds in (Holds.SUM, Holds.MEAN, Holds.LOCAL_MEAN)
+    assert [index for index, _ in watching.given] == ([0, 1, 2] if reduced else [])
+    assert (lane._thread is not None) == reduced
+    lane.close()
+
+
+def test_a_loss_scale_is_taken_out_also_where_nothing_is_exchanged():
+    reducer, watching, p, lane, chunks = setting()
+    watching.holds = lambda step: Holds.INDEPENDENT  # type: ignore[method-assign]
+    reducer.begin(0, unscale=torch.tensor(0.5))
+    with reducer.backward(ONE, last=True):
+        (p["a"] * 6).backward()
+    reducer.finish()
+    assert chunks[0].gradient.tolist() == [3.0]
+    lane.close()
+
+
+def test_a_backward_that_makes_a_graph_leaves_none_in_the_chunks():
+    reducer, _, p, lane, chunks = setting()
+    reducer.begin(0)
+    with reducer.backward(ONE, last=True), pytest.warns(UserWarning, match="reference cycle"):
+        (p["a"] ** 2).backward(create_graph=True)
+    reducer.finish()
+    assert not any(chunk.gradient.requires_grad for chunk in chunks)
     lane.close()
 
 
