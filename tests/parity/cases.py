@@ -251,7 +251,7 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
 @dataclass(frozen=True)
 class Trace:
     """What a run did: per-step numbers, the gradients applied at the first step, and what it ended with: masters, and
-    what the module sees."""
+    what the module sees; the loss over all its data, None where that was not asked for."""
 
     losses: list[float]
     norms: list[float]
@@ -260,7 +260,7 @@ class Trace:
     weights: dict[str, Tensor]
     seen: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    evaluation: float
+    evaluation: float | None
 
 
 def gathered(running: Engine, tensors: dict[str, Tensor], cut: bool = True) -> dict[str, Tensor]:
@@ -310,7 +310,7 @@ def derivatives_of(running: Engine, case: str) -> tuple[Tensor, ...]:
     return value, slope, gathered(running, gradient, cut=False), gathered(running, product, cut=False)
 
 
-def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
+def train(running: Engine, data: list[dict[str, Tensor]], steps: int, evaluates: bool = True) -> Trace:
     """Trains `steps` steps and evaluates."""
     losses, norms, aux, gradients = [], [], [], dict[str, Tensor]()
     for batch in running.batches(data, steps=steps):
@@ -332,4 +332,5 @@ def train(running: Engine, data: list[dict[str, Tensor]], steps: int) -> Trace:
         seen = gathered(
             running, {name: parameter.detach() for name, parameter in running.parameters.items()}, cut=False
         )
-    return Trace(losses, norms, aux, gradients, weights, seen, buffers, running.evaluate(data).loss)
+    evaluation = running.evaluate(data).loss if evaluates else None
+    return Trace(losses, norms, aux, gradients, weights, seen, buffers, evaluation)

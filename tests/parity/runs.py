@@ -11,8 +11,10 @@ import torch
 
 from shoal import Plan
 from shoal.engine import Engine
-from tests.parity.cases import CASES, SAMPLES, Trace, engine, train
+from tests.parity.cases import CASES, EVEN, Trace, engine, train
 from tests.pool import apart, run_ranks
+
+STEPS = 5  # the fourth is short
 
 
 def under(
@@ -30,28 +32,35 @@ def under(
 
 
 def trained(
-    world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str, steps: int,
-    samples: int = SAMPLES, **more: Any,
-) -> Trace:  # fmt: skip
-    """The plan named "disk" gets a directory that all ranks share. `samples`: so many of the case's."""
+    world, case: str, precision: str, accumulation: int, plan: dict[str, Any], name: str, alike: bool, **more: Any
+) -> Trace:
+    """The plan named "disk" gets a directory that all ranks share."""
     with TemporaryDirectory() as directory:
         shared = world.everyone.broadcast_object(directory)
         options = plan | ({"memory": {"disk": shared}} if name == "disk" else {})
         running = under(world, case, precision, accumulation, options, name, **more)
         try:
-            return train(running, CASES[case].data()[:samples], steps)
+            return followed(running, case, alike)
         finally:
             running.close()
             world.everyone.barrier()
 
 
-def _alone(world, case: str, precision: str, accumulation: int, steps: int, samples: int) -> Trace:
-    return train(engine(case, precision, accumulation, world=world), CASES[case].data()[:samples], steps)
+def followed(running: Engine, case: str, alike: bool) -> Trace:
+    """Trains through a short batch, and evaluates. `alike`: three steps of one shape and no evaluation, which would be
+    compiled for itself, as a short batch is: most of such a row's time."""
+    if alike:
+        return train(running, CASES[case].data()[:EVEN], 3, evaluates=False)
+    return train(running, CASES[case].data(), STEPS)
+
+
+def _alone(world, case: str, precision: str, accumulation: int, alike: bool) -> Trace:
+    return followed(engine(case, precision, accumulation, world=world), case, alike)
 
 
 @cache
-def one_process(case: str, precision: str, accumulation: int, steps: int, samples: int = SAMPLES) -> Trace:
-    return run_ranks(_alone, 1, case, precision, accumulation, steps, samples)[0]
+def one_process(case: str, precision: str, accumulation: int, alike: bool = False) -> Trace:
+    return run_ranks(_alone, 1, case, precision, accumulation, alike)[0]
 
 
 def size_of(plan: dict[str, Any]) -> int:

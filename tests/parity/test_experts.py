@@ -15,14 +15,13 @@ from shoal import Engine, Plan
 from shoal.comm import Group
 from shoal.errors import UserError
 from shoal.models import GPT, GPTConfig, MoEConfig, causal_lm
-from tests.parity.cases import ADAMW, CASES, EVEN, Trace, train
+from tests.parity.cases import ADAMW, CASES, Trace
 from tests.parity.covering import in_turn, thinned
-from tests.parity.runs import under
+from tests.parity.runs import followed, under
 from tests.parity.test_mesh import TOLERANCE
 from tests.parity.test_parity import compare
 from tests.pool import apart, reference, run_ranks
 
-STEPS = 5  # the fourth is short
 PLANS: dict[str, dict[str, Any]] = {
     "ep2": {"dp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},
@@ -75,8 +74,7 @@ COVERING = {
 WIDER = {"bf16": (4e-2, 2e-1, 6e-1), "fp16": (2e-2, 1e-1, 3e-1)}
 
 
-def run(world, case: str, precision: str, accumulation: int, plan: str, even: bool) -> tuple[Trace, list[Any]]:
-    """`even`: batches that are alike."""
+def run(world, case: str, precision: str, accumulation: int, plan: str, alike: bool) -> tuple[Trace, list[Any]]:
     with TemporaryDirectory() as directory:
         shared = world.everyone.broadcast_object(directory)
         options = PLANS.get(plan, {}) | ({"memory": {"disk": shared}} if plan == "disk" else {})
@@ -86,7 +84,7 @@ def run(world, case: str, precision: str, accumulation: int, plan: str, even: bo
         step = running.step
         running.step = lambda batch: counts.append(step(batch)) or counts[-1]  # type: ignore[method-assign]
         try:
-            trace = train(running, CASES[case].data()[: EVEN if even else None], 3 if even else STEPS)
+            trace = followed(running, case, alike)
             return trace, [(out.tokens_per_expert, out.dropped) for out in counts]
         finally:
             running.close()
@@ -137,21 +135,21 @@ def test_ranks_to_which_no_token_comes_take_part(plan):
 
 
 @cache
-def one_process(case: str, precision: str, accumulation: int, even: bool) -> tuple[Trace, list[Any]]:
-    return run_ranks(run, 1, case, precision, accumulation, "", even)[0]
+def one_process(case: str, precision: str, accumulation: int, alike: bool) -> tuple[Trace, list[Any]]:
+    return run_ranks(run, 1, case, precision, accumulation, "", alike)[0]
 
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
 def test_spread_experts_equal_one_process(case, plan, precision, accumulation):
-    even = plan == "compiled"  # blocks are compiled for each shape of a batch
-    found = run_ranks(run, Plan(**{**PLANS[plan], "memory": None}).size, case, precision, accumulation, plan, even)
+    alike = plan == "compiled"
+    found = run_ranks(run, Plan(**{**PLANS[plan], "memory": None}).size, case, precision, accumulation, plan, alike)
     traces = [trace for trace, _ in found]
     for trace in traces[1:]:
         assert trace.losses == traces[0].losses and trace.norms == traces[0].norms, "a result is the same on every rank"
         assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items())
     for name, value in traces[0].weights.items():
         assert torch.equal(traces[0].seen[name], value.to(traces[0].seen[name].dtype)), "the module sees the masters"
-    reference, counts = one_process(case, precision, accumulation, even)
+    reference, counts = one_process(case, precision, accumulation, alike)
     compare(traces[0], reference, *WIDER.get(precision, TOLERANCE[precision]))
     for _, ours in found if precision in ("fp64", "fp32") else ():
         for (tokens, dropped), (expected, share) in zip(ours, counts, strict=True):

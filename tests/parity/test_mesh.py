@@ -16,16 +16,14 @@ from shoal.engine import Engine
 from shoal.errors import UserError
 from shoal.models import causal_lm, from_config
 from shoal.models.attention import Attention
-from tests.parity.cases import CASES, EVEN, LLAMA, SAMPLES, Trace, derivatives_of, engine, gathered, train
+from tests.parity.cases import CASES, LLAMA, Trace, derivatives_of, engine, gathered, train
 from tests.parity.covering import in_turn, thinned
 from tests.parity.runs import check_alike, one_process, size_of, trained, under
 from tests.parity.test_parity import compare
 from tests.pool import run_ranks
 
-STEPS = 5  # the fourth is short
 ALIKE = {"overlap-compiled", "cp2-compiled", "ring2-compiled"}
-"""Plans under which all batches are alike: compiling for the shapes of a short one too takes most of a row's time, and
-"compiled" does."""
+"""Plans under which all batches are alike; "compiled" has a short one, and evaluates."""
 PLANS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},  # of models with two heads of keys and values: two ranks share one
@@ -107,12 +105,7 @@ def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace
     more = {"tensor_rules": {"": "whole"}} if plan == "all-tokens" else {}
     if plan.startswith("overlap"):
         more = {"tensor_rules": {"": "overlap"}}
-    return trained(world, case, precision, accumulation, PLANS[plan], plan, *length(plan), **more)
-
-
-def length(plan: str) -> tuple[int, int]:
-    """Steps and samples of a row."""
-    return (3, EVEN) if plan in ALIKE else (STEPS, SAMPLES)
+    return trained(world, case, precision, accumulation, PLANS[plan], plan, plan in ALIKE, **more)
 
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
@@ -120,7 +113,7 @@ def test_a_cut_model_equals_one_process(case, plan, precision, accumulation):
     traces = run_ranks(run, size_of(PLANS[plan]), case, precision, accumulation, plan)
     check_alike(traces)
     bounds = WIDER.get((case, precision), TOLERANCE[precision])
-    compare(traces[0], one_process(case, precision, accumulation, *length(plan)), *bounds)
+    compare(traces[0], one_process(case, precision, accumulation, plan in ALIKE), *bounds)
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -196,7 +189,7 @@ def test_a_checkpoint_goes_on_under_another_cut_with_the_same_bits(before, after
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], value) for name, value in saved.items())
         bounds = WIDER.get((case, precision), TOLERANCE[precision])
-        assert losses == pytest.approx(one_process(case, precision, 1, STEPS).losses[3:5], rel=bounds[0])
+        assert losses == pytest.approx(one_process(case, precision, 1).losses[3:5], rel=bounds[0])
 
 
 def exports(world, case: str, cut: str, directory: Path) -> None:

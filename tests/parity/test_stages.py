@@ -15,14 +15,13 @@ from shoal import Engine, Plan
 from shoal.errors import UserError
 from shoal.exchange.named import ALGORITHMS
 from shoal.models import generate
-from tests.parity.cases import CASES, EVEN, SAMPLES, Trace
+from tests.parity.cases import CASES, Trace
 from tests.parity.covering import in_turn, thinned
 from tests.parity.runs import check_alike, one_process, size_of, trained, under
 from tests.parity.test_mesh import TOLERANCE, WIDER, state_of
 from tests.parity.test_parity import compare
 from tests.pool import run_ranks
 
-STEPS = 5  # the fourth is short
 PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp4": {"pp": 4},
@@ -137,19 +136,14 @@ COVERING = (
 
 
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:
-    return trained(world, case, precision, accumulation, PLANS[plan], plan, *length(plan))
-
-
-def length(plan: str) -> tuple[int, int]:
-    """Steps and samples of a row: batches that are alike where blocks are compiled for each shape of a batch."""
-    return (3, EVEN) if plan.startswith("compiled") else (STEPS, SAMPLES)
+    return trained(world, case, precision, accumulation, PLANS[plan], plan, plan.startswith("compiled"))
 
 
 @pytest.mark.parametrize(("case", "plan", "precision", "accumulation"), thinned(ROWS, COVERING))
 def test_stages_equal_one_process(case, plan, precision, accumulation):
     traces = run_ranks(run, size_of(PLANS[plan]), case, precision, accumulation, plan)
     check_alike(traces)
-    reference = one_process(case, precision, accumulation, *length(plan))
+    reference = one_process(case, precision, accumulation, plan.startswith("compiled"))
     assert traces[0].weights.keys() == reference.weights.keys()
     compare(traces[0], reference, *WIDER.get((case, precision), TOLERANCE[precision]))
 
