@@ -10,10 +10,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.shm_segment import open_segment
+from shoal.comm.shm_segment import Meet, open_segment
 
 Place = tuple[ctypes.Array[ctypes.c_void_p] | None, int]
 """Each rank's start of an allocation, and a number for allocation and offset that equal places share."""
@@ -38,31 +37,28 @@ class Allocations:
     An allocation is freed with its last tensor.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self._count = 0
         self._live: list[_Allocation] = []
         self._starts: list[int] = []
 
-    def common(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+    def common(self, meet: Meet, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a zeroed 1-D tensor in the same memory on every rank; None on every rank if one cannot have it.
 
         All ranks call it. Collectives take the tensor as any other one.
         """
-        self._count += 1
-        store = dist.PrefixStore(f"allocation{self._count}", self._store)
-        segment = open_segment(store, self._rank, self._size, max(_PAGE, numel * dtype.itemsize))
+        segment = open_segment(meet, self._rank, max(_PAGE, numel * dtype.itemsize))
         if segment is None or numel == 0:
             return None if segment is None else torch.zeros(0, dtype=dtype)
         return torch.frombuffer(segment.memory, dtype=dtype, count=numel)
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+    def allocate(self, meet: Meet, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Returns a zeroed 1-D tensor for each rank; None on every rank where one cannot have it. All ranks call it."""
         self._count += 1
         num_bytes = numel * dtype.itemsize
         stride = math.ceil(num_bytes / _PAGE) * _PAGE
-        store = dist.PrefixStore(f"allocation{self._count}", self._store)
-        segment = open_segment(store, self._rank, self._size, self._size * stride)
+        segment = open_segment(meet, self._rank, self._size * stride)
         if segment is None:
             return None
         mine = torch.frombuffer(segment.memory, dtype=dtype, count=numel, offset=self._rank * stride)

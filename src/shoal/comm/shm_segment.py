@@ -11,10 +11,30 @@ import json
 import mmap
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
+
+Meet = Callable[[str], list[str]]
+"""Gives the texts of all ranks in rank order; each rank calls it with its own."""
+
+MOST_TEXT = 4096
+"""Bytes of the longest text with which ranks meet."""
+
+
+def meeting_in(store: dist.Store, rank: int, size: int) -> Meet:
+    """Lets `size` ranks meet through a store that nothing else uses."""
+    rounds = count()
+
+    def meet(text: str) -> list[str]:
+        number = next(rounds)
+        store.set(f"{number}/{rank}", text)
+        return [store.get(f"{number}/{other}").decode() for other in range(size)]
+
+    return meet
 
 
 @dataclass(frozen=True)
@@ -39,29 +59,25 @@ class _Offer:
     descriptor: int = -1
 
 
-def open_segment(store: dist.Store, rank: int, size: int, num_bytes: int, obstacle: str = "") -> Segment | None:
+def open_segment(meet: Meet, rank: int, num_bytes: int, obstacle: str = "") -> Segment | None:
     """Maps memory that rank 0 makes; returns None, on every rank, where one of them cannot map it (rank 0 warns).
 
     All ranks call it.
 
-    - `store`: a store for this segment alone
-    - `rank`, `size`: this rank, and the number of ranks
+    - `meet`: how they tell each other
     - `num_bytes`: bytes of the segment
     - `obstacle`: why this rank cannot use a segment, if that is known beforehand
     """
     mine = _offer(num_bytes, obstacle) if rank == 0 else None
     try:
-        if mine is not None:
-            store.set("offer", json.dumps(mine.__dict__))
-        offer = _Offer(**json.loads(store.get("offer")))
+        offer = _Offer(**json.loads(meet(json.dumps(mine.__dict__ if mine is not None else {}))[0]))
         memory, problem = None, obstacle or offer.problem
         if not problem:
             try:
                 memory = _map(offer, num_bytes)
             except OSError as error:
-                problem = f"rank {rank}: {error}"
-        store.set(f"mapped/{rank}", json.dumps([problem, os.getpid()]))
-        answers = [json.loads(store.get(f"mapped/{other}")) for other in range(size)]
+                problem = f"rank {rank}: {str(error)[: MOST_TEXT // 8]}"
+        answers = [json.loads(answer) for answer in meet(json.dumps([problem, os.getpid()]))]
     finally:
         if mine is not None and mine.descriptor >= 0:
             os.close(mine.descriptor)

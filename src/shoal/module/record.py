@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,7 +150,11 @@ class Record(TorchDispatchMode):
         outputs = _refs(_mapped(_seen, result))
         if inputs or outputs:
             self._alive.append((args, kwargs, result))
-            mutated = _mutated(func, seen_args, seen_kwargs)
+            mutated = [
+                leaf
+                for position, name in _written_by(func)
+                for leaf in _leaves(seen_args[position] if position < len(args) else seen_kwargs.get(name))
+            ]
             real = [leaf for leaf in given if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
             self._check_outside(func, real, mutated, outputs)
             for storage in {ref.storage for ref in outputs} | {ref.storage for ref in _refs(mutated)}:
@@ -165,8 +170,7 @@ class Record(TorchDispatchMode):
         ):
             raise Unrecordable("it changes tensors that were there before")
         self.constants += real
-        views = any(result.alias_info is not None for result in getattr(func, "_schema", _NO_SCHEMA).returns)
-        if real and views and func is not torch.ops.aten.lift_fresh.default:
+        if real and _makes_views(func) and func is not torch.ops.aten.lift_fresh.default:
             self._outside |= {ref.storage for ref in outputs}
 
     def sites(self, tensors: Sequence[tuple[str, Tensor]], names: Mapping[int, str]) -> dict[int, str]:
@@ -258,18 +262,24 @@ def _mapped(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def _leaves(tree: Any) -> list[Any]:
     """Returns the leaves of an operation's arguments or results, in order."""
-    found: list[Any] = []
-    _mapped(found.append, tree)
-    return found
+    if type(tree) not in (tuple, list, dict):
+        return [tree]
+    return [leaf for each in (tree.values() if type(tree) is dict else tree) for leaf in _leaves(each)]
 
 
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments that an in-place or out= operation writes, by its schema.
+@cache
+def _written_by(func: Any) -> list[tuple[int, str]]:
+    """Returns the arguments that an in-place or out= operation writes, by its schema: their positions and names.
 
     Functions recorded as one operation have no schema; they return what they write.
     """
-    written: list[Any] = []
-    for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += _leaves(args[position] if position < len(args) else kwargs.get(argument.name))
-    return written
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(getattr(func, "_schema", _NO_SCHEMA).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+@cache
+def _makes_views(func: Any) -> bool:
+    return any(result.alias_info is not None for result in getattr(func, "_schema", _NO_SCHEMA).returns)
