@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -42,6 +44,23 @@ def reassembled(
         ending.close()
         raise
     return new, fresh
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Pauses Python's collector of garbage inside the context.
+
+    It would take objects that a change needs for a moment for such that stay, and look through all that torch has
+    loaded: 0.2 s on a rank, in one change of six, while the others wait.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_hooks_of_users(local: Local) -> None:

@@ -20,7 +20,7 @@ from shoal.assembly.batches import batches
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
 from shoal.assembly.rebuild import Rebuild
-from shoal.assembly.replan import Assemble, check_hooks_of_users, reassembled
+from shoal.assembly.replan import Assemble, check_hooks_of_users, reassembled, without_collections
 from shoal.assembly.session import session
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
@@ -61,6 +61,7 @@ class Running:
             check_hooks_of_users(self._local)
             yield source
 
+    @without_collections()
     def _replan(self, assemble: Assemble) -> None:
         with self._handed_over() as source:
             new, fresh = reassembled(source, self._session, self._model, assemble)

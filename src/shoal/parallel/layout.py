@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from torch import Tensor
@@ -193,7 +194,7 @@ class Layout:
         """True if ranks along ep hold other experts."""
         return self.apart == "experts"
 
-    @property
+    @cached_property
     def own_shape(self) -> tuple[int, ...]:
         """Shape of this rank's tensor."""
         ends = (
