@@ -217,17 +217,14 @@ def check_parameters(field: str, option: Option, made: Callable[..., Any]) -> No
     that it lacks, and for what is no number where that is wanted."""
     name, given = option_name(option, field), option_parameters(option)
     takes = inspect.signature(made).parameters
-    have = f'"{name}" takes {", ".join(takes) or "none"}'
-    for key in given:
-        if key not in takes:
-            raise UserError(f'plan.{field}: "{name}" has no parameter {key!r}.{did_you_mean(key, list(takes))} {have}')
+    check_names(f'plan.{field}: "{name}" has no parameter', given, takes, f'"{name}" takes')
     for key, each in takes.items():
         if each.default is each.empty and key not in given:
-            raise UserError(f'plan.{field}: "{name}" needs the parameter {key!r}; {have}')
+            raise UserError(f'plan.{field}: "{name}" needs the parameter "{key}"')
         value = given.get(key, each.default)
         wrong = isinstance(value, bool) or not isinstance(value, int | float | None)
         if wrong and type(each.default) in (int, float):
-            raise UserError(f'plan.{field}: "{name}" wants a number for {key!r}, not {value!r}')
+            raise UserError(f'plan.{field}: "{name}" wants a number for "{key}", not {value!r}')
 
 
 def option_parameters(option: Option) -> dict[str, Any]:

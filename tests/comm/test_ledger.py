@@ -11,6 +11,8 @@ import torch
 from shoal.comm import Group, Ledger, Span
 from shoal.comm.emulate import simulate
 from shoal.comm.ledger import Flow, Traffic
+from shoal.device import new_stream, on_stream, stand_in
+from tests.device.recorder import Recorder
 
 CUT = 12  # elements of a rank's cut, of 8 bytes
 
@@ -117,3 +119,22 @@ def test_collectives_are_spans_of_the_comm_lane():
             ("comm", "gradients 7", 16, "transfer"),
             ("comm", "barrier", 0, "transfer"),
         ]
+
+
+def test_an_accelerator_times_its_spans_itself():
+    """On the stream that is current; both clocks are compared once."""
+    recorder, gpu = Recorder(), torch.device("cuda", 0)
+    with stand_in("cuda", recorder):
+        ledger = Ledger(gpu)
+        with ledger.span("compute", "unseen"):
+            pass
+        ledger.recording = True
+        before = time.time()
+        with ledger.span("compute", "forward"), on_stream(new_stream(gpu)), ledger.span("comm", "sum", 8, "transfer"):
+            pass
+        assert [call for call in recorder.calls if "waits" in call] == ["host waits for event 0"]
+        inner, outer = ledger.take()
+    assert (inner.name, inner.seconds, inner.payload, inner.phase) == ("sum", 1.0, 8, "transfer")
+    assert (outer.name, outer.seconds) == ("forward", 3.0)
+    assert before <= outer.start <= time.time() and inner.start - outer.start == pytest.approx(1.0)
+    assert recorder.calls[2:5] == ["event 1 on stream 1", "event 2 on stream 1", "event 3 on main"]

@@ -31,6 +31,13 @@ class Recorded:
     def synchronize(self) -> None:
         self._recorder.calls.append(f"host waits for {self.name}")
 
+    def record(self, stream: Recorded) -> None:
+        self._recorder.calls.append(f"{self.name} on {stream.name}")
+
+    def elapsed_time(self, end: Recorded) -> float:
+        """A second for each event from one to the other."""
+        return 1000.0 * (self._recorder.events.index(end) - self._recorder.events.index(self))
+
 
 class Recorder:
     """Two devices with 8 GB each; the second one is current."""
@@ -60,6 +67,11 @@ class Recorder:
     def Stream(self, device: torch.device) -> Recorded:
         self._streams += 1
         return Recorded(self, f"stream {self._streams}", device)
+
+    def Event(self, enable_timing: bool) -> Recorded:
+        assert enable_timing
+        self.events.append(Recorded(self, f"event {len(self.events)}", torch.device("cpu")))
+        return self.events[-1]
 
     @contextmanager
     def stream(self, stream: Recorded) -> Iterator[None]:

@@ -78,7 +78,7 @@ def test_what_is_kept():
             "save = ['matmull']: give a list of matmul, attention, convolution",
         ),
         ({"name": "budget", "keep": 2}, "keep = 2: give the part of the bytes to keep, 0 to 1"),
-        ({"name": "budget", "part": 2}, '"budget" has no parameter \'part\'. "budget" takes keep'),
+        ({"name": "budget", "part": 2}, '"budget" has no parameter "part". "budget" takes: keep'),
     ],
 )
 def test_wrong_options_are_refused_by_name(option, message):

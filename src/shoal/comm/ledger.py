@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
+
+import torch
+
+from shoal.device import CPU, Event, timed_event
 
 Phase = Literal["queue", "wait", "transfer", "encode", "decode", "compute"]
 """Where a span's time went: queued, waiting for a lane, transferring, encoding, decoding, or none of these."""
@@ -71,10 +75,15 @@ class Traffic:
 class Ledger:
     """Traffic by (group, operation, purpose), and spans and levels of the recorded steps. Thread-safe.
 
-    `watch` is called where a span begins and ends while recording, to sample what changes without notice.
+    `watch` is called where a span begins and ends while recording, to sample what changes without notice. Spans on an
+    accelerator, `device`, are timed by its clock, on the stream that is current in the block; `_zero` is a moment on
+    both clocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
+        self._zero: tuple[float, Event | None] = (0.0, None)
+        self._timed: list[tuple[Span, Event, Event]] = []
         self.recording = False
         self.step = 0
         # [calls, payload, wire] by (group, operation, whole purpose)
@@ -118,19 +127,41 @@ class Ledger:
 
     @contextmanager
     def span(self, lane: str, name: str, payload: int = 0, phase: Phase = "compute") -> Iterator[None]:
-        """Times the block while recording; costs nothing otherwise. On CUDA it is the time of the launch."""
+        """Times the block while recording; costs nothing otherwise."""
         if not self.recording:
             yield
             return
         if self.watch is not None:
             self.watch()
+        before = self._event()
         start, clock = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self.add(Span(self.step, lane, name, start, time.perf_counter() - clock, payload, phase))
+            span = Span(self.step, lane, name, start, time.perf_counter() - clock, payload, phase)
+            after = self._event()
+            if before is None or after is None:
+                self.add(span)
+            else:
+                self._timed.append((span, before, after))
             if self.watch is not None:
                 self.watch()
+
+    def _event(self) -> Event | None:
+        """Marks a moment on the accelerator's clock; the first time, both clocks are compared."""
+        event = timed_event(self._device)
+        if event is not None and self._zero[1] is None:
+            event.synchronize()
+            self._zero = time.time(), event
+        return event
+
+    def _on_device(self, span: Span, before: Event, after: Event) -> Span:
+        """Returns `span` with the time that the accelerator took from `before` to `after`, for which it waits."""
+        after.synchronize()
+        at, zero = self._zero
+        assert zero is not None
+        start = at + zero.elapsed_time(before) / 1e3
+        return replace(span, start=start, seconds=before.elapsed_time(after) / 1e3)
 
     @contextmanager
     def stall(self, cause: str) -> Iterator[None]:
@@ -165,9 +196,11 @@ class Ledger:
 
     def take(self) -> list[Span]:
         """Returns the spans recorded since the last call, in the order of their ends."""
+        timed, self._timed = self._timed, []
+        measured = [self._on_device(*each) for each in timed]
         with self._lock:
             spans, self._spans = self._spans, []
-        return spans
+        return sorted(spans + measured, key=lambda span: span.start + span.seconds) if measured else spans
 
 
 def _class_of(purpose: str) -> str:

@@ -70,7 +70,7 @@ class World:
         # kept here, since a PrefixStore does not keep it alive
         self._signed = signed(store) if store is not None else None
         self.store = dist.PrefixStore(f"generation{generation}", self._signed) if self._signed is not None else None
-        self.ledger = Ledger()
+        self.ledger = Ledger(self.device)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._serials: dict[str, int] = {}
         self._taken: dict[str, set[int]] = {}

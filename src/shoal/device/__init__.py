@@ -50,6 +50,7 @@ from shoal.device.streams import (
     record_event,
     record_use,
     synchronize,
+    timed_event,
 )
 
 __all__ = [
@@ -93,6 +94,7 @@ __all__ = [
     "stand_in",
     "synchronize",
     "tf32",
+    "timed_event",
     "to_device",
     "to_host",
     "total_memory",

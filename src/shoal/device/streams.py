@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,16 @@ def record_event(device: torch.device) -> Event | None:
     """An event behind the work that the current stream of `device` has now."""
     stream = current_stream(device)
     return None if stream is None else stream.record_event()
+
+
+def timed_event(device: torch.device) -> Event | None:
+    """An event as `record_event` makes, which keeps the device's time: see `Event.elapsed_time`, in milliseconds."""
+    module = backend(device)
+    if module is None:
+        return None
+    event: Any = module.Event(enable_timing=True)
+    event.record(module.current_stream(device))
+    return cast(Event, event)
 
 
 @contextmanager

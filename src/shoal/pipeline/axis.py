@@ -83,8 +83,8 @@ class PipelineParallel(Axis):
             return names
         tied = sorted(self.runner.tied)
         touched = [name in here and name not in names for name in tied]
-        flags = torch.tensor(touched, dtype=torch.int32, device=self._world.device)
-        flags = self.group.all_reduce(flags, "max", purpose="ballot")
+        # On the host, which knows them: it does not wait for the device.
+        flags = self.group.all_reduce(torch.tensor(touched, dtype=torch.int32), "max", purpose="ballot")
         elsewhere = {name for name, flag in zip(tied, flags.tolist(), strict=True) if flag}
         return [name for name in names if name not in elsewhere]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.device import to_device
+from shoal.device import is_accelerator, to_device
 from shoal.exchange.hooks import UserHooks
 from shoal.training.effects import Effects
 from shoal.training.forward import Forward
@@ -63,12 +63,19 @@ class Ballot:
             return self._over_axes(totals, reduced.squares, untouched, reduced, experts)
         effects, touched = self._effects, list(reduced.touched.values())
         flags = torch.tensor([*touched, bool(self._hooks.reshaped), *effects.buffers.flags(ran)], dtype=torch.float64)
-        flags = to_device(flags, self._device)
-        parts = [totals, reduced.squares, experts, flags]
+        partners, parts = self._groups.partners, [totals, reduced.squares, experts]
         if len(effects.statistics) and effects.merges_statistics:
             parts.append(effects.statistics.term(ran, after))
-        ballot = self._groups.partners.all_reduce(torch.cat(parts), purpose="ballot")
-        totals, squares, experts, flags, *statistics = ballot.split([len(part) for part in parts])
+        if aside := len(effects.buffers) > 0 and is_accelerator(self._device):
+            # The host needs each step's flags, and has them: they do not go by the device, for which it would wait.
+            flags = partners.all_reduce(flags, purpose="ballot")
+        else:
+            parts.insert(2, to_device(flags, self._device))
+        ballot = partners.all_reduce(torch.cat(parts), purpose="ballot")
+        totals, squares, *others = ballot.split([len(part) for part in parts])
+        if not aside:
+            flags = others.pop(0)
+        experts, *statistics = others
         if statistics:
             effects.statistics.commit(statistics[0])
         if self._hooks.hooked and flags[-3] > 0:

@@ -65,6 +65,7 @@ class StepResult:
     def _wait(self) -> None:
         for wait in self._waits:
             wait()
+        self._waits = ()
 
     @property
     def _sums(self) -> Tensor:
