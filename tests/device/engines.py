@@ -31,7 +31,7 @@ def trained(rank: Rank, where: str, case: str, precision: str, plan: dict[str, A
             name: value | {"disk": directory} if name == "memory" and "disk" in value else value
             for name, value in plan.items()
         }
-        running = engine(case, precision, 2, world=world, plan=Plan(**options))
+        running = engine(case, precision, 1, world=world, plan=Plan(**options))
         try:
             return on_cpu(train(running, CASES[case].data(), steps))
         finally:
@@ -52,3 +52,12 @@ def difference(one: Trace, other: Trace) -> float:
     pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
     found = [abs(a - b) for a, b in pairs]
     return max(found + [float((one.weights[name] - value).abs().max()) for name, value in other.weights.items()])
+
+
+def steps_alone(rank: Rank, where: str, plan: dict[str, Any], steps: int) -> None:
+    """Trains `steps` steps; nobody reads what they return."""
+    running = engine("gpt", "fp32", 1, world=world_of(rank, where), plan=Plan(**plan))
+    for batch in running.batches(CASES["gpt"].data(), steps=steps):
+        running.step(batch)
+    torch.ops.sim.drain()  # what the close waits for is none of the steps'
+    running.close()

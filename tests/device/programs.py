@@ -131,7 +131,7 @@ def train(where: str | None, steps: int = 4) -> tuple[list[float], list[Tensor]]
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
         optimizer.step()
         losses.append(loss.detach())
     return [loss.item() for loss in losses], [p.detach().cpu() for p in model.parameters()]

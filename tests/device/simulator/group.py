@@ -282,10 +282,10 @@ class Group(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    def barrier(self, options: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> Work:
         """As NCCL's: an all-reduce, for which the host waits too."""
         zero = torch.zeros(1, device=torch.accelerator.current_accelerator())
-        return self._collective("barrier", [zero], [], lambda out, posts: None, options, host_waits=True)
+        return self._collective("barrier", [zero], [], _nothing, opts, host_waits=True)
 
     # ---- between two ranks ----
 

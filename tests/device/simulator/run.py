@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tests.device.simulator.build import compiler, library
+from tests.device.simulator import build
 from tests.device.simulator.trace import Trace, read
 
 LAZY_EAGER_AND_SEEDS = ("lazy", "eager", 1, 2, 3)
@@ -27,7 +27,7 @@ _nurseries: dict[str, Nursery] = {}
 
 def why_not() -> str:
     """Why nothing can be simulated here; "" where it can."""
-    return "" if compiler() else "no C++ compiler (g++) to build the simulated accelerator"
+    return "" if build.compiler() else "no C++ compiler (g++) to build the simulated accelerator"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Nursery:
     """The process that is forked for each run on the device `name`, and the pipe to it."""
 
     def __init__(self, name: str) -> None:
-        library()  # compiled here, where an error is seen
+        build.library()  # compiled here, where an error is seen
         self._pipe, theirs = Pipe()
         root = Path(__file__).parents[3]
         path = os.pathsep.join([str(root / "src"), str(root), *sys.path])
