@@ -1,6 +1,7 @@
 """What of src/shoal each test runs through: lines and branches, in its own process, in ranks and in what it starts.
 
     make coverage                                 # measures, and prints lines and branches of all that was measured
+    python -m tests.covered lost kept.txt         # what only other tests run through than those that the file names
     python -m tests.covered spare tests/parity    # tests of a room whose lines and branches the others have as well
 
 Needs the package coverage. The measurements lie in build/coverage, with what each test cost meanwhile.
@@ -131,8 +132,21 @@ def tests_of_lines() -> dict[tuple[Path, int], dict[str, float]]:
         paths = {number: Path(path).relative_to(ROOT / "src") for number, path in data.execute("select * from file")}
         names = dict(data.execute("select id, context from context"))
         for test, file, line in data.execute("select distinct context_id, file_id, abs(tono) from arc"):
-            if names[test] in seconds:
-                found.setdefault((paths[file], line), {})[names[test]] = seconds[names[test]]
+            if names[test]:
+                found.setdefault((paths[file], line), {})[names[test]] = seconds.get(names[test], 1.0)
+    return found
+
+
+def lost(kept: set[str]) -> dict[str, list[tuple[int, int]]]:
+    """By file, the lines that follow each other in some test and in none of `kept`, which `pytest --collect-only -q`
+    lists."""
+    arcs = arcs_by_test()
+    remaining = set().union(*(arcs[test] for test in arcs if test in kept or not test))
+    found: dict[str, list[tuple[int, int]]] = {}
+    with sqlite3.connect(DATA) as data:
+        paths = dict(data.execute("select id, path from file"))
+    for file, start, end in sorted(set().union(*arcs.values()) - remaining):
+        found.setdefault(paths[file], []).append((start, end))
     return found
 
 
@@ -151,6 +165,9 @@ def spare(room: str) -> dict[str, float]:
 if __name__ == "__main__":
     if sys.argv[1] == "report":
         report()
+    elif sys.argv[1] == "lost":
+        for path, steps in lost(set(Path(sys.argv[2]).read_text().splitlines())).items():
+            print(path, *(f"{start}->{end}" for start, end in steps))
     else:
         for test, taken in spare(sys.argv[2]).items():
             print(f"{taken:8.2f} s  {test}")

@@ -151,7 +151,10 @@ def sample(sources: Path, number: int, rooms: list[str]) -> None:
         found = [change for path in files for change in changes_of(path) if (path, change.line) in tests]
         drawn = random.Random(room).sample(found, min(number, len(found)))
         own = "tests" + room.removeprefix("src/shoal")
-        survivors = sum(survives(sources, change, _chosen(tests[change.path, change.line], own)) for change in drawn)
+        shown = [(change, _chosen(tests[change.path, change.line], own)) for change in drawn]
+        if shown and notices(sources, shown[0][1]):
+            sys.exit(f"tests of {room} fail without a change")
+        survivors = sum(survives(sources, change, chosen) for change, chosen in shown)
         print(f"{room}: {survivors} of {len(drawn)} changes survive, of {len(found)}", flush=True)
 
 
