@@ -37,7 +37,7 @@ import torch.distributed as dist
 from shoal.comm.world import Seat, World
 from shoal.launch.store import serve_on_loopback
 
-TIMEOUT = 120.0  # seconds a call may take
+TIMEOUT = 240.0  # seconds a call may take, on cores that have other work too
 GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
 _PR_SET_PDEATHSIG = 1
 
