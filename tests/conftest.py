@@ -93,7 +93,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 tests[room] += report.when == "call"
                 seconds[room] += dict(report.user_properties).get("cpu", 0) * (report.when == "teardown")
     if seconds:
-        terminalreporter.section(f"{SHOWN} slowest rooms, in CPU seconds of {seconds.total():.0f}")
+        terminalreporter.section(f"{SHOWN} slowest rooms, in CPU seconds; all together {seconds.total():.0f}")
     for room, taken in seconds.most_common(SHOWN):
         terminalreporter.write_line(f"{taken:8.1f} s {tests[room]:5} tests  {room}")
 
