@@ -72,6 +72,7 @@ class World:
         self.store = dist.PrefixStore(f"generation{generation}", self._signed) if self._signed is not None else None
         self.ledger = Ledger(self.device)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        self._told: dict[int, tuple[str, torch.device, str]] = {}
         self._serials: dict[str, int] = {}
         self._taken: dict[str, set[int]] = {}
         self._say, self._stalls = say, Stalls(say)
@@ -144,15 +145,18 @@ class World:
         return Lane(self.device, self.ledger)
 
     def _hosts(self, ranks: list[int]) -> list[str]:
-        """Returns the host of each of `ranks`, which all call it; a group of one needs no store for it. UserError, on
-        all of them, where their devices do not go together."""
+        """Returns the host of each of `ranks`, which all call it; each is looked up once, none for a group of one.
+        UserError, on all of them, where their devices do not go together."""
         if len(ranks) == 1:
             return [self.host_id]
         assert self.store is not None
-        self.store.set(f"host/{self.rank}", "\n".join((self.host_id, str(self.device), hardware_id(self.device) or "")))
-        told = [self.store.get(f"host/{rank}").decode().split("\n") for rank in ranks]
-        check_devices({rank: (torch.device(device), own) for rank, (_, device, own) in zip(ranks, told, strict=True)})
-        return [host for host, _, _ in told]
+        if not self._told:
+            self.store.set(f"host/{self.rank}", "\n".join((self.host_id, str(self.device), hardware_id(self.device) or "")))
+        for rank in set(ranks) - self._told.keys():
+            host, device, hardware = self.store.get(f"host/{rank}").decode().split("\n")
+            self._told[rank] = host, torch.device(device), hardware
+        check_devices({rank: self._told[rank][1:] for rank in ranks})
+        return [self._told[rank][0] for rank in ranks]
 
     @property
     def everyone(self) -> Group:
