@@ -1,10 +1,16 @@
-"""Freed memory is kept, but for the largest blocks: later steps cost few page faults."""
+"""Freed memory is kept, but for the largest blocks: later steps cost few page faults. Large memory has large pages."""
 
 from __future__ import annotations
 
 import mmap
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.native.heap import in_large_pages
 
 CODE = """
 import resource, sys, torch
@@ -40,3 +46,19 @@ def test_later_steps_fault_in_few_pages():
 def test_the_largest_blocks_leave_no_hole():
     """They come fresh each time."""
     assert faults("kept", "large") > 0.9 * 8 * 96 * PAGES
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
+def test_the_kernel_is_asked_for_large_pages():
+    tensor = in_large_pages(torch.empty(2**24))
+    middle, flags, inside = tensor.data_ptr() + tensor.nbytes // 2, list[str](), False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            start, stop = (int(each, 16) for each in first.split("-"))
+            inside = start <= middle < stop
+        elif inside and first == "VmFlags:":
+            flags = rest
+    assert "hg" in flags
+    small = torch.arange(5)
+    assert in_large_pages(small) is small and small.tolist() == [0, 1, 2, 3, 4]

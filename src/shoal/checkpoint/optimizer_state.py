@@ -13,6 +13,7 @@ from shoal.checkpoint.given import as_json, options_to_go_on, state_that_fits
 from shoal.checkpoint.pieces import Want, wants_of
 from shoal.checkpoint.role import WriterRole
 from shoal.comm import Group
+from shoal.native.heap import in_large_pages
 from shoal.optim.groups import CHOICES
 from shoal.optim.optimizer import ChunkOptimizer
 
@@ -120,7 +121,7 @@ def empty_states(
             continue
         like = optimizer.known[name]
         if shape == role.layouts[name].shape:
-            empty = torch.empty(optimizer.slots[name].shape, dtype=like.dtype, device=like.device)
+            empty = in_large_pages(torch.empty(optimizer.slots[name].shape, dtype=like.dtype, device=like.device))
         else:
             empty = torch.empty(shape)
         states.setdefault(name, {})[key] = empty

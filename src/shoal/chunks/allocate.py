@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group
+from shoal.native.heap import in_large_pages
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector register."""
@@ -29,7 +30,8 @@ class Private:
         self.device, self._pinned = device, pinned
 
     def __call__(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
+        empty = torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
+        return in_large_pages(empty).zero_()
 
 
 class Shared:
