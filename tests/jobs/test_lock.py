@@ -29,7 +29,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def holder_of(run_dir: Path) -> Holder:
-    return Holder(**json.loads((run_dir / NAME).read_text()))
+    """Who has the directory, whenever it was taken."""
+    return replace(Holder(**json.loads((run_dir / NAME).read_text())), taken=0)
 
 
 def put(run_dir: Path, holder: Holder) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from shoal import checkpoint
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Run
-from shoal.jobs.lock import is_taken
+from shoal.jobs.lock import holder_of, locked
 from shoal.jobs.plans import changed, plan_at
 from shoal.jobs.read import load_job, parse_job, plan_assignments
 from shoal.jobs.record import Recorder
@@ -107,7 +108,7 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
     run_dir, said = tmp_path / "run", list[object]()
 
     def asking() -> None:
-        while not is_taken(run_dir) or not (run_dir / "metrics.jsonl").exists():
+        while holder_of(run_dir) is None or not (run_dir / "metrics.jsonl").exists():
             time.sleep(0.05)
         try:
             said.append(ask(run_dir, {"zero": 3}))
@@ -139,6 +140,28 @@ def test_a_run_is_asked_while_it_trains(make_job, tmp_path):
     assert not list(run_dir.glob("replan*")), "nothing is left of requests"
     with pytest.raises(UserError, match="no run trains in"):
         ask(run_dir, {"zero": 1})
+
+
+def test_a_request_that_was_left_behind_reaches_no_later_attempt(quick, make_job, tmp_path):
+    """An asker that was killed leaves its request, and may leave an answer; the run goes on under its own plan."""
+    run_dir, job = tmp_path / "run", make_job(steps=3)
+    assert ranks_train(2, job) == [3, 3]
+    asked = {"host": socket.gethostname(), "pid": 1, "started": 1.0, "taken": 1}
+    left = run_dir / REQUEST.format("1-killed")
+    left.write_text(json.dumps({"run": asked, "plan": {"zero": 3}}))
+    left.with_suffix(ANSWERED).write_text("{}")
+    assert ranks_train(2, make_job(steps=6)) == [6, 6]
+    records = records_of(job)
+    assert not records.plans and not list(run_dir.glob("replan*"))
+    assert [left.name in each.message and "earlier attempt" in each.message for each in records.warnings].count(True)
+
+
+def test_an_attempt_is_known_from_the_one_before_in_the_same_process(tmp_path, alone):
+    holders = []
+    for _ in range(2):
+        with locked(tmp_path, alone.everyone):
+            holders.append(holder_of(tmp_path))
+    assert holder_of(tmp_path) is None and holders[0] != holders[1] and holders[0].pid == holders[1].pid
 
 
 def test_what_the_degrees_leave_of_the_ranks_is_dp():

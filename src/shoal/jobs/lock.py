@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -31,11 +31,13 @@ _SAME_START = 2.0  # seconds: the start time of a process is rounded, and follow
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that has a run directory. `started`: Unix time at which it began."""
+    """A process that has a run directory. `started`: Unix time at which it began; `taken`: that at which it took the
+    directory, in nanoseconds, since a process may have it more than once."""
 
     host: str
     pid: int
     started: float
+    taken: int = 0
 
     @classmethod
     def here(cls) -> Holder:
@@ -87,9 +89,10 @@ def refuse_if_taken(run_dir: Path) -> None:
         time.sleep(0.1)
 
 
-def is_taken(run_dir: Path) -> bool:
-    """Returns whether a run has the directory, as far as this host knows."""
-    return (holder := _holder(run_dir / NAME)) is not None and not holder.has_ended
+def holder_of(run_dir: Path) -> Holder | None:
+    """Returns the process that has the directory, as far as this host knows; None where no run has it."""
+    holder = _holder(run_dir / NAME)
+    return None if holder is None or holder.has_ended else holder
 
 
 def _take(run_dir: Path) -> None:
@@ -101,7 +104,7 @@ def _take(run_dir: Path) -> None:
             path.unlink()
         try:
             with path.open("x") as file:
-                json.dump(asdict(Holder.here()), file)
+                json.dump(asdict(replace(Holder.here(), taken=time.time_ns())), file)
         except FileExistsError:  # another host was quicker
             raise _taken(run_dir, _holder(path)) from None
 
@@ -109,7 +112,7 @@ def _take(run_dir: Path) -> None:
 def _give_back(run_dir: Path, new: bool) -> None:
     """Removes the lock, and a `new` directory in which nothing else was made."""
     path = run_dir / NAME
-    if _holder(path) == Holder.here():
+    if (holder := _holder(path)) is not None and replace(holder, taken=0) == Holder.here():
         with suppress(OSError):  # a lock that stays is stale once this process has ended
             path.unlink()
             if new and [each.name for each in run_dir.iterdir()] in ([], [_GUARD]):

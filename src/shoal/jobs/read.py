@@ -142,5 +142,5 @@ def _spoken(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(dict.fromkeys(_spoken(member) for member in get_args(hint) if member is not NoneType))
     if get_origin(hint) is list:
-        return "a list of texts" if get_args(hint)[0] is str else "a list of tables"
+        return "a list of texts" if get_args(hint)[0] is str else "a list of tables, [[...]]"
     return _SPOKEN.get(hint, "a table")

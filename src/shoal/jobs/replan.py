@@ -2,7 +2,8 @@
 
 A request is a file in the run directory, which rank 0 finds when the ranks next ask each other whether to stop; the
 answer is another one, with the request's number, so that several can ask at once. Both appear by renaming, so a reader
-never sees a half of one.
+never sees a half of one. A request says which process it asks, so one that was left behind never reaches a later
+attempt of the run.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
-from shoal.jobs.lock import is_taken
+from shoal.jobs.lock import Holder, holder_of
 from shoal.jobs.plans import changed
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
@@ -38,6 +40,15 @@ class Replanner:
         self._settled, self._engine, self._recorder, self._saver = settled, engine, recorder, saver
         self._run_dir = Path(settled.job.run.dir)
         self._by_step = {change["step"]: change["plan"] for change in settled.job.run.at}
+        self._me = holder_of(self._run_dir) if engine.world.rank == 0 else None
+        if self._me is not None:
+            for path in self._run_dir.glob(str(Path(REQUEST.format("*")).with_suffix(ANSWERED))):
+                path.unlink(missing_ok=True)  # nobody has asked this attempt yet
+
+    def never(self, total: int | None) -> list[str]:
+        """Returns a warning for each change that comes at the end of the run, of `total` steps, or later."""
+        late = [step for step in self._by_step if total is not None and step >= total]
+        return [f"run.at, step {step}: training ends after step {total}, so this change is never made" for step in late]
 
     def is_asked(self) -> bool:
         """Returns whether there is a request; for rank 0."""
@@ -85,10 +96,14 @@ class Replanner:
         for path in sorted(self._run_dir.glob(REQUEST.format("*"))):
             with suppress(FileNotFoundError):
                 try:
-                    change = json.loads(path.read_text(encoding="utf-8"))
-                except ValueError as error:
+                    said = json.loads(path.read_text(encoding="utf-8"))
+                    asked, change = Holder(**said["run"]), dict(said["plan"])
+                except (ValueError, TypeError, KeyError) as error:
                     return path, f"{path} is no request: {error}"
-                return path, change if isinstance(change, dict) else f"{path} is no request"
+                if asked == self._me:
+                    return path, change
+                path.unlink()
+                self._recorder.warning(f"{path} asked an earlier attempt of this run to change its plan: it is deleted")
         return None
 
     def _answer(self, request: Path, answer: Mapping[str, Any]) -> None:
@@ -105,17 +120,18 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises UserError where no run trains there, where it refuses, or ends first.
     """
-    if not is_taken(run_dir):
+    holder = holder_of(run_dir)
+    if holder is None:
         raise UserError(
             f"no run trains in {run_dir}: start it again under another plan, e.g. shoal train {run_dir}/resolved.toml "
             "--set plan.zero=3, which goes on from its newest checkpoint"
         )
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)
-    _put(request, change)
+    _put(request, {"run": asdict(holder), "plan": dict(change)})
     try:
         while not answer.exists():
-            if not is_taken(run_dir):
+            if holder_of(run_dir) != holder:
                 raise UserError(f"the run in {run_dir} has ended before it changed its plan")
             time.sleep(LOOK_SECONDS)
         said: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))

@@ -29,7 +29,8 @@ class Recording:
         self._engine, self._run_dir = engine, run_dir
         middle = begin + (total - begin) // 2 if total is not None else begin + 100
         self._steps = {*range(begin + FIRST, begin + FIRST + COUNT), *range(middle, middle + COUNT)}
-        self._budgets: dict[str, int] = {}
+        self._known: dict[int, tuple[dict[str, int], bool]] = {}
+        """By recorded step, under whose plan it was: the budgets of its tiers, and whether they count all."""
 
     def before(self, step: int) -> None:
         ledger = self._engine.ledger
@@ -38,7 +39,8 @@ class Recording:
             return
         ledger.step = step
         now = tiers(self._engine)
-        self._budgets = {_name(tier.name): tier.capacity for tier in now if tier.capacity is not None}
+        budgets = {_name(tier.name): tier.capacity for tier in now if tier.capacity is not None}
+        self._known[step] = budgets, self._engine.parts.tier is not None or is_accelerator(self._engine.device)
         at = time.time()
         for tier in now:
             tier.note(at)
@@ -83,14 +85,12 @@ class Recording:
         engine, steps = self._engine, dict[int, list[Level]]()
         for level in engine.ledger.take_levels():
             steps.setdefault(level.step, []).append(level)
-        counts_all = engine.parts.tier is not None or is_accelerator(engine.device)
         traces = [
             memory_trace(
                 step + 1,
                 rank,
                 [(level.at, _name(level.tier), level.role, level.nbytes) for level in levels],
-                self._budgets,
-                counts_all,
+                *self._known[step],
             )
             for step, levels in steps.items()
         ]

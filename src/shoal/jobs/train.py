@@ -77,7 +77,12 @@ def _train(settled: Settled, world: World) -> Outcome:
     log.info("building the model")
     step = 0 if checkpoint is None else read_manifest(checkpoint).step
     plan = _plan_at(settled, step, world)
-    engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
+    try:
+        engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
+    except UserError as error:
+        if plan == settled.job.plan:
+            raise
+        raise UserError(f"run.at, the plan after step {step}: {error}") from error
     _make_directory(settled, world, engine)
     engine.run = str(Path(settled.job.run.dir).resolve())
     restored = resume.restore(settled.job, engine, checkpoint)
@@ -86,7 +91,7 @@ def _train(settled: Settled, world: World) -> Outcome:
     run = _Run(settled, engine, restored, about)
     if restored.where:
         run.recorder.note(restored.where)
-    for line in said + restored.said:
+    for line in said + restored.said + run.replanner.never(settled.total):
         run.recorder.warning(line)
     return run.to_its_end()
 
@@ -214,6 +219,7 @@ class _Run:
                 with self.recorder.pause():
                     self.saver.save()
             if self.replanner.is_due(self.stop.wanted):
+                self.timeline.before(-1)
                 with self.recorder.pause():
                     self.replanner.change(self.stop.wanted)
                 self.moves = Moves(engine)
