@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.assembly.arguments import check_arguments, check_plan, check_world
+from shoal.assembly.arguments import check_arguments, check_no_more_ranks, check_plan, check_world
 from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
@@ -97,11 +97,14 @@ class Engine(Running):
         The old and the new state are in memory together while it runs. `module`, `optimizer`, `parameters` and the
         like are others afterwards, and `loop()` is to be called again. Raises UserError for a plan that does not fit,
         and for an engine that was given a ready module, StorageError for a disk that cannot be used, and
-        CheckpointError if a save under way fails; the old plan goes on then.
+        CheckpointError if a save under way fails; the old plan goes on then. Whatever else one rank raises on the way
+        ends the run on all of them.
         """
         check_plan(plan)
         check_world(world)
-        self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world or self.world, fill=False))
+        world = world or self.world
+        check_no_more_ranks(world, self.world)
+        self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
 
 def assemble(

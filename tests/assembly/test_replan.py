@@ -41,9 +41,18 @@ def _steps(running: Engine, data: Any, steps: int) -> list[float]:
     return [running.step(batch).loss for batch in running.batches(data, steps=steps)]
 
 
-def _both(world, case: str, precision: str, old: dict[str, Any], new: dict[str, Any], directory: str) -> Any:
+def _both(
+    world,
+    case: str,
+    precision: str,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    directory: str,
+    accumulation: int = 1,
+    **more: Any,
+) -> Any:
     """The losses after the change: of the run that goes on, and of one that is loaded."""
-    data, made = CASES[case].data(), partial(engine, case, precision, 1, world=world)
+    data, made = CASES[case].data(), partial(engine, case, precision, accumulation, world=world, **more)
     running = made(plan=plan_of(old, directory))
     _steps(running, data, BEFORE)
     running.save(f"{directory}/between")
@@ -122,10 +131,14 @@ COVERING += [row for row in ROWS if row[0] == "moe-deep"][::3] + [row for row in
 
 @pytest.mark.parametrize(("case", "precision", "old", "new"), thinned(ROWS, COVERING))
 def test_a_run_that_changes_its_plan_equals_one_that_is_loaded(tmp_path, case, precision, old, new):
-    answers = run_ranks(_both, 4, case, precision, PLANS[old], PLANS[new], str(tmp_path))
+    assert_same(run_ranks(_both, 4, case, precision, PLANS[old], PLANS[new], str(tmp_path)), tmp_path)
+
+
+def assert_same(answers: list[Any], directory: Path) -> None:
+    """The run that went on has the losses and the state of the one that was loaded."""
     for goes_on, loaded in answers:
         assert goes_on == pytest.approx(loaded, rel=0, abs=0, nan_ok=True)  # of a replica apart that got no sample
-    (mine, about), (theirs, told) = contents(tmp_path / "goes-on"), contents(tmp_path / "loaded")
+    (mine, about), (theirs, told) = contents(directory / "goes-on"), contents(directory / "loaded")
     assert mine.keys() == theirs.keys() and about == told
     for name, value in mine.items():
         assert torch.equal(value, theirs[name]), name
@@ -226,8 +239,9 @@ def _refused(world, directory: str) -> list[str]:
         refusal(running, Plan(dp=2, zero=3, memory={"disk": disk}), StorageError)
         opened.append(len(os.listdir("/proc/self/fd")))
     assert opened[0] == opened[1], "what a refused plan has opened is closed"
-    with pytest.raises(UserError, match=r"ranks from 0 to 1"):
-        world.among([0, 2])
+    for wrong in ([0, 2], [], [0, 0], 1, "01", None):
+        with pytest.raises(UserError, match=r"a list of numbers of ranks from 0 to 1"):
+            world.among(wrong)
     assert _steps(running, vectors(), 3) == _steps(twin, vectors(), 3), "a refusal changes nothing"
     running.replan(Plan(dp=2, zero=3, memory={"disk": directory}))
     assert _steps(running, vectors(), 1) == pytest.approx(_steps(twin, vectors(), 1))
@@ -290,6 +304,11 @@ def _refused_for_fewer(world) -> Any:
         running.leave() if fewer is None else running.replan(Plan(dp=3), world=fewer)
     losses = _steps(running, vectors(), 1)
     running.close()
+    if fewer is not None:
+        alone = engine("auxiliary", "fp64", 1, world=fewer, plan=Plan())
+        with pytest.raises(UserError, match="2 ranks are to go on, and 1 train"):
+            alone.replan(Plan(dp=2), world=world)
+        alone.close()
     return str(error.value), losses
 
 

@@ -289,3 +289,34 @@ def test_clip_value_needs_a_number_and_an_algorithm_that_leaves_updates_to_the_o
         make(clip_value=0)
     with pytest.raises(UserError, match='"qadam" updates by itself, without clip_value: use clip'):
         make(plan=Plan(exchange="qadam"), clip_value=1.0)
+
+
+def replanned(world) -> None:
+    """A caller's loop goes on when the engine's plan changes, and a plan that knows no such loop is refused first."""
+    torch.manual_seed(5)
+    config = {**SGD, "gradient_accumulation_steps": 2}
+    (model, optimizer), (twin, other) = (initialize_engine(Net, None, config, world=world) for _ in range(2))
+    for step, plan in enumerate([Plan(dp=2, zero=1), Plan(pp=2), Plan(dp=2, zero=3), Plan(dp=2)]):
+        for each, optim in ((model, optimizer), (twin, other)):
+            for number in range(2):
+                loss = each(microbatch(step, world.rank, number))
+                each.backward(loss)
+                optim.step()
+        assert model.result.loss == pytest.approx(twin.result.loss, rel=1e-6)
+        model.eval()
+        if plan.pp == 2:
+            with pytest.raises(UserError, match=r"plan.pp > 1 runs forwards"):
+                model.engine.replan(plan)
+        else:
+            model.engine.replan(plan)
+        assert not model.module.training and model.module is model.engine.module
+        assert [id(each) for each in model.parameters()] == [id(each) for each in model.engine.module.parameters()]
+        model.train()
+    mine, its = model.state_dict(), twin.state_dict()
+    for name, value in its.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-5, atol=1e-6)
+    model.close(), twin.close()
+
+
+def test_a_loop_goes_on_under_another_plan():
+    run_ranks(replanned, 2)

@@ -83,6 +83,15 @@ def check_world(given: Any) -> None:
         raise ArgumentError("world", f" = {given!r}: give what shoal.launch.join() returns, or leave it out")
 
 
+def check_no_more_ranks(world: World, now: World) -> None:
+    """UserError where more ranks are to go on than train in the world of `now`."""
+    if world.size > now.size:
+        raise UserError(
+            f"engine.replan: {world.size} ranks are to go on, and {now.size} train: ranks can leave, and join by a "
+            "checkpoint (engine.save here, then engine.load on an engine of all of them)"
+        )
+
+
 def check_batch(batch: Any, step: int) -> None:
     """UserError for what is not the batch of this step."""
     if not isinstance(batch, Batch):
@@ -110,6 +119,14 @@ def check_dataset(dataset: Any, *, indexed: bool) -> None:
         raise UserError(
             f"a {_kind(dataset)} is no dataset: give one with __len__ and __getitem__{kinds}, of dicts of tensors"
         )
+
+
+def check_max_batches(given: Any) -> None:
+    """UserError for what is no number of batches, and not None."""
+    if given is None:
+        return
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        raise ArgumentError("max_batches", f" = {given!r}: give 1 or more global batches, or None for all of them")
 
 
 def _check_numbers(given: Mapping[str, Any]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
 
 from torch import nn
 
@@ -13,36 +14,57 @@ from shoal.assembly.model import Local
 from shoal.assembly.session import session
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
-from shoal.errors import StorageError, UserError
+from shoal.comm import World
+from shoal.errors import CheckpointError, StorageError, TrainingError, UserError
 from shoal.exchange.hooks import is_hooked
 
+REFUSALS = (UserError, StorageError, CheckpointError)
+"""What all ranks raise alike, so that the old plan can go on. Anything else is the failure of one rank."""
 Assemble = Callable[[Callable[[], nn.Module]], Assembled]
 
 
+class Follower(Protocol):
+    """Holds on to parts of an engine, and takes the new ones when its plan has changed.
+
+    `check(new)` raises UserError, on all ranks alike, where it could not go on with them.
+    """
+
+    def check(self, new: Assembled) -> None: ...
+
+    def follow(self) -> None: ...
+
+    def __hash__(self) -> int: ...
+
+
 def reassembled(
-    source: Handover, old: Session, model: nn.Module | Callable[[], nn.Module], assemble: Assemble
+    source: Handover,
+    old: Session,
+    model: nn.Module | Callable[[], nn.Module],
+    assemble: Assemble,
+    followers: Iterable[Follower],
 ) -> tuple[Assembled, Session]:
     """Assembles anew, with the state of a run that its session `old` hands over as `source`; returns the new assembly
     and its session.
 
     model: as the engine was given it
     assemble: makes the new assembly of a factory
+    followers: are asked before the state is taken over
 
     Raises UserError where the plan is refused, or the model cannot be built anew, and StorageError where its disk
     cannot be used; the old assembly can then go on.
     """
-    try:
-        new = assemble(_anew(model, old.state.module))
-    except (UserError, StorageError) as error:
-        source.refuse(str(error))
-        raise
-    ending = closing(new)
-    try:
-        fresh = session(new, ending)
-        fresh.take_over(source, old)
-    except BaseException:
-        ending.close()
-        raise
+    with ExitStack() as undo:
+        try:
+            new = assemble(_anew(model, old.state.module))
+            ending = undo.enter_context(closing(new))
+            for follower in followers:
+                follower.check(new)
+            fresh = session(new, ending)
+            fresh.take_over(source, old)
+        except REFUSALS as error:
+            source.refuse(str(error))
+            raise
+        undo.pop_all()
     return new, fresh
 
 
@@ -61,6 +83,20 @@ def without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def everywhere_or_nowhere(*worlds: World) -> Iterator[None]:
+    """Closes all groups of `worlds` on a rank that fails inside, because it has no memory left, say: others may be
+    waiting for it, some of them under the new plan, and none may train on as if all had the same one."""
+    try:
+        yield
+    except (*REFUSALS, TrainingError):  # the last of a step that had not been read yet
+        raise
+    except BaseException:
+        for world in set(worlds):
+            world.close()
+        raise
 
 
 def check_hooks_of_users(local: Local) -> None:

@@ -14,16 +14,24 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from shoal.assembly.arguments import check_batch, check_dataset
+from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches
 from shoal.assembly.assembled import Assembled, closing
 from shoal.assembly.batches import batches
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
 from shoal.assembly.rebuild import Rebuild
-from shoal.assembly.replan import Assemble, check_hooks_of_users, reassembled, without_collections
+from shoal.assembly.replan import (
+    Assemble,
+    Follower,
+    check_hooks_of_users,
+    everywhere_or_nowhere,
+    reassembled,
+    without_collections,
+)
 from shoal.assembly.session import session
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
+from shoal.comm import World
 from shoal.data import Batch
 from shoal.data.loader import Order
 from shoal.errors import UserError
@@ -44,31 +52,35 @@ class Running:
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], assembled: Assembled) -> None:
         self._model = model
+        self.followers: WeakSet[Follower] = WeakSet()  # who goes on with this engine under another plan
         self._go_on(assembled, session(assembled, closing(assembled)))
 
     def leave(self) -> None:
         """Hands over what this rank holds to those that go on without it, which call `replan`, and closes the engine.
         Raises CheckpointError if their plan is refused; the engine can then go on with all ranks."""
-        with self._handed_over() as source:
+        with self._handed_over(self.world) as source:
             source.finish()
         self.close()
 
     @contextmanager
-    def _handed_over(self) -> Iterator[Handover]:
+    def _handed_over(self, world: World) -> Iterator[Handover]:
+        """Gives the state of all ranks inside the context, to be read by those of `world`."""
         for loop in self._loops:
-            loop.close_step()
-        with self._session.handed_over() as source:
+            loop.check_between_steps()
+        with everywhere_or_nowhere(self.world, world), self._session.handed_over() as source:
             check_hooks_of_users(self._local)
             yield source
 
     @without_collections()
-    def _replan(self, assemble: Assemble) -> None:
-        with self._handed_over() as source:
-            new, fresh = reassembled(source, self._session, self._model, assemble)
+    def _replan(self, assemble: Assemble, world: World) -> None:
+        with self._handed_over(world) as source:
+            new, fresh = reassembled(source, self._session, self._model, assemble, self.followers)
         for loop in self._loops:
             loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
         self.close()
         self._go_on(new, fresh)
+        for follower in self.followers:
+            follower.follow()
 
     def _go_on(self, assembled: Assembled, session: Session) -> None:
         self._loops: WeakSet[Loop] = WeakSet()
@@ -178,8 +190,11 @@ class Running:
 
         `measure`: taken in place of the engine's loss; returns (sum, count) as that does. `also`: further ones, taken
         in the same pass, whose means the result has under that name.
+
+        Raises UserError for less than one batch, and where nothing in them counts.
         """
         check_dataset(dataset, indexed=True)
+        check_max_batches(max_batches)
         runner, recipe = self._trainer.runner, self._recipe
         runner.flush()
         samples = min(len(dataset), (max_batches or len(dataset)) * self.global_batch)

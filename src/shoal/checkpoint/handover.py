@@ -71,7 +71,7 @@ class Handover:
     def __init__(
         self, group: Group, pieces: Sequence[Piece], extra: Mapping[str, Any], host: str, device: torch.device
     ) -> None:
-        self._group, self._pieces, self._device = group, pieces, device
+        self._group, self._pieces, self._device, self._refused = group, pieces, device, False
         self.extra: Mapping[str, Any] = group.broadcast_object(dict(extra))
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, list[Held]] = {}
@@ -97,8 +97,11 @@ class Handover:
             pass
 
     def refuse(self, reason: str) -> None:
-        """Tells ranks that have come to a round why there is none. The others that are to go on call it alike."""
-        self._group.all_gather_object([reason, True, {}])
+        """Tells ranks that have come to a round, and do not know yet, why there is none. The others that are to go on
+        call it alike."""
+        if not self._refused:
+            self._group.all_gather_object([reason, True, {}])
+            self._refused = True
 
     @torch.no_grad()
     def _round(self, wants: Sequence[Want], at_the_end: bool) -> bool:
@@ -114,6 +117,7 @@ class Handover:
         rounds = self._group.all_gather_object([problem, at_the_end, asked])
         for said, _, _ in rounds:
             if said:
+                self._refused = True
                 raise CheckpointError(said)
         theirs = [unpack(each[here]) if here in each else [] for _, _, each in rounds]
         for each in mine.get(here, []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -98,12 +99,16 @@ class World:
             self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls)
         return self._groups[key]
 
-    def among(self, ranks: list[int]) -> World | None:
+    def among(self, ranks: Sequence[int]) -> World | None:
         """Makes the world of some of the ranks, in this order, by numbers in this one; None for a rank that is not
         among them. All ranks of this world call it. Raises UserError where a number is none of a rank, or there
         twice."""
-        if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
-            raise UserError(f"world.among({ranks!r}): give numbers of ranks from 0 to {self.size - 1}, each once")
+        known = set(range(self.size))
+        if not isinstance(ranks, Sequence) or not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= known:
+            raise UserError(
+                f"world.among({ranks!r}): give a list of numbers of ranks from 0 to {self.size - 1}, each once, e.g. "
+                f"world.among({[0, 1][: self.size]})"
+            )
         hosts = self.everyone.all_gather_object(self.host_id)
         if self.rank not in ranks:
             return None
@@ -144,6 +149,10 @@ class World:
         """Makes a new lane beside this rank's computation; the caller closes it."""
         return Lane(self.device, self.ledger)
 
+    def close(self) -> None:
+        """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, and so do later calls."""
+        _close(self._groups, self._stalls)
+
     def _hosts(self, ranks: list[int]) -> list[str]:
         """Returns the host of each of `ranks`, which all call it; each is looked up once, none for a group of one.
         UserError, on all of them, where their devices do not go together."""
@@ -151,7 +160,8 @@ class World:
             return [self.host_id]
         assert self.store is not None
         if not self._told:
-            self.store.set(f"host/{self.rank}", "\n".join((self.host_id, str(self.device), hardware_id(self.device) or "")))
+            mine = (self.host_id, str(self.device), hardware_id(self.device) or "")
+            self.store.set(f"host/{self.rank}", "\n".join(mine))
         for rank in set(ranks) - self._told.keys():
             host, device, hardware = self.store.get(f"host/{rank}").decode().split("\n")
             self._told[rank] = host, torch.device(device), hardware

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.assembled import Assembled
+from shoal.assembly.compatibility import check_loop
 from shoal.checkpoint.whole import put_whole, whole_state
 from shoal.device import moving_calls
 from shoal.doors.schedules import Schedule
@@ -36,10 +38,20 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.engine, self.module, self._loop = engine, engine.module, engine.loop(microbatches)
+        engine.followers.add(self)
         self.result: StepResult | None = None
         self.optimizer = Optimizer(engine, self._update)
         self.lr_scheduler = schedule(self.optimizer) if schedule else None
         self.train()
+
+    def check(self, new: Assembled) -> None:
+        """Raises UserError where the engine's new plan does not go with a loop of the caller's."""
+        check_loop(new.local.ranks.plan, self._loop.microbatches, new.memory.precision)
+
+    def follow(self) -> None:
+        """Goes on with the engine's module and steps under its new plan (see Engine.replan)."""
+        self.module, self._loop = self.engine.module, self.engine.loop(self._loop.microbatches)
+        self.module.train(self.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model. A forward without gradients (`torch.no_grad`) is not part of a step."""

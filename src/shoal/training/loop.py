@@ -194,6 +194,13 @@ class Loop:
         if self._is_open:
             self.abandon()
 
+    def check_between_steps(self) -> None:
+        """Before the plan changes: what `close_step` does, and UserError inside `join`, whose ranks are at different
+        places of their loops."""
+        if self._asks is not None:
+            raise UserError("the plan cannot change inside loop.join(): call engine.replan after it, on all ranks")
+        self.close_step()
+
     def abandon(self) -> None:
         """The step under way is forgotten, with its gradients."""
         if self._is_open:
