@@ -73,6 +73,15 @@ def test_a_rank_without_an_accelerator_of_its_own_is_refused(cuda):
     assert room.own_device("cpu", 2, 3) == CPU and cuda.calls == []
 
 
+def test_the_only_accelerator_that_a_rank_was_left_is_its_own(cuda, monkeypatch):
+    monkeypatch.setattr(cuda, "device_count", lambda: 1, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    assert room.own_device(None, 3, 4) == room.own_device("cuda", 3, 4) == GPU
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(UserError, match=r"rank 3 of this host has no GPU of its own: there are 1. Start"):
+        room.own_device(None, 3, 4)
+
+
 def test_a_device_that_is_not_there_is_refused(cuda, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     with pytest.raises(UserError, match=r"there is no cuda:2: there are 2 \(CUDA_VISIBLE_DEVICES=4,6\). Start"):

@@ -13,7 +13,9 @@ from shoal.errors import UserError
 
 CPU = torch.device("cpu")
 
-WITHOUT_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": ""}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable with the numbers of the accelerators that a process sees."""
+WITHOUT_ACCELERATORS = {VISIBLE: ""}
 """Environment of a process that is to see none."""
 
 
@@ -49,8 +51,12 @@ def own_device(asked: torch.device | str | None, local_rank: int, size: int) -> 
     if module is None:
         return device
     count, index = module.device_count() if module.is_available() else 0, device.index
-    if index is None:
-        index = module.current_device() if asked is not None and size == 1 and count > 0 else local_rank
+    if index is None and asked is not None and size == 1 and count > 0:
+        index = module.current_device()
+    elif index is None:
+        # One that a starter has left to this process alone; if all of them have the same, they are told as they meet.
+        is_only = count == 1 and "," not in os.environ.get(VISIBLE, ",")
+        index = 0 if is_only else local_rank
     if index >= count:
         raise UserError(_no_such(device, local_rank, count))
     device = torch.device(device.type, index)
@@ -73,10 +79,10 @@ def _no_such(device: torch.device, local_rank: int, count: int) -> str:
     if count == 0:
         why = why_no_accelerator() if device.type in KINDS else f"torch finds no device of type {device.type}"
         return f'device = "{device}": {why}. Train on the CPU: device = "cpu"'
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = f"there are {count}" + (f" (CUDA_VISIBLE_DEVICES={visible})" if visible else "")
+    visible = os.environ.get(VISIBLE)
+    seen = f"there are {count}" + (f" ({VISIBLE}={visible})" if visible else "")
     what = f"rank {local_rank} of this host has no GPU of its own" if device.index is None else f"there is no {device}"
-    return f"{what}: {seen}. Start at most one rank a GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+    return f"{what}: {seen}. Start at most one rank a GPU, or hide the GPUs ({VISIBLE}=) to train on the CPU"
 
 
 def kind_of(device: torch.device) -> str:
