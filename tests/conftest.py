@@ -25,6 +25,7 @@ LONG = (
     "tests/parity/test_mesh.py",
     "tests/parity/test_stages.py",
     "tests/parity/",
+    "tests/device/",
     "tests/cli/",
     "tests/test_together.py",
     "tests/zoo/",

@@ -290,7 +290,8 @@ def ddp(rank: Rank) -> list[Tensor]:
     """A step of torch's DistributedDataParallel: the gradients."""
     in_group(rank)
     torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device()))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device())
+    model = nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(rank.rank)
     model(torch.randn(6, 8).to(device())).square().mean().backward()
     return [p.grad.cpu() for p in model.parameters() if p.grad is not None]

@@ -165,11 +165,14 @@ def test_calls_that_do_not_go_together_are_named(how, mode):
     report = first.trace.defects[0]
     assert report.kind == "mismatch" and report.first == "all_reduce(float32[1000], SUM) on rank 0"
     assert "NCCL would hang" in first.error and (how == "absence") == (not second.error)
-    assert report.second == {
-        "size": "all_reduce(float32[1001], SUM) on rank 1",
-        "order": "broadcast(float32[1000], 0) on rank 1",
-        "absence": "rank 1 made no call in this group and has ended",
-    }[how]
+    assert (
+        report.second
+        == {
+            "size": "all_reduce(float32[1001], SUM) on rank 1",
+            "order": "broadcast(float32[1000], 0) on rank 1",
+            "absence": "rank 1 made no call in this group and has ended",
+        }[how]
+    )
 
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])

@@ -49,22 +49,24 @@ static bool is_pinned(const Tensor& tensor) {
 static Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(c10::device_or_default(device));
-  return at::detail::empty_generic(size, device_memory(), c10::DispatchKeySet(key()), c10::dtype_or_default(dtype), format);
+  const c10::DispatchKeySet keys(key());
+  return at::detail::empty_generic(size, device_memory(), keys, c10::dtype_or_default(dtype), format);
 }
 
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
                      std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(c10::device_or_default(device));
-  return at::detail::empty_strided_generic(size, stride, device_memory(), c10::DispatchKeySet(key()),
-                                           c10::dtype_or_default(dtype));
+  const c10::DispatchKeySet keys(key());
+  return at::detail::empty_strided_generic(size, stride, device_memory(), keys, c10::dtype_or_default(dtype));
 }
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
   c10::DeviceGuard guard(storage.device());
   const int64_t kept = std::min(bytes, storage.nbytes());
-  auto first = [&](void* data) { return at::from_blob(data, {kept}, at::TensorOptions(at::kByte).device(storage.device())); };
+  const auto bytes_there = at::TensorOptions(at::kByte).device(storage.device());
   c10::DataPtr fresh = device_memory()->allocate(bytes);
-  if (kept) first(fresh.get()).copy_(first(storage.mutable_data()));
+  if (kept)
+    at::from_blob(fresh.get(), {kept}, bytes_there).copy_(at::from_blob(storage.mutable_data(), {kept}, bytes_there));
   storage.unsafeGetStorageImpl()->set_data_ptr(std::move(fresh));
   storage.unsafeGetStorageImpl()->set_nbytes(bytes);
 }
@@ -137,7 +139,7 @@ static void register_tensors(torch::Library& m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
 }
 
-static torch::Library registered(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
-static const bool done = (register_tensors(registered), true);
+static torch::Library library(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
+static const bool registered = (register_tensors(library), true);
 
 }  // namespace sim

@@ -1,5 +1,5 @@
 // The device as torch knows it: streams and events (the guard), its generator, the hooks of CUDA or of a PrivateUse1
-// device, and the few functions by which Python steers the simulator.
+// device.
 //
 // Loaded before `import torch`, since torch looks for CUDA's hooks once, then. SIM_DEVICE says which device it is.
 #include <ATen/CPUGeneratorImpl.h>
@@ -8,7 +8,6 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/library.h>
 
 #include "simulator.h"
 
@@ -49,7 +48,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static Stream stream(Device device, int64_t id) {
     return Stream(Stream::UNSAFE, Device(kind(), device.index() < 0 ? current_device : device.index()), id);
   }
-  Stream getStream(Device device) const override { return stream(device, current_stream(stream(device, 0).device_index())); }
+  Stream getStream(Device device) const override {
+    return stream(device, current_stream(device.index() < 0 ? current_device : device.index()));
+  }
   Stream getDefaultStream(Device device) const override { return stream(device, 0); }
   Stream getNewStream(Device device, int) const override {
     static std::atomic<int> handed_out = 0;
@@ -84,7 +85,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return poll(mark->queue, mark->clock, [&] { return mark->done; });
   }
   void synchronizeEvent(void* event) const override { if (event) wait_for_mark(mark_of(event), "event"); }
-  void destroyEvent(void* event, DeviceIndex) const noexcept override { delete static_cast<std::shared_ptr<Mark>*>(event); }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    delete static_cast<std::shared_ptr<Mark>*>(event);
+  }
   double elapsedTime(void* begin, void* end, DeviceIndex) const override {
     return mark_of(end)->milliseconds - mark_of(begin)->milliseconds;
   }
@@ -111,7 +114,9 @@ template <class Interface> struct Hooks : Interface {  // what both kinds of hoo
   DeviceIndex deviceCount() const override { return devices; }
   DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(DeviceIndex device) const override { current_device = device; }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override { return Guard().exchangeDevice(Device(kind(), device)).index(); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    return Guard().exchangeDevice(Device(kind(), device)).index();
+  }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   bool isPinnedPtr(const void* data) const override {
     std::lock_guard lock(state);
@@ -120,7 +125,9 @@ template <class Interface> struct Hooks : Interface {  // what both kinds of hoo
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return pinned_memory(); }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
-  at::Generator getNewGenerator(DeviceIndex device) const override { return at::make_generator<Generator>(std::max<int>(device, 0)); }
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    return at::make_generator<Generator>(std::max<int>(device, 0));
+  }
   Device getDeviceFromPtr(void* data) const override {
     std::lock_guard lock(state);
     const Block* block = block_at(data);
@@ -132,40 +139,10 @@ struct CudaHooks final : Hooks<at::CUDAHooksInterface> {
   bool hasCUDA() const override { return true; }
 };
 struct PrivateHooks final : Hooks<at::PrivateUse1HooksInterface> {
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
 };
-
-static void configure(int64_t count, std::string mode, int64_t seed, int64_t bytes, bool ranks) {
-  TORCH_CHECK(0 < count && count <= DEVICES, "1 to ", DEVICES, " devices");
-  devices = count, capacity = bytes;
-  set_mode(mode, seed);
-  if (ranks) hurry_in_background();
-}
-
-static std::string failure;  // of the last function that Python gave
-
-// Work of the host, in the order of the current stream: `function(id)`, which Python knows, on what `host_view` shows.
-static void launch_on_host(at::TensorList reads, at::TensorList writes, int64_t function, int64_t id, std::string name,
-                           std::vector<std::string> files, double seconds, bool at_once) {
-  std::vector<Use> uses;
-  for (const auto& tensor : reads) uses.push_back(use_of(tensor, false));
-  for (const auto& tensor : writes) uses.push_back(use_of(tensor, true));
-  Task task{name, [=] { TORCH_CHECK(reinterpret_cast<int (*)(int64_t)>(function)(id) == 0, failure); }};
-  for (size_t i = 0; i < files.size(); i += 2) task.posts.emplace_back(files[i], files[i + 1]);
-  task.deadline = now() + 1000 * seconds;
-  const int queue = current_queue(current_device);
-  launch(queue, uses, std::move(task));
-  if (at_once) hurry(queue);
-}
-
-static std::vector<std::string> trace() {  // lines of parts, with tabs between: the kind, what was seen, how often
-  std::lock_guard lock(state);
-  std::vector<std::string> lines;
-  for (auto& [line, times] : reported) lines.push_back(line + "\t" + std::to_string(times));
-  for (auto& [way, bytes] : copied) lines.push_back("copied\t" + way + "\t" + std::to_string(bytes));
-  for (int device = 0; device < devices; device++) lines.push_back("peak\t" + std::to_string(figures[device].peak));
-  return lines;
-}
 
 static const bool registered = [] {
   static Guard guard;
@@ -180,19 +157,5 @@ static const bool registered = [] {
     at::RegisterPrivateUse1HooksInterface(new PrivateHooks);
   return true;
 }();
-
-TORCH_LIBRARY(sim, m) {
-  m.def("configure", configure);
-  m.def("trace", trace);
-  m.def("device_count", [] { return static_cast<int64_t>(devices); });
-  m.def("drain", [] { for (int queue = 0; queue < devices * STREAMS; queue++) run_until_given(queue); });
-  m.def("host_view", host_view);
-  m.def("launch_on_host(Tensor[] reads, Tensor[] writes, int function, int id, str name, str[] files, float seconds, "
-        "bool at_once) -> ()", launch_on_host);
-  m.def("fail", [](std::string text) { failure = text; });
-  m.def("default_generator", [](int64_t device) { return default_generator(device); });
-  m.def("resize_storage", [](const at::Tensor& tensor, int64_t bytes) { resize_storage(tensor.storage(), bytes); });
-  m.def("report", [](std::string line) { std::lock_guard lock(state); report(line); });
-}
 
 }  // namespace sim

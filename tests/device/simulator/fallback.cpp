@@ -1,8 +1,8 @@
 // Fallback: every other operation, as its CPU kernel on the same memory, run when its stream gets there.
 //
-// What comes out is known before: the operation is called on meta tensors for the shapes, memory is allocated, and a task
-// is given that reads and writes it. Where shapes depend on data (`nonzero`) or the result is no tensor (`equal`), the
-// host waits, as CUDA's does. Random operations draw a seed from the device's generator when they are given.
+// What comes out is known before: the operation is called on meta tensors for the shapes, memory is allocated, and a
+// task is given that reads and writes it. Where shapes depend on data (`nonzero`) or the result is no tensor (`equal`),
+// the host waits, as CUDA's does. Random operations draw a seed from the device's generator when they are given.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
@@ -56,8 +56,8 @@ struct Call {
       if (value.isDevice() && value.toDevice().type() == kind()) device = std::max<int>(value.toDevice().index(), 0);
       replaced(value, [&](const Tensor& tensor) {
         if (!on_device(tensor)) return tensor;
-        TORCH_CHECK(device < 0 || device == tensor.get_device(), name, ": Expected all tensors to be on the same device, ",
-                    "but found at least two devices, ", device, " and ", tensor.get_device());
+        TORCH_CHECK(device < 0 || device == tensor.get_device(), name, ": Expected all tensors to be on the same ",
+                    "device, but found at least two devices, ", device, " and ", tensor.get_device());
         device = tensor.get_device();
         return tensor;
       });
@@ -106,11 +106,12 @@ struct Call {
     Stack meta;
     for (const IValue& value : given) {
       bool plain = !value.isGenerator();
-      meta.push_back(value.isDevice() ? IValue(c10::Device(at::kMeta)) : !plain ? IValue() : replaced(value, [&](const Tensor& t) {
+      auto to_meta = [&](const Tensor& t) {
         plain = false;
         call << " " << t.scalar_type() << t.sizes() << t.strides() << t.storage_offset() << on_device(t);
         return on_device(t) ? at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta)) : t;
-      }));
+      };
+      meta.push_back(value.isDevice() ? IValue(c10::Device(at::kMeta)) : plain ? replaced(value, to_meta) : IValue());
       if (plain) call << " " << value;
     }
     std::unique_lock lock(mutex);
@@ -182,7 +183,8 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
     const auto* alias = returns[r].alias_info();
     if (alias && alias->isWrite()) {
       const size_t i = call.argument_of(*alias);
-      stack->push_back(shapes && call.given[i].isTensor() ? IValue(resized(i, call.results[r].toTensor())) : call.given[i]);
+      const bool may_grow = shapes && call.given[i].isTensor();
+      stack->push_back(may_grow ? IValue(resized(i, call.results[r].toTensor())) : call.given[i]);
     } else if (alias) {
       const Tensor base = call.given[call.argument_of(*alias)].toTensor();
       stack->push_back(replaced(call.results[r], [&](const Tensor& m) {

@@ -2,8 +2,8 @@
 
 A call is two pieces of work on a communication stream. The first one *posts* what this rank gives, as a file in a
 folder that the ranks share; the second one, which cannot begin before the posts of the others are there, reads them and
-writes the result. A rank runs its streams up to the post as soon as the call is made: so a collective can begin once
-all ranks have made the call, as on real devices, although streams are lazy, and the schedule does not depend on time.
+writes the result. Posts are urgent: they are made as soon as their stream can get there, also where streams are lazy.
+So a collective can begin once all ranks have made the call, as on real devices, and no rank waits for a lazy one.
 
 Ranks that call different operations, or the same one on other shapes, would hang or get garbage with NCCL. Here they
 are reported with both calls ("mismatch"), as is a rank that ended, or did not come in `patience` seconds.
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,8 +293,8 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Work:
         """Done when the other one receives: NCCL's sends need not be buffered."""
         name, here = self._pair(self._rank, to)
-        call = Call(_described("message", tensors), self.path(*here, "data"), tensors, {to: self.path(*here, "ready")}, [], _nothing)
-        return self._run(call, name)
+        post, others = self.path(*here, "data"), {to: self.path(*here, "ready")}
+        return self._run(Call(_described("message", tensors), post, tensors, others, [], _nothing), name)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int = 0) -> Work:
         name, here = self._pair(of, self._rank)
@@ -301,8 +302,8 @@ class Group(dist.ProcessGroup):
         def finish(out: list[Tensor], posts: dict[int, list[Tensor]]) -> None:
             _copy(out, posts[of])
 
-        call = Call(_described("message", tensors), self.path(*here, "ready"), [], {of: self.path(*here, "data")}, tensors, finish)
-        return self._run(call, name)
+        post, others = self.path(*here, "ready"), {of: self.path(*here, "data")}
+        return self._run(Call(_described("message", tensors), post, [], others, tensors, finish), name)
 
     def _pair(self, source: int, target: int) -> tuple[str, tuple[str, int]]:
         """The stream of a pair of ranks, and the parts of a file's name for the next message from one to the other."""
@@ -356,12 +357,10 @@ class Group(dist.ProcessGroup):
         self.path("at", self._rank).write_text(", ".join(call.name for call in calls))
         with stream:
             for call in calls:
-                views = [_simulator.host_view(tensor) for tensor in call.given]
-                _on_stream(call.given, [], lambda call=call, views=views: _post(call, views), f"{call.name} gives", [], True)
+                _on_stream(call.given, [], partial(_post, call), f"{call.name} gives", [], urgent=True)
             for call in calls:
-                views = [_simulator.host_view(tensor) for tensor in call.written]
                 files = [str(path) for rank, post in call.others.items() for path in (post, self.path("ended", rank))]
-                _on_stream([], call.written, lambda call=call, views=views: self._finish(call, views), call.name, files, False)
+                _on_stream([], call.written, partial(self._finish, call), call.name, files, urgent=False)
         self._under_way = [work for work in self._under_way if work._tensors]
         self._under_way.append(Work(tensors, stream, host_waits))
         return self._under_way[-1]
@@ -394,14 +393,17 @@ def install(name: str) -> None:
         torch.cuda.nccl.version = lambda: (2, 27, 0)  # which torch logs
         c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = Group
     else:
-        dist.Backend.register_backend("simulated", lambda store, rank, size, timeout: Group(store, rank, size), devices=[name])
+        dist.Backend.register_backend(
+            "simulated", lambda store, rank, size, _: Group(store, rank, size), devices=[name]
+        )
 
 
 def _batch_isend_irecv(operations: list[dist.P2POp]) -> list[Work]:
     group: Any = operations[0].group or dist.group.WORLD
     group._start_coalescing()
     for each in operations:
-        each.op(each.tensor, group=group, tag=each.tag, **{"group_dst" if each.op is dist.isend else "group_src": each.group_peer})
+        peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        each.op(each.tensor, group=group, tag=each.tag, **peer)
     return [group._end_coalescing()]
 
 
@@ -450,13 +452,22 @@ def _read(path: Path) -> tuple[str, list[Tensor]]:
 
 
 def _on_stream(
-    reads: list[Tensor], writes: list[Tensor], do: Callable[[], None], name: str, files: list[str], at_once: bool
+    reads: list[Tensor],
+    writes: list[Tensor],
+    do: Callable[[list[Tensor]], None],
+    name: str,
+    files: list[str],
+    urgent: bool,
 ) -> None:
-    """Gives `do` to the current stream. Tensors are kept by the caller; `files`: pairs, one of each must be there."""
+    """Gives `do` to the current stream; it gets the host's views of the tensors, which the caller keeps alive.
+
+    - `files`: pairs of which one must be there before
+    - `urgent`: it is run as soon as may be, also where streams are lazy
+    """
     number = next(_numbers)
-    _waiting[number] = do
+    _waiting[number] = partial(do, [_simulator.host_view(tensor) for tensor in (*reads, *writes)])
     address = ctypes.cast(_called, ctypes.c_void_p).value
-    _simulator.launch_on_host(reads, writes, address, number, name, files, _patience, at_once)
+    _simulator.launch_on_host(reads, writes, address, number, name, files, _patience, urgent)
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)

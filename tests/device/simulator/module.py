@@ -1,4 +1,4 @@
-"""torch's Python module for the simulated device: `torch.cuda`, whose functions need a build with CUDA, or a new one."""
+"""torch's module for the simulated device: `torch.cuda`, whose own functions need a build with CUDA, or a new one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 // Pinned memory: faults where the host touches it while a copy is unfinished, in whatever way (an operation, numpy).
 //
 // Each block is mapped twice. The device works on one mapping; the host's is protected from when a copy is given until
-// the host knows that it is done: it may not be read during a copy to it, nor written during a copy from it. The handler
-// of the fault reports the place, and lets the host go on. Protection is by page, reports are by byte.
+// the host knows that it is done: it may not be read during a copy to it, nor written during a copy from it. The
+// handler of the fault reports the place, and lets the host go on. Protection is by page, reports are by byte.
 #include <ATen/core/CachingHostAllocator.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -55,7 +55,8 @@ static void on_fault(int, siginfo_t* info, void*) {
   lock.lock();
   for (auto& [its, access] : unfinished)
     if (its == block && access.use.where.low <= address && address < access.use.where.high)
-      report("host\t" + text(access) + "\tthe host " + (access.use.write ? "touches" : "writes") + " it at " + text(site));
+      report("host\t" + text(access) + "\tthe host " + (access.use.write ? "touches" : "writes") + " it at " +
+             text(site));
   std::erase_if(unfinished, [&](auto& entry) { return entry.first == block; });
   mprotect(block->start, block->bytes, PROT_READ | PROT_WRITE);
 }
@@ -84,7 +85,7 @@ struct PinnedMemory final : at::HostAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-  bool record_event(void*, void*, c10::Stream) override { return true; }  // copies hold their tensors until they are done
+  bool record_event(void*, void*, c10::Stream) override { return true; }  // copies hold what they need
   void empty_cache() override {}
   at::HostStats get_stats() override { return {}; }
   void reset_accumulated_stats() override {}

@@ -2,8 +2,8 @@
 //
 // Modes: "lazy" runs nothing but what somebody waits for; "eager" runs everything as soon as it may run; "random" lets
 // each stream proceed at its own pace, and mixes in others where one is waited for. A task that needs posts of other
-// ranks (files) may run once they are there; it runs without those of ranks that have ended, and after its deadline. What
-// a rank gives others is urgent: in each mode it is run as soon as may be, so that no rank waits for a lazy one.
+// ranks (files) may run once they are there; it runs without those of ranks that have ended, and after its deadline.
+// What a rank gives others is urgent: in each mode it is run as soon as may be, so that no rank waits for a lazy one.
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <unistd.h>

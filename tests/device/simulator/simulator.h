@@ -52,8 +52,8 @@ struct Task {
   std::string name;
   std::function<void()> run;
   std::shared_ptr<Mark> reaches, awaits;
-  std::vector<std::pair<std::string, std::string>> posts;  // files of other ranks, each there or else its rank's end ...
-  double deadline = 0;                                     // ... before this time
+  std::vector<std::pair<std::string, std::string>> posts;  // files that must be there: of another rank, or of its end
+  double deadline = 0;                                     // when it begins without them
 };
 struct Queue { std::deque<Task> tasks; uint64_t given = 0, done = 0, urgent = 0; Clock clock; double patience = 0; };
 extern std::mutex state;

@@ -1,4 +1,5 @@
-// Sites: where the Python program is, as the innermost frame outside of torch and other packages, for reports that a reader can act on.
+// Sites: where the Python program is, as the innermost frame outside of torch and other packages, for reports that a
+// reader can act on.
 #include <Python.h>
 
 #include <unordered_map>
