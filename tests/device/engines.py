@@ -61,3 +61,23 @@ def steps_alone(rank: Rank, where: str, plan: dict[str, Any], steps: int) -> Non
         running.step(batch)
     torch.ops.sim.drain()  # what the close waits for is none of the steps'
     running.close()
+
+
+def there_and_back(rank: Rank, where: str, plan: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Three steps, each in an engine of its own that goes on with the checkpoint of the one before: all on the CPU, and
+    the second one on the device. Returns the losses of both."""
+    data = CASES["gpt"].data()
+
+    def losses(devices: tuple[str, str, str], directory: str) -> list[float]:
+        found = []
+        for step, device in enumerate(devices):
+            running = engine("gpt", "fp32", 1, world=world_of(rank, device), plan=Plan(**plan))
+            if step:
+                running.load(f"{directory}/{step - 1}")
+            found.append(running.step(next(iter(running.batches(data)))).loss)
+            running.save(f"{directory}/{step}")
+            running.close()
+        return found
+
+    with TemporaryDirectory() as one, TemporaryDirectory() as other:
+        return losses(("cpu", "cpu", "cpu"), one), losses(("cpu", where, "cpu"), other)

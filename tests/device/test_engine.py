@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shoal import Plan
 from tests.device import engines
 from tests.device.simulator import LAZY_EAGER_AND_SEEDS, simulate_ranks, why_not
 
@@ -36,10 +37,25 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "cp2": ("gpt", "fp32", {"cp": 2}),
     "ep2": ("moe", "fp32", {"dp": 2, "ep": 2}),
     "pp2": ("gpt", "fp32", {"pp": 2}),
-    "pp2-zbv": ("gpt-deep", "fp32", {"pp": 2, "schedule": "zbv"}),
+    "pp2-zb1p": ("gpt-deep", "fp32", {"pp": 2, "schedule": "zb1p"}),
+    "dp4-hybrid": ("gpt", "fp32", {"dp": 4, "zero": 2, "shard": 2}),
+    "ring2": ("gpt", "fp32", {"cp": 2, "context": "ring"}),
+    "tp2-memory": ("gpt", "fp32", {"tp": 2, "memory": {}}),
+    "pp2-memory": ("gpt", "fp32", {"pp": 2, "memory": {"activations": 0.5}}),
+    "dp2-tp2-zero1": ("gpt", "fp32", {"dp": 2, "tp": 2, "zero": 1}),
+    "pp2-dp2": ("gpt", "fp32", {"pp": 2, "dp": 2}),
 }
+EXCHANGES = ("bytegrad", "decentralized", "diloco", "local_sgd", "powersgd", "topk", "adasum", "async_average")
+EXCHANGES += ("hierarchical", "low_precision_decentralized")
+ROWS |= {name: ("gpt", "fp32", {"dp": 2, "exchange": name}) for name in EXCHANGES}
+PRODUCTS = ("pp2-zb1p", "dp4-hybrid", "ring2", "tp2-memory", "pp2-memory", "dp2-tp2-zero1", "pp2-dp2", *EXCHANGES[3:])
+"""Rows of mechanisms that others have too: for the matrix."""
 CLOSE = {"fp32": 2e-5, "bf16": 2e-2, "fp16": 2e-2}
 """The largest difference of losses, norms and weights: attention and AdamW have other kernels there."""
+ROUNDS = {
+    "bytegrad": 1e-3,
+    "low_precision_decentralized": 1e-3,
+}  # to 8 bits, where a difference of the last one is large
 DOCUMENTED = {
     "training/result.py": 4,  # a step's sums and norm, read while the next one runs
     "training/step.py": 1,
@@ -51,12 +67,12 @@ MORE = {"memory": {"optim/optimizer.py": 3}, "pp2": {"pipeline/axis.py": 2}}
 def modes(name: str) -> list[Any]:
     """Lazy, one of the others, and the rest for the matrix."""
     turn = LAZY_EAGER_AND_SEEDS[1 + list(ROWS).index(name) % (len(LAZY_EAGER_AND_SEEDS) - 1)]
-    marks = {mode: () if mode in ("lazy", turn) else (pytest.mark.matrix,) for mode in LAZY_EAGER_AND_SEEDS}
-    return [pytest.param(name, mode, marks=mark) for mode, mark in marks.items()]
+    now = () if name in PRODUCTS else ("lazy",) if name in EXCHANGES else ("lazy", turn)
+    return [pytest.param(name, mode, marks=() if mode in now else pytest.mark.matrix) for mode in LAZY_EAGER_AND_SEEDS]
 
 
 def ranks(plan: dict[str, Any]) -> int:
-    return max(plan.get(axis, 1) for axis in ("dp", "tp", "cp", "ep", "pp"))
+    return Plan(**{**plan, "memory": None}).size
 
 
 @cache
@@ -72,9 +88,19 @@ def test_a_row_equals_the_cpus(name, mode):
         engines.trained, ranks(plan), "cuda", case, precision, plan, STEPS, mode=mode, patience=60, timeout=120
     )
     assert [run.trace.defects for run in runs] == [[]] * len(runs)
-    for run, reference in zip(runs, on_the_cpu(name), strict=True):
-        assert engines.difference(run.result, reference) < CLOSE[precision]
-        assert run.result.losses == runs[0].result.losses, "a result is the same on every rank"
+    references = on_the_cpu(name)
+    alike = [reference.losses == references[0].losses for reference in references]
+    assert [run.result.losses == runs[0].result.losses for run in runs] == alike, (
+        "on every rank the same, or each its own"
+    )
+    for run, reference in zip(runs, references, strict=True):
+        assert engines.difference(run.result, reference) < ROUNDS.get(name, CLOSE[precision])
+
+
+@pytest.mark.xfail(strict=True, reason="both directions of one way share the one stream that NCCL has for two ranks")
+def test_stages_that_send_forward_in_both_directions_do_not_hang():
+    plan = {"pp": 2, "schedule": "interleaved"}
+    simulate_ranks(engines.trained, 2, "cuda", "gpt-deep", "fp32", plan, 1, patience=8)
 
 
 @pytest.mark.parametrize("name", ["one", "fp16", "memory", "dropout"])
@@ -93,6 +119,14 @@ def test_the_host_waits_no_more_often_than_documented(name):
         found[wait.where.rpartition("/shoal/")[2].partition(":")[0]] += times
     allowed = {place: 2 * times for place, times in (DOCUMENTED | MORE.get(name, {})).items()}
     assert not found - Counter(allowed), "waits that are not documented"
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("name", ["one", "memory"])
+def test_a_checkpoint_goes_to_the_device_and_back(name, mode):
+    (run,) = simulate_ranks(engines.there_and_back, 1, "cuda", ROWS[name][2], mode=mode)
+    stayed, went = run.result
+    assert run.trace.defects == [] and went == pytest.approx(stayed, rel=1e-6)
 
 
 def test_a_plan_with_memory_moves_what_it_must_and_takes_less():
