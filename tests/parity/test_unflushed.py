@@ -17,11 +17,12 @@ from shoal.data.loader import stack_samples
 from shoal.models import GPT, LSTM, GPTConfig, LSTMConfig, MoEConfig, causal_lm
 from shoal.optim.groups import decay_matrices_only
 from shoal.optim.lr import cosine
-from shoal.pipeline import kept_versions, make_schedule, stages_of, units_of
+from shoal.pipeline import make_schedule, stages_of, units_of
 from shoal.precision import cast_floating
 from shoal.training.loss import call_loss
 from shoal.training.microbatches import microbatches
 from tests.parity.cases import text
+from tests.pipeline.versions import kept_versions
 from tests.pool import RankError, reference, run_ranks
 
 STEPS, CLIP = 9, 0.5

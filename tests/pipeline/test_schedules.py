@@ -20,17 +20,16 @@ from shoal.pipeline import (
     Costs,
     Schedule,
     check,
-    kept_versions,
     live_activations,
     make_schedule,
     read_schedule,
     samples_to_fill,
     schedule_of,
     simulate,
-    versions,
     write_schedule,
 )
 from shoal.pipeline.actions import as_orders
+from tests.pipeline.versions import kept_versions, versions
 
 pytestmark = pytest.mark.fast
 ANY = settings(max_examples=60, deadline=None)

@@ -17,7 +17,6 @@ from shoal.pipeline.schedules import SCHEDULES, make_schedule
 from shoal.pipeline.simulate import Costs, simulate
 from shoal.pipeline.split import Split
 from shoal.pipeline.units import stages_of, units_of
-from shoal.pipeline.versions import kept_versions, versions
 
 __all__ = [
     "SCHEDULES",
@@ -38,7 +37,6 @@ __all__ = [
     "delay",
     "given_stages",
     "kept",
-    "kept_versions",
     "live_activations",
     "look",
     "make_schedule",
@@ -49,6 +47,5 @@ __all__ = [
     "stages_of",
     "steady",
     "units_of",
-    "versions",
     "write_schedule",
 ]
