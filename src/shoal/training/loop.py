@@ -195,7 +195,7 @@ class Loop:
             self.abandon()
 
     def check_between_steps(self) -> None:
-        """Before the plan changes: what `close_step` does, and UserError inside `join`, whose ranks are at different
+        """Does what `close_step` does, before the plan changes. UserError inside `join`, whose ranks are at different
         places of their loops."""
         if self._asks is not None:
             raise UserError("the plan cannot change inside loop.join(): call engine.replan after it, on all ranks")
