@@ -95,6 +95,7 @@ def test_beside_an_accelerator_a_stream_keeps_the_order():
         "main waits for event 0",
         "main waits for stream 1",
         "main waits for stream 1",
+        "main waits for stream 1",
     ]
 
 

@@ -44,7 +44,7 @@ class Lane:
     """Runs submitted functions one after the other, away from the caller.
 
     `wait` returns when all have run (on CUDA it makes the current stream wait) and raises the first error; what was
-    submitted after a failed one is dropped. `close` ends the thread. While `ledger` records, it gets the time of each
+    submitted after a failed one is dropped. While `ledger` records, it gets the time of each
     piece of work in the queue, and the time of each `wait` with its cause; on CUDA the host can see neither.
     """
 
@@ -104,7 +104,10 @@ class Lane:
             self._error = None
 
     def close(self) -> None:
-        """Ends the thread after the work queued so far."""
+        """Ends the thread after the work queued so far. On an accelerator the caller's stream waits for that: memory that
+        it uses may be given on from here."""
+        if self._stream is not None:
+            self._computation.wait_stream(self._stream)
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
