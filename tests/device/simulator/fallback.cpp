@@ -35,11 +35,20 @@ template <class Each> static IValue replaced(const IValue& value, Each each) {  
   return value;
 }
 
+// The CPU's layer norm has its statistics in the dtype of its input and weight, CUDA's in fp32.
+static void to_dtypes_of_cpu(const std::string& name, Stack& arguments) {
+  if (name != "aten::native_layer_norm_backward") return;
+  const auto dtype = (arguments[5].isTensor() ? arguments[5] : arguments[1]).toTensor().scalar_type();
+  for (size_t statistic : {3, 4}) arguments[statistic] = arguments[statistic].toTensor().to(dtype);
+}
+
 struct Call {
   const c10::OperatorHandle& op;
   const Stack given;
   const std::string name = c10::toString(op.operator_name());
   int device = -1;
+  bool views = false;  // the results are views of arguments: nothing is to run
+  bool tensors = true, has_shapes = true;  // the results are tensors; their shapes are those of arguments
   std::vector<Use> uses;
   Stack host, results;  // the arguments as the kernel sees them; tensors with the shapes of the results
 
@@ -65,19 +74,29 @@ struct Call {
     if (device < 0) device = current_device;
   }
 
-  void translate(const IValue& value, bool write) {
-    host.push_back(value.isDevice() ? IValue(c10::Device(at::kCPU)) : value.isGenerator() ? IValue()
-                   : replaced(value, [&](const Tensor& t) { return used(t, write); }));
+  void read_arguments() {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); i++) {
+      const bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
+      const IValue& value = given[i];
+      if (writes && arguments[i].kwarg_only() && value.isTensor() && !value.toTensor().numel()) has_shapes = false;
+      host.push_back(value.isDevice() ? IValue(c10::Device(at::kCPU)) : value.isGenerator() ? IValue()
+                     : replaced(value, [&](const Tensor& t) { return used(t, writes); }));
+    }
+    for (const auto& result : op.schema().returns()) {
+      const bool is_argument = result.alias_info() && result.alias_info()->isWrite();
+      tensors &= result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                 result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+      views |= result.alias_info() && !is_argument;
+      has_shapes &= is_argument;
+    }
   }
 
   std::function<Stack()> kernel() {
     const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
-    // The CPU's layer norm has its statistics in the dtype of its input and weight, CUDA's in fp32.
-    const bool is_layer_norm = name == "aten::native_layer_norm_backward";
-    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return [op = op, host = host, cpu, is_layer_norm] {
+    if (!op.hasTag(at::Tag::nondeterministic_seeded)) return [op = op, host = host, name = name, cpu] {
       Stack stack = host;
-      const IValue& typed = is_layer_norm && host[5].isTensor() ? host[5] : host[1];
-      for (size_t i : {3, 4}) if (is_layer_norm) stack[i] = stack[i].toTensor().to(typed.toTensor().scalar_type());
+      to_dtypes_of_cpu(name, stack);
       op.redispatchBoxed(cpu, &stack);
       return stack;
     };
@@ -133,6 +152,29 @@ struct Call {
       if (arguments[i].alias_info() && arguments[i].alias_info()->beforeSets() == alias.beforeSets()) return i;
     TORCH_CHECK(false, name, ": a result that is none of the arguments");
   }
+
+  IValue written_argument(size_t i, const IValue& shape) {  // an empty out= grows
+    if (has_shapes || !given[i].isTensor()) return given[i];
+    const Tensor out = given[i].toTensor(), like = shape.toTensor();
+    if (out.sizes() == like.sizes()) return out;
+    out.resize_(like.sizes());
+    out.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+    host[i] = used(out, true);
+    return out;
+  }
+
+  IValue result(size_t r, IValue& written) {  // `written`: what the kernel's result is to be copied to, if anything
+    const auto* alias = op.schema().returns()[r].alias_info();
+    if (alias && alias->isWrite()) return written_argument(argument_of(*alias), has_shapes ? IValue() : results[r]);
+    if (alias) return replaced(results[r], [base = given[argument_of(*alias)].toTensor()](const Tensor& like) {
+      return base.as_strided(like.sizes(), like.strides(), base.storage_offset() + like.storage_offset());
+    });
+    const IValue fresh = replaced(results[r], [&](const Tensor& like) {
+      return empty_strided(like.sizes(), like.strides(), like.scalar_type(), {}, c10::Device(kind(), device), {});
+    });
+    written = replaced(fresh, [&](const Tensor& tensor) { return used(tensor, true); });
+    return fresh;
+  }
 };
 
 static void put(const IValue& to, const IValue& computed) {  // what only CUDA's kernel saves stays as it is
@@ -143,61 +185,25 @@ static void put(const IValue& to, const IValue& computed) {  // what only CUDA's
 }
 
 static void fallback(const c10::OperatorHandle& op, Stack* stack) {
-  const auto &arguments = op.schema().arguments(), &returns = op.schema().returns();
-  Call call{op, Stack(stack->end() - arguments.size(), stack->end())};
-  torch::jit::drop(*stack, arguments.size());
+  const size_t arguments = op.schema().arguments().size(), returns = op.schema().returns().size();
+  Call call{op, Stack(stack->end() - arguments, stack->end())};
+  torch::jit::drop(*stack, arguments);
   call.find_device();
+  call.read_arguments();
   const c10::DeviceGuard guard(c10::Device(kind(), call.device));
   const int queue = current_queue(call.device);
-  bool tensors = true, views = false, shapes = false;
-  for (size_t i = 0; i < arguments.size(); i++) {
-    const bool writes = arguments[i].alias_info() && arguments[i].alias_info()->isWrite();
-    call.translate(call.given[i], writes);
-    shapes |= writes && arguments[i].kwarg_only() && call.given[i].isTensor() && !call.given[i].toTensor().numel();
-  }
-  for (const auto& result : returns) {
-    tensors &= result.type()->isSubtypeOf(*c10::TensorType::get()) ||
-               result.type()->isSubtypeOf(*c10::ListType::ofTensors());
-    views |= result.alias_info() && !result.alias_info()->isWrite();
-    shapes |= !result.alias_info() || !result.alias_info()->isWrite();
-  }
   std::function<Stack()> run;
-  if (!tensors || (shapes && !call.find_shapes())) {
-    TORCH_CHECK(!views, call.name, ": a view without a meta kernel");
+  if (!call.tensors || (!call.has_shapes && !call.find_shapes())) {
+    TORCH_CHECK(!call.views, call.name, ": a view without a meta kernel");
     auto computed = std::make_shared<Stack>();
     launch(queue, call.uses, {call.name, [computed, kernel = call.kernel()] { *computed = kernel(); }});
     wait_for_queues({queue}, call.name);
-    call.results = *computed, call.uses.clear(), shapes = false;
+    call.uses.clear(), call.results = *computed;
     run = [computed] { return *computed; };
   }
-  auto resized = [&](size_t i, const Tensor& shape) {
-    const Tensor out = call.given[i].toTensor();
-    if (out.sizes() == shape.sizes()) return out;
-    out.resize_(shape.sizes());
-    out.unsafeGetTensorImpl()->set_sizes_and_strides(shape.sizes(), shape.strides());
-    call.host[i] = call.used(out, true);
-    return out;
-  };
-  Stack written(returns.size());
-  for (size_t r = 0; r < returns.size(); r++) {
-    const auto* alias = returns[r].alias_info();
-    if (alias && alias->isWrite()) {
-      const size_t i = call.argument_of(*alias);
-      const bool may_grow = shapes && call.given[i].isTensor();
-      stack->push_back(may_grow ? IValue(resized(i, call.results[r].toTensor())) : call.given[i]);
-    } else if (alias) {
-      const Tensor base = call.given[call.argument_of(*alias)].toTensor();
-      stack->push_back(replaced(call.results[r], [&](const Tensor& m) {
-        return base.as_strided(m.sizes(), m.strides(), base.storage_offset() + m.storage_offset());
-      }));
-    } else {
-      stack->push_back(replaced(call.results[r], [&](const Tensor& m) {
-        return empty_strided(m.sizes(), m.strides(), m.scalar_type(), {}, c10::Device(kind(), call.device), {});
-      }));
-      written[r] = replaced(stack->back(), [&](const Tensor& t) { return call.used(t, true); });
-    }
-  }
-  if (views) return;
+  Stack written(returns);
+  for (size_t r = 0; r < returns; r++) stack->push_back(call.result(r, written[r]));
+  if (call.views) return;
   if (!run) run = call.kernel();
   launch(queue, call.uses, {call.name, [written, run] {
     const Stack computed = run();

@@ -23,7 +23,7 @@ static void launch_on_host(at::TensorList reads, at::TensorList writes, int64_t 
   for (const auto& tensor : writes) uses.push_back(use_of(tensor, true));
   Task task{name, [=] { TORCH_CHECK(reinterpret_cast<int (*)(int64_t)>(function)(id) == 0, failure); }};
   for (size_t i = 0; i < files.size(); i += 2) task.posts.emplace_back(files[i], files[i + 1]);
-  task.deadline = now() + 1000 * seconds;
+  task.patience = 1000 * seconds;
   const int queue = current_queue(current_device);
   launch(queue, uses, std::move(task));
   if (at_once) hurry(queue);

@@ -42,10 +42,11 @@ void push(int queue, Task task) {
   queues[queue].given++;
 }
 
-static bool may_begin(const Queue& queue) {
+static bool may_begin(Queue& queue) {
   if (queue.tasks.empty()) return false;
-  const Task& task = queue.tasks.front();
+  Task& task = queue.tasks.front();
   if (task.awaits && !task.awaits->done) return false;
+  if (!task.posts.empty() && !task.deadline) task.deadline = now() + task.patience;
   for (auto& [post, end] : task.posts)
     if (access(post.c_str(), F_OK) != 0 && access(end.c_str(), F_OK) != 0) return now() > task.deadline;
   return true;

@@ -53,7 +53,7 @@ struct Task {
   std::function<void()> run;
   std::shared_ptr<Mark> reaches, awaits;
   std::vector<std::pair<std::string, std::string>> posts;  // files that must be there: of another rank, or of its end
-  double deadline = 0;                                     // when it begins without them
+  double patience = 0, deadline = 0;  // milliseconds from when it is asked to begin, to when it does without them
 };
 struct Queue { std::deque<Task> tasks; uint64_t given = 0, done = 0, urgent = 0; Clock clock; double patience = 0; };
 extern std::mutex state;
