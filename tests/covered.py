@@ -22,8 +22,6 @@ from xml.etree import ElementTree
 import coverage
 import pytest
 
-from tests import pool
-
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/coverage"
 DATA = FOLDER / "data"
@@ -75,13 +73,15 @@ def pytest_configure(config: pytest.Config) -> None:
     (FOLDER / "settings").write_text(SETTINGS)
     (FOLDER / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    from tests import pool  # here, since it imports the sources, which tests/mutate.py must not before it changes them
+
     pool.around = Measured
     _measurement().start()
     os.environ["COVERAGE_PROCESS_START"] = str(FOLDER / "settings")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if pool.around:
+    if not getattr(config.option, "numprocesses", None):
         _measurement().stop()
         _measurement().save()
 
