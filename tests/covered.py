@@ -65,18 +65,20 @@ def _measurement() -> coverage.Coverage:
     return coverage.Coverage(data_suffix=True, config_file=str(FOLDER / "settings"), context=None)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Writes the settings and has every process that is started from here on read them."""
-    if getattr(config.option, "numprocesses", None):
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Begins before anything of the sources is imported: writes the settings, and has every process that is started
+    from here on read them."""
+    if getattr(early_config.known_args_namespace, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return  # this one only shares the tests out
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "settings").write_text(SETTINGS)
     (FOLDER / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
-    from tests import pool  # here, since it imports the sources, which tests/mutate.py must not before it changes them
+    _measurement().start()
+    from tests import pool  # here, since it imports the sources
 
     pool.around = Measured
-    _measurement().start()
     os.environ["COVERAGE_PROCESS_START"] = str(FOLDER / "settings")
 
 
