@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk
-from shoal.device import is_accelerator
+from shoal.device import is_accelerator, record_use
 from shoal.exchange.algorithm import State
 from shoal.plan import Plan
 
@@ -61,6 +61,7 @@ class Kept:
         """
         for index in self._taken:
             flat, before = self._flats[index], self._before[index]
+            record_use(before)  # it was made on the lane's stream
             for name in untouched:
                 if (part := self._parts[index].get(name)) is not None:
                     flat[part] = before[part]
@@ -76,6 +77,7 @@ class Kept:
     def drop(self) -> None:
         """Restores what was taken: no update was made."""
         for index in self._taken:
+            record_use(self._before[index])
             self._flats[index].copy_(self._before[index])
         self._taken.clear()
 
