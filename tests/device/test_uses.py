@@ -14,20 +14,11 @@ pytestmark = pytest.mark.skipif(bool(simulator.why_not()), reason=simulator.why_
 ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed")
 ON_ONE_AND_TWO += ("without_a_fused_kernel", "not_finite", "door")
 ALGORITHMS = (
-    {"name": "hierarchical"},
     {"name": "bf16"},
-    {"name": "bytegrad"},
-    {"name": "powersgd"},
-    {"name": "topk"},
-    {"name": "adasum"},
     {"name": "delayed"},
     {"name": "none"},
-    {"name": "decentralized"},
-    {"name": "low_precision_decentralized"},
     {"name": "qadam", "warmup": 2},
     {"name": "onebit_adam", "warmup": 2},
-    {"name": "local_sgd", "every": 2},
-    {"name": "diloco", "every": 2},
     {"name": "streaming_diloco", "every": 4, "fragments": 2, "overlap": 1},
 )
 CASES = {f"{name}-{size}": (getattr(uses, name), size) for name in ON_ONE_AND_TWO for size in (1, 2)}

@@ -104,8 +104,8 @@ class Lane:
             self._error = None
 
     def close(self) -> None:
-        """Ends the thread after the work queued so far. On an accelerator the caller's stream waits for that: the memory
-        of what it uses may be given on from here."""
+        """Ends the thread after the work queued so far. On an accelerator the caller's stream waits for it: memory that
+        it uses may be given on from here."""
         if self._stream is not None:
             self._computation.wait_stream(self._stream)
         if self._thread is not None:
