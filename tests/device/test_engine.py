@@ -38,6 +38,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ep2": ("moe", "fp32", {"dp": 2, "ep": 2}),
     "pp2": ("gpt", "fp32", {"pp": 2}),
     "pp2-zb1p": ("gpt-deep", "fp32", {"pp": 2, "schedule": "zb1p"}),
+    "pp2-2bw": ("gpt-deep", "fp32", {"pp": 2, "schedule": "2bw"}),
     "dp4-hybrid": ("gpt", "fp32", {"dp": 4, "zero": 2, "shard": 2}),
     "ring2": ("gpt", "fp32", {"cp": 2, "context": "ring"}),
     "tp2-memory": ("gpt", "fp32", {"tp": 2, "memory": {}}),
@@ -56,12 +57,9 @@ ROUNDS = {
     "bytegrad": 1e-3,
     "low_precision_decentralized": 1e-3,
 }  # to 8 bits, where a difference of the last one is large
-DOCUMENTED = {
-    "training/result.py": 4,  # a step's sums and norm, read while the next one runs
-    "training/step.py": 1,
-}
+DOCUMENTED = {"training/result.py": 1}  # a step's sums and norm, read while the next one runs
 """Waits of the host in each step that nobody reads, by file."""
-MORE = {"memory": {"optim/optimizer.py": 3}, "pp2": {"pipeline/axis.py": 2}}
+MORE = {"memory": {"optim/optimizer.py": 2}}
 
 
 def modes(name: str) -> list[Any]:
@@ -95,12 +93,6 @@ def test_a_row_equals_the_cpus(name, mode):
     )
     for run, reference in zip(runs, references, strict=True):
         assert engines.difference(run.result, reference) < ROUNDS.get(name, CLOSE[precision])
-
-
-@pytest.mark.xfail(strict=True, reason="both directions of one way share the one stream that NCCL has for two ranks")
-def test_stages_that_send_forward_in_both_directions_do_not_hang():
-    plan = {"pp": 2, "schedule": "interleaved"}
-    simulate_ranks(engines.trained, 2, "cuda", "gpt-deep", "fp32", plan, 1, patience=8)
 
 
 @pytest.mark.parametrize("name", ["one", "fp16", "memory", "dropout"])

@@ -6,10 +6,10 @@ from functools import cache, partial
 
 import pytest
 
-simulator = pytest.importorskip("tests.device.simulator", reason="the simulated accelerator is not there")
-uses = pytest.importorskip("tests.device.uses")
+from tests.device import uses
+from tests.device.simulator import simulate_ranks, why_not
 
-pytestmark = pytest.mark.skipif(bool(simulator.why_not()), reason=simulator.why_not())
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 ON_ONE_AND_TWO = ("evaluation", "generation", "plans_in_turn", "there_and_back", "streamed")
 ON_ONE_AND_TWO += ("without_a_fused_kernel", "not_finite", "door")
@@ -31,14 +31,14 @@ MODES = ("lazy", 1)
 @cache
 def on_the_cpu(name: str) -> list[list[float]]:
     use, size = CASES[name]
-    return [run.result for run in simulator.simulate_ranks(uses.used, size, "cpu", use, timeout=120)]
+    return [run.result for run in simulate_ranks(uses.used, size, "cpu", use, timeout=120)]
 
 
 @pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_use_is_as_on_the_cpu(name, mode):
     use, size = CASES[name]
-    runs = simulator.simulate_ranks(uses.used, size, "cuda", use, mode=mode, patience=60, timeout=120)
+    runs = simulate_ranks(uses.used, size, "cuda", use, mode=mode, patience=60, timeout=120)
     assert [run.trace.defects for run in runs] == [[]] * size
     for run, reference in zip(runs, on_the_cpu(name), strict=True):
         assert run.result == pytest.approx(reference, rel=1e-3, abs=1e-4)
