@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,10 +49,12 @@ def on_cpu(trace: Trace) -> Trace:
 
 
 def difference(one: Trace, other: Trace) -> float:
-    """The largest of losses, norms and weights; 0 where all of them are equal to the bit."""
-    pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
-    found = [abs(a - b) for a, b in pairs]
-    return max(found + [float((one.weights[name] - value).abs().max()) for name, value in other.weights.items()])
+    """The largest of losses, norms and weights; 0 where all of them are equal to the bit, infinite where a number is
+    NaN in one alone."""
+    pairs = [tuple(torch.tensor(each.losses + each.norms, dtype=torch.float64) for each in (one, other))]
+    pairs += [(one.weights[name], value) for name, value in other.weights.items()]
+    apart = [torch.where(a.isnan() & b.isnan(), 0.0, a - b).abs().nan_to_num(nan=math.inf) for a, b in pairs]
+    return max(float(each.max()) for each in apart)
 
 
 def steps_alone(rank: Rank, where: str, plan: dict[str, Any], steps: int) -> None:

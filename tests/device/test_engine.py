@@ -38,7 +38,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ep2": ("moe", "fp32", {"dp": 2, "ep": 2}),
     "pp2": ("gpt", "fp32", {"pp": 2}),
     "pp2-zb1p": ("gpt-deep", "fp32", {"pp": 2, "schedule": "zb1p"}),
-    "pp2-2bw": ("gpt-deep", "fp32", {"pp": 2, "schedule": "2bw"}),
+    "pp2-2bw": ("llama", "fp32", {"pp": 2, "schedule": "2bw"}),
     "dp4-hybrid": ("gpt", "fp32", {"dp": 4, "zero": 2, "shard": 2}),
     "ring2": ("gpt", "fp32", {"cp": 2, "context": "ring"}),
     "tp2-memory": ("gpt", "fp32", {"tp": 2, "memory": {}}),
@@ -93,6 +93,13 @@ def test_a_row_equals_the_cpus(name, mode):
     )
     for run, reference in zip(runs, references, strict=True):
         assert engines.difference(run.result, reference) < ROUNDS.get(name, CLOSE[precision])
+
+
+def test_weights_shared_by_stages_without_a_flush_are_refused():
+    """Hosts that agree on them, steps apart, would wait for each other."""
+    plan = {"pp": 2, "schedule": "2bw"}
+    with pytest.raises(AssertionError, match="stages share weights, and their hosts"):
+        simulate_ranks(engines.trained, 2, "cuda", "gpt", "fp32", plan, 1, patience=8)
 
 
 @pytest.mark.parametrize("name", ["one", "fp16", "memory", "dropout"])
