@@ -21,7 +21,6 @@ from tests.device.simulator import group
 from tests.device.simulator.run import Rank
 
 _PR_SET_PDEATHSIG = 1
-_MEMORY = "/dev/shm"  # a file system without a disk, where ranks leave messages by the hundred
 _fork = multiprocessing.get_context("fork")
 Answer = tuple[Any, list[str], str]
 
@@ -45,7 +44,7 @@ def _answers(call: bytes, ranks: int, *rest: Any) -> list[Answer]:
         program, args = pickle.loads(call)  # imported here once, for this and later runs
     except Exception:
         return [(None, [], traceback.format_exc())]
-    with tempfile.TemporaryDirectory(prefix="simulated-", dir=_MEMORY if os.path.isdir(_MEMORY) else None) as folder:
+    with tempfile.TemporaryDirectory(prefix="simulated-") as folder:
         pipes, processes = [], []
         for rank in range(max(ranks, 1)):
             mine, theirs = _fork.Pipe(duplex=False)
