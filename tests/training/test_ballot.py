@@ -33,7 +33,8 @@ def test_what_the_host_asks_of_each_step_it_is_told_by_hosts(where, ways):
         return tensor
 
     partners = SimpleNamespace(size=2, all_reduce=all_reduce)
-    effects = SimpleNamespace(buffers=Buffers(), statistics=(), merges_statistics=True, experts=None)
+    none = SimpleNamespace(row=lambda: torch.empty(0, device=device), read=lambda row: row)
+    effects = SimpleNamespace(buffers=Buffers(), statistics=(), merges_statistics=True, experts=none)
     forward = SimpleNamespace(effects=effects, randomness=SimpleNamespace(device=device), streams=1)
     groups = SimpleNamespace(partners=partners, axes=(), squared_norm=lambda squares: squares)
     hooks = SimpleNamespace(reshaped="", hooked=False)
