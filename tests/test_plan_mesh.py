@@ -56,7 +56,7 @@ def test_one_schema_for_python_toml_and_json():
     ("option", "message"),
     [
         ("allreduse", 'plan.exchange = "allreduse" is not implemented. Did you mean "allreduce"?'),
-        ({"name": "allreduce", "buckets": 1}, "no parameter \"buckets\". \"allreduce\" takes: chunk_bytes"),
+        ({"name": "allreduce", "buckets": 1}, 'no parameter "buckets". "allreduce" takes: chunk_bytes'),
         ({"name": "topk", "ration": 0.1}, '"topk" has no parameter "ration". Did you mean "ratio"? "topk" takes: '),
         ({"name": "diloco", "fragment": 2}, 'no parameter "fragment"'),
         ({"name": "islands", "make": 2}, 'no parameter "make"'),
