@@ -176,6 +176,17 @@ def test_a_second_forward_finds_all_as_the_first(option, dropout):
     )
 
 
+@pytest.mark.parametrize("option", ["full", "selective"])
+def test_a_graph_that_is_kept_gives_its_gradient_again(option):
+    """As a backward in two halves asks for it: `selective` finds all that it has kept each time."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+    Recompute(list(blocks), option)
+    loss = blocks(torch.randn(3, 4)).square().sum()
+    weights = list(blocks.parameters())
+    for one, other in zip(*(torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2)), strict=True):
+        assert torch.equal(one, other)
+
+
 @cache
 def compiled(model: Any) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     return trained(model, Plan(compile="aot_eager"))

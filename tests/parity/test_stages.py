@@ -61,6 +61,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "selective": {"pp": 2, "recompute": "selective"},
     "compiled": {"pp": 2, "compile": "aot_eager"},
     "compiled-zb": {"pp": 2, "compile": "aot_eager", "schedule": "zb1p"},
+    "selective-zb": {"pp": 2, "recompute": "selective", "schedule": "zb1p"},
 }
 MODELS = ["gpt-deep", "llama-deep", "resnet-batchnorm", "lstm-deep", "moe-deep", "gpt"]
 COLUMNS = (MODELS, list(PLANS), ["fp64", "fp32", "bf16", "fp16"], [1, 3])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from copy import copy
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -48,7 +49,8 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
 }
 """The operations that `selective` can save, by name."""
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
+"""That of a first forward, and a maker of that of each forward which repeats it."""
 Again = Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
 """Called at a block's forward; returns a maker of contexts, each of which repeats the state and the draws of that
 forward."""
@@ -134,7 +136,7 @@ class Recompute:
             return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         for block in self._blocks:
-            block.wrap(partial(create_selective_checkpoint_contexts, policy))
+            block.wrap(partial(_selective_contexts, policy))
 
     def _budget(self, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
@@ -172,7 +174,7 @@ class _Block:
         return type(self.module), tuple(tuple(parameter.shape) for parameter in self.module.parameters())
 
     def wrap(self, contexts: Callable[[], Contexts] | None = None) -> None:
-        """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its second one."""
+        """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its repetitions."""
         self.flag = True
 
         @wraps(type(self.module).forward)
@@ -180,10 +182,10 @@ class _Block:
             run = partial(self._own or partial(type(module).forward, module), **kwargs)
             if not self.flag or module is not self.module or not torch.is_grad_enabled() or _in_functorch():
                 return run(*args)
-            first, second = contexts() if contexts is not None else (nullcontext(), nullcontext())
+            first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             found = self._buffers(self._changing)
             makers = [make(module) for make in self._again]
-            both = first, _Anew([*makers, partial(self._as_found, found), lambda: second])
+            both = first, _Anew([*makers, partial(self._as_found, found), second])
             output = checkpoint(run, *args, use_reentrant=False, context_fn=lambda: both)
             if self._changing is None:
                 self._changing = self._changed(found)
@@ -269,6 +271,19 @@ class _Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
+    """Makes torch's contexts, of which the second one takes out what it finds: it gets a copy each time, since a
+    backward in two halves (see pipeline.split_backward), or one that keeps its graph, repeats the forward twice."""
+    first, second = create_selective_checkpoint_contexts(policy)
+
+    def again() -> AbstractContextManager[Any]:
+        second.storage = copy(first.storage)
+        second.storage.update((operation, copy(results)) for operation, results in first.storage.items())
+        return second
+
+    return first, again
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
