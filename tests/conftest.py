@@ -38,6 +38,8 @@ LONG = (
     "tests/optim/",
 )
 """Files that two processes take first, so that they end together."""
+THINNED = Path(__file__).parent / "thinned.txt"
+"""Rows of tables without which no line or branch of the sources less is run through: `python -m tests.covered thin`."""
 SHOWN = 10  # rooms in the summary
 METER = pytest.StashKey[Meter]()
 
@@ -63,8 +65,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return any(mark not in text for mark in needed) or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts long files first where several processes share the files."""
+    """Leaves the rows of THINNED to the matrix, except while it is measured what rows run through; puts long files
+    first where several processes share the files."""
+    thinned = set() if config.pluginmanager.has_plugin("tests.covered") else set(THINNED.read_text().splitlines())
+    for item in items:
+        if item.nodeid in thinned:
+            item.add_marker(pytest.mark.matrix)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG)))
 

@@ -3,6 +3,7 @@
     make coverage                                 # measures, and prints lines and branches of all that was measured
     python -m tests.covered lost kept.txt         # what only other tests run through than those that the file names
     python -m tests.covered spare tests/parity    # tests of a room whose lines and branches the others have as well
+    python -m tests.covered thin > tests/thinned.txt  # dear rows of tables without which nothing less is run through
 
 Needs the package coverage. The measurements lie in build/coverage, with what each test cost meanwhile.
 """
@@ -25,6 +26,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/coverage"
 DATA = FOLDER / "data"
+DEAR, KEPT = 0.8, 1 / 3  # CPU seconds of a row that is measured meanwhile, and the least part of a table that stays
 TEST = "SHOAL_TEST"  # the test that a process was started by
 SETTINGS = f"""\
 [run]
@@ -152,16 +154,35 @@ def lost(kept: set[str]) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-def spare(room: str) -> dict[str, float]:
-    """Tests of a room without which nothing less is run through, with their CPU seconds; of two alike the dearer."""
+def spare(room: str, may: Callable[[str], bool] = lambda test: True) -> dict[str, float]:
+    """Tests of a room without which nothing less is run through, with their CPU seconds; of two alike the dearer.
+
+    may: whether a test may be left out, asked once it is known that it can be
+    """
     arcs, seconds = arcs_by_test(), costs()
     times: Counter[Arc] = Counter(arc for each in arcs.values() for arc in each)
     found = {}
     for test in sorted(filter(lambda name: name.startswith(room), arcs), key=lambda name: -seconds.get(name, 0.0)):
-        if all(times[arc] > 1 for arc in arcs[test]):
+        if all(times[arc] > 1 for arc in arcs[test]) and may(test):
             found[test] = seconds.get(test, 0.0)
             times.subtract(arcs[test])
     return found
+
+
+def thin() -> dict[str, float]:
+    """Rows of tables that are spare and dear, with their CPU seconds; KEPT of each table stays."""
+    seconds = costs()
+    rows = Counter(test.partition("[")[0] for test in seconds)
+    left = Counter(rows)
+
+    def may(test: str) -> bool:
+        table = test.partition("[")[0]
+        if "[" not in test or seconds.get(test, 0.0) < DEAR or left[table] - 1 < max(1, KEPT * rows[table]):
+            return False
+        left[table] -= 1
+        return True
+
+    return spare("tests/", may)
 
 
 if __name__ == "__main__":
@@ -170,6 +191,8 @@ if __name__ == "__main__":
     elif sys.argv[1] == "lost":
         for path, steps in lost(set(Path(sys.argv[2]).read_text().splitlines())).items():
             print(path, *(f"{start}->{end}" for start, end in steps))
+    elif sys.argv[1] == "thin":
+        print(*sorted(thin()), sep="\n")
     else:
         for test, taken in spare(sys.argv[2]).items():
             print(f"{taken:8.2f} s  {test}")
