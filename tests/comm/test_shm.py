@@ -198,7 +198,7 @@ def test_no_room_is_said_once_and_all_do_without(for_allocation):
 
 def one_cannot_map(world: World) -> bool:
     if world.rank == 1:
-        shm_segment._host = lambda: "elsewhere"
+        shm_segment.process_table = lambda: "elsewhere"
     return open_shared(world) is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from shoal.comm import World
 from shoal.comm.world import Seat
 from shoal.device import stand_in
-from shoal.errors import UserError
+from shoal.errors import LaunchError, UserError
 from tests.device.recorder import Recorder
 
 
@@ -36,6 +37,24 @@ def worlds(*devices: str) -> list[str]:
 
     with ThreadPoolExecutor(len(devices)) as threads:
         return list(threads.map(meet, range(len(devices))))
+
+
+def test_who_waits_for_a_rank_that_has_closed_its_groups_is_told():
+    """In a store, to make a group with it."""
+    store, said = dist.HashStore(), list[str]()
+    first, second = (World(rank, 2, seat=Seat(rank, 2), store=store, device="cpu") for rank in range(2))
+
+    def wait() -> None:
+        try:
+            first.group("late", [0, 1])
+        except LaunchError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    second.close()
+    thread.join(20)
+    assert said == ["rank 0: group late cannot be made with rank 1: rank 1 has closed its groups"]
 
 
 def test_ranks_with_devices_of_several_kinds_are_told():

@@ -58,6 +58,7 @@ class Group:
     ) -> None:
         self.name, self.ranks, self.ledger, self.transports = name, ranks, ledger, transports
         self.rank, self.size = transports["cpu"].rank, len(ranks)
+        self._store = store  # transports' own have prefixes, and do not keep it alive
         self._calls = 0
         self._roll = RollCall(store, self.rank, ranks)
         self._turns = Turns()

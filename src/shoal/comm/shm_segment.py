@@ -14,9 +14,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 
 import torch.distributed as dist
+
+from shoal.comm.processes import process_table
 
 Meet = Callable[[str], list[str]]
 """Gives the texts of all ranks in rank order; each rank calls it with its own."""
@@ -95,7 +96,7 @@ def _offer(num_bytes: int, obstacle: str) -> _Offer:
         descriptor = os.memfd_create("shoal", os.MFD_CLOEXEC)
         os.fchmod(descriptor, 0o600)
         os.posix_fallocate(descriptor, 0, num_bytes)  # an error now rather than SIGBUS later
-        return _Offer("", _host(), os.getpid(), descriptor)
+        return _Offer("", process_table(), os.getpid(), descriptor)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
@@ -103,12 +104,7 @@ def _offer(num_bytes: int, obstacle: str) -> _Offer:
 
 
 def _map(offer: _Offer, num_bytes: int) -> mmap.mmap:
-    if offer.host != _host():
+    if offer.host != process_table():
         raise OSError("it is on another host, or in another container, than rank 0")
     with open(f"/proc/{offer.pid}/fd/{offer.descriptor}", "r+b") as file:
         return mmap.mmap(file.fileno(), num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _host() -> str:
-    """Identifies the processes that see the same /proc: the boot of the machine and the namespace of processes."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")

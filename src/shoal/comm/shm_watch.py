@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from pathlib import Path
+
+from shoal.comm.processes import has_ended
 
 LEFT, FAILED = -1, -2
 """Reasons why a rank stopped. A reason of 1 + r says that it gave up waiting for rank r."""
@@ -45,7 +46,7 @@ class Watch:
     def _reason(self, late: int, waited: float, stopped: int) -> str:
         if self.ended:
             return self.ended
-        if _has_ended(self._pids[late]):
+        if has_ended(self._pids[late]):
             return f"the process of the group's rank {late} has ended"
         if stopped == LEFT:
             return f"the group's rank {late} has closed the group"
@@ -56,11 +57,3 @@ class Watch:
         if waited > self._timeout:
             return f"waited for the group's rank {late} until the timeout of {self._timeout:g} s was over"
         return ""
-
-
-def _has_ended(pid: int) -> bool:
-    """Returns whether the process is gone or a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True

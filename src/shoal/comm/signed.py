@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from shoal.comm.awaiting import AwaitingStore
 from shoal.comm.secret import REMEDY, find_secret
 from shoal.errors import LaunchError
 
@@ -73,8 +74,8 @@ class SignedStore(dist.Store):
 
 
 def root_of(store: dist.Store) -> dist.Store:
-    """Returns the store below all prefixes."""
-    while isinstance(store, dist.PrefixStore):
+    """Returns the store below all that only adds prefixes or looks at ranks."""
+    while isinstance(store, dist.PrefixStore | AwaitingStore):
         store = store.underlying_store
     return store
 

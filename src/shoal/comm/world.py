@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from shoal.comm.awaiting import AwaitingStore
 from shoal.comm.collectives import Group
 from shoal.comm.connect import check_devices, connect, this_host
 from shoal.comm.lane import Lane
 from shoal.comm.ledger import Ledger
+from shoal.comm.processes import has_ended, process_table
 from shoal.comm.signed import signed
 from shoal.comm.stalls import Say, Stalls, to_stderr
 from shoal.device import hardware_id, own_device
-from shoal.errors import UserError
+from shoal.errors import LaunchError, UserError
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class World:
         self.ledger = Ledger(self.device)
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._told: dict[int, tuple[str, torch.device, str]] = {}
+        self._processes: dict[int, int] = {}  # of ranks whose processes can be seen from here
         self._serials: dict[str, int] = {}
         self._taken: dict[str, set[int]] = {}
         self._say, self._stalls = say, Stalls(say)
@@ -92,10 +98,11 @@ class World:
         """Returns the group of `ranks`, this rank among them; the first call makes it and comes from all of them."""
         key = (name, tuple(ranks))
         if key not in self._groups:
-            store = (
-                dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store) if self.store is not None else None
-            )
-            transports = connect(store, ranks.index(self.rank), self._hosts(ranks), self.device, self.timeout)
+            store, check = None, partial(self._check_peers, name, ranks)
+            if self.store is not None:
+                store = AwaitingStore(dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store), check)
+            hosts = self._hosts(ranks, check)
+            transports = connect(store, ranks.index(self.rank), hosts, self.device, self.timeout)
             self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls)
         return self._groups[key]
 
@@ -150,21 +157,37 @@ class World:
         return Lane(self.device, self.ledger)
 
     def close(self) -> None:
-        """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, and so do later calls."""
+        """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, also those that wait to make a
+        group with it, and so do later calls."""
         _close(self._groups, self._stalls)
+        if self.store is not None:
+            with suppress(RuntimeError):  # its server has gone first
+                self.store.set(f"closed/{self.rank}", "")
 
-    def _hosts(self, ranks: list[int]) -> list[str]:
+    def _check_peers(self, name: str, ranks: list[int]) -> None:
+        """Raises LaunchError where one of `ranks` will not come to make the group `name`."""
+        assert self.store is not None
+        for rank in ranks:
+            ended = rank in self._processes and has_ended(self._processes[rank])
+            if ended or self.store.check([f"closed/{rank}"]):
+                what = "its process has ended" if ended else f"rank {rank} has closed its groups"
+                raise LaunchError(f"rank {self.rank}: group {name} cannot be made with rank {rank}: {what}")
+
+    def _hosts(self, ranks: list[int], check: Callable[[], None]) -> list[str]:
         """Returns the host of each of `ranks`, which all call it; each is looked up once, none for a group of one.
-        UserError, on all of them, where their devices do not go together."""
+        UserError, on all of them, where their devices do not go together. `check`: see AwaitingStore."""
         if len(ranks) == 1:
             return [self.host_id]
         assert self.store is not None
         if not self._told:
-            mine = (self.host_id, str(self.device), hardware_id(self.device) or "")
+            mine = (self.host_id, str(self.device), hardware_id(self.device) or "", process_table(), str(os.getpid()))
             self.store.set(f"host/{self.rank}", "\n".join(mine))
+        store = AwaitingStore(self.store, check)
         for rank in set(ranks) - self._told.keys():
-            host, device, hardware = self.store.get(f"host/{rank}").decode().split("\n")
+            host, device, hardware, table, pid = store.get(f"host/{rank}").decode().split("\n")
             self._told[rank] = host, torch.device(device), hardware
+            if table and table == process_table():
+                self._processes[rank] = int(pid)
         check_devices({rank: self._told[rank][1:] for rank in ranks})
         return [self._told[rank][0] for rank in ranks]
 
