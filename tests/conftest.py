@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -75,6 +76,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.matrix)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((i for i, file in enumerate(LONG) if item.nodeid.startswith(file)), len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deals files so that a test which ends its process is a failure of that test alone."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.files import Files
+
+    return Files(config, log)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -212,8 +213,10 @@ def _end(pool: list[Rank]) -> None:
 
 
 def _serve(pipe: Connection, rank: int, port: int) -> None:
-    """The rank's process: answers calls until the pipe closes; dies with its parent."""
+    """The rank's process: answers calls until the pipe closes; dies with its parent, the server that has forked it, and
+    that ends with the test's process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _let_the_server_end()
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     imported = _freeze()
@@ -233,6 +236,14 @@ def _serve(pipe: Connection, rank: int, port: int) -> None:
         except Exception:
             message = pickle.dumps(Failed(f"the result cannot be pickled\n{traceback.format_exc()}"))
         pipe.send_bytes(message)
+
+
+def _let_the_server_end() -> None:
+    """Closes this process's end of the pipe by which the server sees that its clients live: a rank in the middle of a
+    call would keep it, and itself, long after the test's process has ended."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
 
 
 def _freeze() -> int:

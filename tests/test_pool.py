@@ -117,16 +117,18 @@ def test_disposable_ranks_return_and_can_be_killed():
     assert not psutil.pid_exists(ranks[0].pid)
 
 
-def test_ranks_die_with_the_test_run(tmp_path: Path):
+@pytest.mark.parametrize("busy", [False, True])
+def test_ranks_die_with_the_test_run(tmp_path: Path, busy: bool):
+    """Also those that are in the middle of a call: what they hold open would keep who reads it waiting."""
+    call = "with pool.disposable_ranks(wait_forever, 2) as ranks: time.sleep(0.5); print(*(each.pid for each in ranks)"
     script = tmp_path / "suite.py"
     script.write_text(
-        "import os, signal\n"
+        "import os, signal, time\n"
         "from tests import pool\n"
-        "from tests.test_pool import pid\n"
+        "from tests.test_pool import pid, wait_forever\n"
         "if __name__ == '__main__':\n"
         "    pool.preload([])\n"
-        "    print(*pool.run_ranks(pid, 2), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"    {call if busy else 'print(*pool.run_ranks(pid, 2)'}, flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     root = str(Path(__file__).parents[1])
     run = subprocess.run(
