@@ -254,6 +254,25 @@ def test_only_the_same_run_of_the_same_shapes_goes_on(tmp_path):
         again.close()
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("other", [{"host": True}, {"chunk": "4KiB"}], ids=["one copy", "smaller pages"])
+def test_a_record_goes_before_another_plan_changes_its_files(tmp_path, other, steps):
+    """Or its own plan would go on from what they hold then."""
+    first = make(tmp_path)
+    losses(first, 3)
+    first.close()
+    if "host" in other:
+        everything = make(tmp_path / "aside", host="1GiB")
+        other = {"host": everything.parts.host.used - 1}
+        everything.close()
+    between = make(tmp_path, **other)
+    losses(between, steps)
+    between.close()
+    again = make(tmp_path)
+    assert not again.recover()
+    again.close()
+
+
 class Counts(torch.optim.SGD):
     """Keeps a plain number a parameter, which its update depends on."""
 

@@ -24,7 +24,7 @@ from shoal.optim.fused.host_adam import adam_update
 from shoal.optim.groups import OptimizerFactory, state_keys, updates_on_host
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.optim.tiers.deferred_update import DeferredUpdate
-from shoal.optim.tiers.disk import Disk
+from shoal.optim.tiers.disk import Disk, directory_of
 from shoal.optim.tiers.host import HostStore, streams
 from shoal.optim.tiers.in_turn import InTurn
 from shoal.optim.tiers.page import has_master
@@ -94,7 +94,7 @@ class Offload:
             rank, ranks = self._everyone.rank, self._everyone.size
             about = {"rank": rank, "ranks": ranks, "precision": precision.name, "keep": precision.keep, "keys": keys}
             try:
-                store = Disk(disk.path / f"rank-{rank}", disk.size)
+                store = Disk(directory_of(disk.path, rank), disk.size)
                 with ExitStack() as undo:
                     undo.callback(store.close)
                     made = Pager(away, keys, store, durable, about, self._ledger)

@@ -28,6 +28,11 @@ def plan_at(job: Job, step: int, ranks: int) -> Plan:
     return plan
 
 
+def plans_of(job: Job, ranks: int) -> list[Plan]:
+    """Returns all plans of a job, in the order of its steps."""
+    return [job.plan, *(plan_at(job, change["step"], ranks) for change in job.run.at)]
+
+
 def check_plans(job: Job, ranks: int) -> None:
     """Raises UserError, naming the step, for a change that does not fit the plan before it and the ranks."""
     for change in job.run.at:

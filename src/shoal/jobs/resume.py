@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shoal import checkpoint
 from shoal.checkpoint.directory import completed
 from shoal.checkpoint.manifest import read_manifest
+from shoal.chunks import budget
 from shoal.comm import Group
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.changes import changes
 from shoal.jobs.config import Job
 from shoal.jobs.save import DIRECTORY, checkpoints_in
+from shoal.optim.tiers.disk import directory_of
+from shoal.optim.tiers.pager import committed
+from shoal.plan import Plan
 
 
 def find(job: Job, about: Mapping[str, Any], group: Group) -> tuple[Path | None, list[str]]:
@@ -57,6 +63,52 @@ class Restored:
     user: Mapping[str, Any]
     where: str
     said: list[str]
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update on the disk of plan.memory: of the step before `step`, made under `plan` by `ranks` ranks."""
+
+    step: int
+    plan: Plan
+    ranks: int
+
+    def lost(self, saved: int, ranks: int) -> str:
+        """Says why a run goes on from the step `saved` instead."""
+        why = "not all ranks have it, or the model, its precision or its optimizer were others"
+        if ranks != self.ranks:
+            why = f"it is of {self.ranks} ranks, and these are {ranks}"
+        return (
+            f"the update of step {self.step} on the disk of plan.memory cannot be taken over: {why}. Training goes on "
+            f"from step {saved}, and the steps between are trained again"
+        )
+
+
+def update_on_disk(job: Job, plans: Iterable[Plan], after: int, group: Group) -> Update | None:
+    """Finds the newest update of this run, later than the step `after`, on the disks of `plans`, whatever plan it was
+    made under. A collective of `group`: rank 0 looks, where its own files are."""
+    found: list[dict[str, Any]] = []
+    if group.rank == 0 and job.run.resume == "auto":
+        disks = set(filter(None, map(_disk, plans)))
+        known = filter(None, (committed(directory_of(path, 0)) for path in disks))
+        found = [each for each in known if each["run"] == run_name(job) and each["step"] > after]
+    told = [[each["step"], each["plan"], each["makes"]["ranks"]] for each in found]
+    told = group.broadcast_object(sorted(told, key=lambda each: int(each[0])))
+    return Update(told[-1][0], Plan.from_dict(told[-1][1]), told[-1][2]) if told else None
+
+
+def _disk(plan: Plan) -> Path | None:
+    """Returns where the disk of a plan is; None if it has none, or is wrong, which is said when its step comes."""
+    try:
+        allowed = budget(plan.memory, torch.device("cpu"))
+    except UserError:
+        return None
+    return None if allowed is None or allowed.disk is None else allowed.disk.path
+
+
+def run_name(job: Job) -> str:
+    """Returns the name by which a run knows its own updates on a disk."""
+    return str(Path(job.run.dir).resolve())
 
 
 def restore(job: Job, engine: Engine, found: Path | None) -> Restored:

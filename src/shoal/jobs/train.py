@@ -6,7 +6,8 @@ import logging
 import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +32,7 @@ from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
-from shoal.jobs.plans import plan_at
+from shoal.jobs.plans import plan_at, plans_of
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import Replanner
 from shoal.jobs.save import DIRECTORY, TOKENIZER, Saver
@@ -76,24 +77,37 @@ def _train(settled: Settled, world: World) -> Outcome:
     checkpoint, said = resume.find(settled.job, about, world.everyone)
     log.info("building the model")
     step = 0 if checkpoint is None else read_manifest(checkpoint).step
-    plan = _plan_at(settled, step, world)
-    try:
+    update = resume.update_on_disk(settled.job, plans_of(settled.job, world.size), step, world.everyone)
+    begins, plan = step, _plan_at(settled, step, world)
+    if update is not None and update.ranks == world.size:  # it is read under the plan that it was made under
+        begins, plan = update.step, update.plan
+    with _of_the_plan(settled, plan, begins):
         engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
-    except UserError as error:
-        if plan == settled.job.plan:
-            raise
-        raise UserError(f"run.at, the plan after step {step}: {error}") from error
     _make_directory(settled, world, engine)
-    engine.run = str(Path(settled.job.run.dir).resolve())
+    engine.run = resume.run_name(settled.job)
     restored = resume.restore(settled.job, engine, checkpoint)
-    if engine.step_index != step and (now := _plan_at(settled, engine.step_index, world)) != plan:
-        engine.replan(now)  # the disk had a later step
+    if update is not None and engine.step_index == step:
+        said.append(update.lost(step, world.size))
+    if update is not None and (now := _plan_at(settled, engine.step_index, world)) != plan:
+        with _of_the_plan(settled, now, engine.step_index):
+            engine.replan(now)
     run = _Run(settled, engine, restored, about)
     if restored.where:
         run.recorder.note(restored.where)
     for line in said + restored.said + run.replanner.never(settled.total):
         run.recorder.warning(line)
     return run.to_its_end()
+
+
+@contextmanager
+def _of_the_plan(settled: Settled, plan: Plan, step: int) -> Iterator[None]:
+    """Names the step in a refusal of a plan that is not the one under which the run began."""
+    try:
+        yield
+    except UserError as error:
+        if plan == settled.job.plan:
+            raise
+        raise UserError(f"run.at, the plan after step {step}: {error}") from error
 
 
 def _plan_at(settled: Settled, step: int, world: World) -> Plan:

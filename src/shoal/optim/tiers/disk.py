@@ -162,7 +162,7 @@ class Disk:
             )
         made = {}
         _allow_open_files(len(sizes))
-        for old in self.directory.glob("[0-9]*.[ab]"):
+        for old in self._old():
             if old.name not in sizes:
                 old.unlink()
         try:
@@ -179,6 +179,13 @@ class Disk:
             ) from error
         self.used = wanted
         return made
+
+    def keeps_all(self, sizes: Mapping[str, int]) -> bool:
+        """Returns whether `files` would leave what the files hold that are here already."""
+        return all(old.stat().st_size <= sizes.get(old.name, 0) for old in self._old())
+
+    def _old(self) -> Iterator[Path]:
+        return self.directory.glob("[0-9]*.[ab]")
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -207,6 +214,11 @@ class Disk:
         self._lock.release()
         if self._replaced:
             shutil.rmtree(self.directory)
+
+
+def directory_of(path: Path, rank: int) -> Path:
+    """Returns where a rank's files lie on the disk of a run."""
+    return path / f"rank-{rank}"
 
 
 def _beside(directory: Path) -> Path:

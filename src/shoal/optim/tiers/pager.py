@@ -30,6 +30,8 @@ from shoal.optim.tiers.page import File, Page
 
 BUFFERS = 3
 """Buffers: one page is read, one updated, one written."""
+SLOTS = "ab"
+"""Generations that are kept: they take turns."""
 CAUSE = "disk"
 """Cause of the trainer's waits for it, in the ledger."""
 
@@ -70,9 +72,11 @@ class Pager:
         ]
         self._index = {id(chunk): index for index, chunk in enumerate(chunks)}
         self._makes["pages"] = [_described(page) for page in self.pages]
-        slots = "ab" if durable else "a"
+        slots = SLOTS if durable else SLOTS[0]
         self.records = self._find() if durable else {}
         sizes = {f"{index:05}.{slot}": page.nbytes_whole for index, page in enumerate(self.pages) for slot in slots}
+        if self.disk is not None and not (durable and self.disk.keeps_all(sizes)):
+            self._forget_others()
         self._files: Mapping[str, File] = store.files(sizes)
         self.generation, self.is_new = 1, False
         self._buffers: list[Tensor] = []
@@ -93,7 +97,7 @@ class Pager:
         return self._files[self._name(self._index[id(chunk)], self.generation)]
 
     def _name(self, index: int, generation: int) -> str:
-        return f"{index:05}.{'ab'[generation % 2] if self.durable else 'a'}"
+        return f"{index:05}.{SLOTS[generation % 2] if self.durable else SLOTS[0]}"
 
     def turn(self, backwards: bool = False) -> Iterator[Page]:
         """Yields one page after the other, in memory; at the end all are on the disk, as the next generation."""
@@ -170,22 +174,21 @@ class Pager:
     # generations
 
     def _record(self, generation: int) -> Path:
-        assert isinstance(self._store, Disk)
-        return self._store.directory / f"generation.{'ab'[generation % 2]}"
+        assert self.disk is not None
+        return _record_in(self.disk.directory, SLOTS[generation % 2])
 
     def _find(self) -> dict[int, Path]:
         """Finds the generations that are committed here and are of the same model and plan."""
-        from safetensors import SafetensorError  # the engine runs where only torch is installed
+        assert self.disk is not None
+        mine = json.loads(json.dumps(self._makes))
+        known = [(about, path) for about, path in _records(self.disk.directory) if about["makes"] == mine]
+        return {int(about["generation"]): path for about, path in known}
 
-        found = {}
-        for slot in (0, 1):
-            try:
-                about, _ = _read(self._record(slot))
-            except (FileNotFoundError, SafetensorError):
-                continue
-            if about["makes"] == json.loads(json.dumps(self._makes)):
-                found[int(about["generation"])] = self._record(slot)
-        return found
+    def _forget_others(self) -> None:
+        """Withdraws what is committed here of other plans and models, whose files are about to be changed."""
+        for slot in range(len(SLOTS)):
+            if self._record(slot) not in self.records.values():
+                self._withdraw(slot)
 
     def read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Reads what was committed beside the pages of `generation`, one of `records`."""
@@ -232,6 +235,29 @@ class Pager:
 
     def close(self) -> None:
         self._store.close()
+
+
+def committed(directory: Path) -> dict[str, Any] | None:
+    """Reads what was committed last in `directory`, of whatever plan and model: what `commit` was given as `about`, and
+    under "makes" what it is of. None if nothing is there."""
+    found = [{**about["user"], "makes": about["makes"]} for about, _ in _records(directory)]
+    return max(found, key=lambda each: int(each["step"]), default=None)
+
+
+def _records(directory: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    from safetensors import SafetensorError  # the engine runs where only torch is installed
+
+    for slot in SLOTS:
+        path = _record_in(directory, slot)
+        try:
+            about, _ = _read(path)
+        except (OSError, SafetensorError):
+            continue
+        yield about, path
+
+
+def _record_in(directory: Path, slot: str) -> Path:
+    return directory / f"generation.{slot}"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
