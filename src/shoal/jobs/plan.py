@@ -144,14 +144,14 @@ def plan_memory(
     machine = machine_here(on_host)
     machine = replace(machine, device=device or machine.device, host=host or machine.host)
     process = read_memory(torch.device("cpu")).bytes if process is None else process
-    forecast = _Forecast(settled, machine, process)
+    forecast = Forecast(settled, machine, process)
     plan = settled.job.plan
     prediction = forecast.predict(plan)
     instead = that_fit(others(plan), forecast.predict) if prediction.free < 0 else []
     recording = forecast.recording(settled.job.model, plan)
     steps = [change["step"] for change in settled.job.run.at]
     plans = [with_plan(settled, plan_at(settled.job, step, sizes.size), sizes) for step in steps]
-    later = [_Forecast(each, machine, process).predict(each.job.plan) for each in plans]
+    later = [Forecast(each, machine, process).predict(each.job.plan) for each in plans]
     return Answer(
         settled,
         machine,
@@ -171,7 +171,7 @@ def needed(prediction: Prediction) -> int:
     return sum(prediction.need.total(tier) for tier in TIERS)
 
 
-class _Forecast:
+class Forecast:
     """Predictions for one job. A dry run is made once for each model, recompute policy and rank along pp."""
 
     def __init__(self, settled: Settled, machine: Machine, process: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
+from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.lock import Holder, holder_of
 from shoal.jobs.plans import changed
 from shoal.jobs.record import Recorder
@@ -79,7 +80,9 @@ class Replanner:
         """Changes the plan; returns why not, if it was refused."""
         engine, began = self._engine, time.perf_counter()
         try:
-            plan = with_plan(self._settled, changed(engine.plan, change, engine.world.size), engine.world).job.plan
+            settled = with_plan(self._settled, changed(engine.plan, change, engine.world.size), engine.world)
+            check_device_memory(settled, engine.world)
+            plan = settled.job.plan
             try:
                 engine.replan(plan)
             except CheckpointError as error:  # of the save under way, which is over

@@ -6,12 +6,13 @@ from shoal.planner.fit import Family, family, largest
 from shoal.planner.layout import Place, lay_out_all
 from shoal.planner.memory import TIERS, MemoryNeed, Row, memory_need
 from shoal.planner.parts import Part, parts_of, with_stages
-from shoal.planner.predict import DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
+from shoal.planner.predict import BUDGET, DISK, HOST, Fit, Machine, Prediction, changes, others, predict, that_fit
 from shoal.planner.prepare import Subject
 from shoal.planner.recording import Recording
 from shoal.planner.state import State, optimizer_state
 
 __all__ = [
+    "BUDGET",
     "DISK",
     "HOST",
     "SHALLOW",

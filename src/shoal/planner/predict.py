@@ -26,7 +26,7 @@ from shoal.planner.recording import Recording
 from shoal.planner.state import optimizer_state
 from shoal.precision import Precision
 
-HOST, DISK = "host memory", "plan.memory.disk"
+BUDGET, HOST, DISK = "plan.memory.device", "host memory", "plan.memory.disk"
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def existing(path: Path) -> Path:
 
 def _fits(need: MemoryNeed, plan: Plan, machine: Machine, smallest: int | None, limit: int | None) -> Iterator[Fit]:
     if limit is not None and smallest is not None:
-        yield Fit("plan.memory.device", smallest, limit)
+        yield Fit(BUDGET, smallest, limit)
     allowed = budget(plan.memory, torch.device("cpu"))
     if allowed is not None and allowed.host is not None:
         home = sum(

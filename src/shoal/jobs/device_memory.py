@@ -1,0 +1,36 @@
+"""Refuses a plan whose budget of the device's memory is too small for a step, before a run goes to it."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.chunks import budget
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.jobs.choose import Settled
+from shoal.jobs.plan import Forecast, machine_here
+from shoal.planner import BUDGET
+
+
+def check_device_memory(settled: Settled, world: World) -> None:
+    """Raises UserError, on all ranks alike, where plan.memory.device is less than `shoal plan --memory` says that the
+    plan needs. A collective call: rank 0 predicts."""
+    plan = settled.job.plan
+    allowed = None if plan.memory == "auto" else budget(plan.memory, torch.device("cpu"))
+    if allowed is None or allowed.device is None:
+        return
+    told: list[int] | str | None = None
+    if world.rank == 0:
+        try:
+            found = Forecast(settled, machine_here(world.local_size), process=0).predict(plan)
+            told = next(([fit.needed, fit.available] for fit in found.fits if fit.memory == BUDGET), None)
+        except UserError as error:  # all ranks are to raise it
+            told = str(error)
+    told = world.everyone.broadcast_object(told)
+    if isinstance(told, str):
+        raise UserError(told)
+    if told is not None and told[0] > told[1]:
+        raise UserError(
+            f"plan.memory.device = {told[1]:,} bytes: a step needs {told[0]:,}, as shoal plan --memory says. Give as "
+            "much, or another plan"
+        )
