@@ -94,12 +94,12 @@ class Local:
     @property
     def across(self) -> Group | None:
         """The ranks of this one's pipeline; None where it has all stages."""
-        return None if self.pipeline is None else self.pipeline.group
+        return next((axis.group for axis in self.axes if axis.cuts_layers), None)
 
     @property
     def flushes(self) -> bool:
         """Whether a step ends with all its backwards (see training.no_flush)."""
-        return self.pipeline is None or self.pipeline.flushes
+        return all(axis.flushes for axis in self.axes)
 
 
 def localize(

@@ -46,8 +46,6 @@ def role(local: Local) -> WriterRole:
         kind: WriterRole(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
         for kind, group in local.apart.items()
     }
-    silent = frozenset[str]()
-    if local.pipeline is not None and not local.pipeline.is_last:
-        silent = frozenset(f"buffer.{name}" for name in local.pipeline.split.common_buffers)
+    silent = frozenset(f"buffer.{name}" for axis in local.axes for name in axis.silent_buffers)
     model = local.ranks.parts
     return WriterRole(local.layouts, mine.rank, mine.size, model.rank, model.size, apart, silent)

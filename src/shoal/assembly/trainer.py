@@ -106,8 +106,7 @@ def _attach(local: Local, memory: Memory, optimizer: ChunkOptimizer, lane: Lane)
 
 def _late(local: Local) -> int:
     """By how many versions the weights are older than the newest where this rank updates them."""
-    assert local.pipeline is not None
-    return delay(local.ranks.plan, local.pipeline.group.rank)
+    return delay(local.ranks.plan, local.ranks.stages.rank)
 
 
 def _runner(

@@ -8,11 +8,11 @@ these are. Each axis has its class beside its mechanism: `tensor/axis.py`, `expe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, ClassVar, Protocol, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Group, Lane, World
 from shoal.mesh import Mesh
@@ -48,6 +48,8 @@ class Axis:
     """Whether this rank computes the loss; else another one along the axis does."""
     rounds = 1
     """The number of backwards of each microbatch on this rank."""
+    flushes = True
+    """Whether a step ends with all its backwards."""
     streams = 1
     """The number of ranks that share each row of a microbatch."""
     noted: Sequence[Remembers] = ()
@@ -97,6 +99,19 @@ class Axis:
     def relaid(self, layouts: Mapping[str, Layout]) -> Mapping[str, Layout]:
         """Returns the `layouts` of this rank's parameters, with what this axis changes of them."""
         return layouts
+
+    @property
+    def silent_buffers(self) -> Sequence[str]:
+        """The buffers of this rank that another one along the axis writes to checkpoints."""
+        return ()
+
+    def whole(self, model: nn.Module, lockstep: Group | None, flush: Callable[[], None]) -> nn.Module:
+        """Returns what can be called without gradients, by all ranks alike, for the whole of `model`.
+
+        lockstep: the replicas that must call it together; None if this one calls it alone
+        flush: ends the steps under way
+        """
+        return model
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
         """Returns why a user's hook cannot see its gradient of a parameter; None if it can.

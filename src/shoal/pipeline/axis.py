@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm import Group, World
 from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.parallel.axis import Axis, together
 from shoal.parallel.layout import Layout
+from shoal.pipeline.model import PipelinedModule
 from shoal.pipeline.runner import Runner
 
 
@@ -30,7 +31,7 @@ class PipelineParallel(Axis):
     def __init__(self, mesh: Mesh, world: World, runner: Runner, serial: int) -> None:
         super().__init__(mesh, world)
         self.runner, self._mesh, self._serial = runner, mesh, serial
-        self.sees_loss, self.rounds = runner.is_last, runner.rounds
+        self.sees_loss, self.rounds, self.flushes = runner.is_last, runner.rounds, runner.flushes
 
     def close(self) -> None:
         super().close()
@@ -60,6 +61,13 @@ class PipelineParallel(Axis):
     def relaid(self, layouts: Mapping[str, Layout]) -> Mapping[str, Layout]:
         tied = [name for name, places in self.runner.tied.items() if places == self.tied]
         return {**layouts, **{name: replace(layouts[name], apart=layouts[name].apart or "tied") for name in tied}}
+
+    @property
+    def silent_buffers(self) -> Sequence[str]:
+        return [] if self.runner.is_last else self.runner.split.common_buffers
+
+    def whole(self, model: nn.Module, lockstep: Group | None, flush: Callable[[], None]) -> nn.Module:
+        return PipelinedModule(self.runner, lockstep, flush)
 
     def why_no_hook(self, layout: Layout | None) -> str | None:
         return (
