@@ -95,10 +95,10 @@ class Engine(Running):
         world: the ranks that go on, where they are fewer (see `World.among`); the others call `leave` meanwhile.
 
         The old and the new state are in memory together while it runs. `module`, `optimizer`, `parameters` and the
-        like are others afterwards, and `loop()` is to be called again. Raises UserError for a plan that does not fit,
-        and for an engine that was given a ready module, StorageError for a disk that cannot be used, and
-        CheckpointError if a save under way fails; the old plan goes on then. Whatever else one rank raises on the way
-        ends the run on all of them.
+        like are others afterwards (the old module is empty), and `loop()` is to be called again. Raises UserError for
+        a plan that does not fit, and for an engine that was given a ready module, StorageError for a disk that cannot
+        be used, and CheckpointError if a save under way fails; the old plan goes on then. Whatever else one rank
+        raises on the way ends the run on all of them.
         """
         check_plan(plan)
         check_world(world)

@@ -46,3 +46,14 @@ def closing(assembled: Assembled) -> ExitStack:
     stack.callback(memory.storage.leave)
     stack.callback(trainer.runner.settle)
     return stack
+
+
+def take_apart(local: Local, memory: Memory) -> None:
+    """Empties a module that nobody trains any more. Its hooks, stand-ins and replaced forwards lead back to it: all
+    that it holds would stay until the next full collection of garbage, beside what has come in its place."""
+    for module in list(local.module.modules()):
+        module.__dict__.clear()
+    if memory.pager is not None:
+        memory.pager.pages.clear()
+    if memory.offload is not None:
+        memory.offload.tier.relieve = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches
-from shoal.assembly.assembled import Assembled, closing
+from shoal.assembly.assembled import Assembled, closing, take_apart
 from shoal.assembly.batches import batches
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
@@ -37,7 +37,6 @@ from shoal.data.loader import Order
 from shoal.errors import UserError
 from shoal.models.generate import generate
 from shoal.parallel.tensor import CutLayers
-from shoal.pipeline import PipelinedModule
 from shoal.training.evaluation import Evaluation, HeldOut, evaluate
 from shoal.training.loop import Loop
 from shoal.training.loss import Loss
@@ -77,10 +76,12 @@ class Running:
             new, fresh = reassembled(source, self._session, self._model, assemble, self.followers)
         for loop in self._loops:
             loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
+        left = self._local, self._memory
         self.close()
         self._go_on(new, fresh)
         for follower in self.followers:
             follower.follow()
+        take_apart(*left)
 
     def _go_on(self, assembled: Assembled, session: Session) -> None:
         self._loops: WeakSet[Loop] = WeakSet()
@@ -229,10 +230,11 @@ class Running:
     def model(self) -> nn.Module:
         """The model, to be called without gradients: `module`, or where it is cut into stages all of them, whose ranks
         call it alike and get the same."""
-        pipeline, runner = self._local.pipeline, self._trainer.runner
-        if pipeline is None:
-            return self.module
-        return PipelinedModule(pipeline, self._local.ranks.replicas if runner.dealing.lockstep else None, runner.flush)
+        model, runner = self.module, self._trainer.runner
+        lockstep = self._local.ranks.replicas if runner.dealing.lockstep else None
+        for axis in self._local.axes:
+            model = axis.whole(model, lockstep, runner.flush)
+        return model
 
     def objective(self, batch: Batch) -> Objective:
         """The mean loss of a global batch as a pure function of the parameters, for `torch.func`: grad, jvp and
