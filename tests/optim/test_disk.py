@@ -28,8 +28,8 @@ from tests.test_memory import EXCHANGE, gpt, train
 NADAM = partial(torch.optim.NAdam, lr=3e-3)
 
 
-def make(path: Path, precision="fp32", optimizer=teacher.ADAMW, **memory) -> Engine:
-    plan = Plan(memory={"disk": {"path": str(path)}, **memory}, exchange=EXCHANGE)
+def make(path: Path, precision="fp32", optimizer=teacher.ADAMW, exchange=EXCHANGE, **memory) -> Engine:
+    plan = Plan(memory={"disk": {"path": str(path)}, **memory}, exchange=exchange)
     return Engine(
         gpt, causal_lm, optimizer, plan, global_batch=12, microbatch=4, precision=precision, clip=0.5, dropout="fused"
     )
@@ -255,7 +255,9 @@ def test_only_the_same_run_of_the_same_shapes_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("other", [{"host": True}, {"chunk": "4KiB"}], ids=["one copy", "smaller pages"])
+@pytest.mark.parametrize(
+    "other", [{"host": True}, {"exchange": {**EXCHANGE, "chunk_bytes": 5000}}], ids=["one copy", "smaller pages"]
+)
 def test_a_record_goes_before_another_plan_changes_its_files(tmp_path, other, steps):
     """Or its own plan would go on from what they hold then."""
     first = make(tmp_path)
