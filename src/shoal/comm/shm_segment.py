@@ -33,7 +33,7 @@ def meeting_in(store: dist.Store, rank: int, size: int) -> Meet:
     def meet(text: str) -> list[str]:
         number = next(rounds)
         store.set(f"{number}/{rank}", text)
-        return [store.get(f"{number}/{other}").decode() for other in range(size)]
+        return [text if other == rank else store.get(f"{number}/{other}").decode() for other in range(size)]
 
     return meet
 
