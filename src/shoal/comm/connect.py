@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.alone import Alone
+from shoal.comm.device_group import DeviceGroup
 from shoal.comm.hierarchical import Hierarchical
 from shoal.comm.nccl import Nccl
 from shoal.comm.shm import Shared
@@ -19,8 +20,8 @@ from shoal.comm.transport import Transport, for_every_device
 from shoal.device import group_backend, is_accelerator
 from shoal.errors import UserError
 
-NCCL_TIMEOUT = timedelta(minutes=10)
-"""After this time NCCL's operations give up: NCCL does not notice that a rank has died."""
+DEVICE_TIMEOUT = timedelta(minutes=10)
+"""After this time operations of accelerators give up: NCCL does not notice that a rank has died."""
 
 
 def connect(
@@ -39,13 +40,9 @@ def connect(
     assert store is not None, "ranks need a store to meet"
     transports = {"cpu": _connect_cpu(store, rank, hosts, timeout)}
     if is_accelerator(device):
-        if group_backend(device) != "nccl":
-            raise UserError(
-                f"a group of {len(hosts)} ranks on {device}: accelerators meet over NCCL, which does not carry these. "
-                'Train on the CPU: World(device="cpu")'
-            )
-        own = dist.PrefixStore("nccl", store)
-        transports[device.type] = Nccl.open(own, rank, len(hosts), device, min(timeout, NCCL_TIMEOUT))
+        kind = Nccl if group_backend(device) == dist.Backend.NCCL else DeviceGroup
+        own = dist.PrefixStore("device", store)
+        transports[device.type] = kind.open(own, rank, len(hosts), device, min(timeout, DEVICE_TIMEOUT))
     return transports
 
 

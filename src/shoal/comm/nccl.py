@@ -1,34 +1,17 @@
-"""The transport of GPUs: NCCL's collectives, ordered on the current stream; the host does not wait."""
+"""The transport of GPUs: NCCL's process group."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from shoal.comm.reductions import TORCH_OPS
-from shoal.comm.transport import NoSharedMemory
-from shoal.device import finish
+from shoal.comm.device_group import DeviceGroup
 
 
-class Nccl(NoSharedMemory):
-    """A `transport.Transport` over `pg`, a `ProcessGroupNCCL` (see `open`), for tensors on `device`."""
-
-    def __init__(self, pg: Any, device: torch.device) -> None:
-        self._pg, self._device = pg, device
-        self.rank, self.size = pg.rank(), pg.size()
-
-    @classmethod
-    def open(cls, store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Nccl:
-        # Computation that is queued already must not hold back what other ranks wait for.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-        return cls(dist.ProcessGroupNCCL(store, rank, size, options), device)
+class Nccl(DeviceGroup):
+    """A `transport.Transport` over a `ProcessGroupNCCL`."""
 
     @property
     def carrier(self) -> str:
@@ -36,58 +19,3 @@ class Nccl(NoSharedMemory):
         version = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
         given = ", ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_"))
         return " ".join(filter(None, ("NCCL", ".".join(map(str, version)), given and f"({given})")))
-
-    def all_reduce(self, flat: Tensor, op: str) -> None:
-        self._pg.allreduce([flat], TORCH_OPS[op]).wait()
-
-    def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]
-        self._pg._reduce_scatter_base(out, flat, options).wait()
-
-    def all_gather(self, out: Tensor, flat: Tensor) -> None:
-        self._pg._allgather_base(out, flat).wait()
-
-    def all_to_all(self, out: Tensor, flat: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
-        self._pg.alltoall_base(out, flat, list(out_splits), list(in_splits)).wait()
-
-    def broadcast(self, flat: Tensor, src: int) -> None:
-        self._pg.broadcast(flat, src).wait()
-
-    def scatter(self, out: Tensor, flat: Tensor | None, src: int) -> None:
-        """Scatters by an all-to-all in which only `src` sends, so that one kernel carries all cuts."""
-        cut = out.numel()
-        sends = [cut] * self.size if self.rank == src else [0] * self.size
-        receives = [cut if rank == src else 0 for rank in range(self.size)]
-        self.all_to_all(out, flat if self.rank == src and flat is not None else out.new_empty(0), receives, sends)
-
-    def gather(self, out: Tensor | None, flat: Tensor, dst: int) -> None:
-        """Gathers by an all-to-all in which only `dst` receives."""
-        cut = flat.numel()
-        sends = [cut if rank == dst else 0 for rank in range(self.size)]
-        receives = [cut] * self.size if self.rank == dst else [0] * self.size
-        self.all_to_all(out if self.rank == dst and out is not None else flat.new_empty(0), flat, receives, sends)
-
-    def send(self, flat: Tensor, dst: int) -> None:
-        self._pg.send([flat], dst, 0).wait()
-
-    def recv(self, flat: Tensor, src: int) -> None:
-        self._pg.recv([flat], src, 0).wait()
-
-    def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:
-        """Sends and receives in one NCCL group: two kernels one after the other would deadlock in a circle."""
-        if source == target == self.rank:
-            out.copy_(flat)
-            return
-        self._pg._start_coalescing()
-        self._pg.send([flat], target, 0)
-        self._pg.recv([out], source, 0)
-        self._pg._end_coalescing().wait()
-
-    def barrier(self) -> None:
-        """Waits until every rank has come, on the host too, unlike the other operations."""
-        self.all_reduce(torch.zeros(1, device=self._device), "sum")
-        finish(self._device)
-
-    def close(self) -> None:
-        self._pg.shutdown()

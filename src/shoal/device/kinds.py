@@ -95,9 +95,10 @@ def moving_calls() -> list[str]:
     return [".to()", *(f".{kind}()" for kind in KINDS)]
 
 
-def group_backend(device: torch.device) -> str:
-    """torch.distributed's backend for groups whose tensors are on `device`: "gloo", "nccl" and the like."""
-    return str(dist.get_default_backend_for_device(device))
+def group_backend(device: torch.device) -> str | None:
+    """torch.distributed's backend for groups whose tensors are on `device`: "gloo", "nccl" and the like; None where
+    there is none."""
+    return dist.Backend.default_device_backend_map.get(device.type)
 
 
 def hardware_name(device: torch.device) -> str | None:
