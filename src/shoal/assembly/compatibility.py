@@ -215,12 +215,11 @@ def _first(reasons: Mapping[str, Any]) -> str | None:
 
 
 def check_no_flush(
-    plan: Plan, precision: Precision, module: nn.Module, sync_bn: bool, moves_biases: bool, tied: bool, waits: bool
+    plan: Plan, precision: Precision, module: nn.Module, sync_bn: bool, moves_biases: bool, tied: bool
 ) -> None:
     """Raises UserError for what does not go with a schedule without a flush.
 
-    `moves_biases`: routers balance by a bias. `tied`: stages share weights. `waits`: as on an accelerator, no thread of
-    the host runs what is beside the computation.
+    `moves_biases`: routers balance by a bias. `tied`: stages share weights.
     """
     name = option_name(plan.schedule, "schedule")
     each = name == "pipedream"
@@ -233,7 +232,6 @@ def check_no_flush(
         f"masters that rest ({precision.keep}) lie in the weights": precision.keep != "whole",
         "its stages update at different times, and the loss scale is of all": each and precision.scaling is not None,
         "its stages update at different times, and some of them share weights": each and tied,
-        "its stages share weights, and their hosts, steps apart, would wait for each other": tied and waits,
     }
     if (why := _first(reasons)) is not None:
         raise UserError(

@@ -15,7 +15,6 @@ from shoal.assembly.compatibility import check_dropout, check_no_flush, check_re
 from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
 from shoal.comm import Group
-from shoal.device import is_accelerator
 from shoal.exchange.hooks import check_hooks, is_hooked
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import synchronise
@@ -135,8 +134,7 @@ def localize(
     apart = {kind: ranks.own(group) for axis in axes for kind, group in axis.variants.items()}
     tied = [index for axis in axes for index in axis.tied]
     if pipeline is not None and not pipeline.flushes:
-        shares, waits = bool(pipeline.tied), is_accelerator(world.device)
-        check_no_flush(plan, precision, module, sync_bn, parallelized.moves_biases, shares, waits)
+        check_no_flush(plan, precision, module, sync_bn, parallelized.moves_biases, bool(pipeline.tied))
     without_caches(module)
     if sync_bn:
         synchronise(module, ranks.group("samples", "batchnorm"))

@@ -163,4 +163,6 @@ def _delays(local: Local, versions: Versions) -> Delays:
         ranks.world.group(f"dp-results{ranks.serial}", ranks.replicas.ranks),
         ranks.group("stages", f"results{ranks.serial}"),
     ]
-    return Delays(versions, _late(local), together, telling)
+    shared = local.pipeline is not None and local.pipeline.tied
+    sharing = [axis.beside(f"hosts{ranks.serial}") for axis in local.axes if axis.cuts_layers and shared]
+    return Delays(versions, _late(local), together, telling, sharing)

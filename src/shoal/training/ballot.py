@@ -28,7 +28,7 @@ class Answer:
 
     - `totals`: the step's sums over all ranks, laid out as Totals.values
     - `squares`: squared norm of the gradient's sum over the group (0-dim)
-    - `untouched`: the parameters that no rank's backward has reached
+    - `untouched`: the parameters that no rank's backward has reached (of partners, where stages are `told`)
     - `experts`: how many tokens each expert was given, by layer
     """
 
@@ -41,7 +41,8 @@ class Answer:
 class Ballot:
     """Adds up over partners, then over the ranks that have other parts of the model.
 
-    - `told`: these have told each other their totals already, and count no experts here
+    - `told`: these have told each other their totals already, count no experts here, and tell each other elsewhere
+      what their backwards have reached
     """
 
     def __init__(self, forward: Forward, groups: StepGroups, hooks: UserHooks, told: bool = False) -> None:
@@ -102,7 +103,7 @@ class Ballot:
         for axis in self._groups.axes:
             if not self._told:
                 totals, experts = axis.add_sums([totals, experts], "ballot")
-            untouched = axis.untouched(untouched, reduced.touched)
+                untouched = axis.untouched(untouched, reduced.touched)
         counted = () if self._told else self._effects.experts.read(experts)
         return Answer(totals, self._groups.squared_norm(squares), untouched, counted)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,8 +32,10 @@ from torch import Tensor
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane
 from shoal.data import Batch
+from shoal.device import CPU, is_accelerator
 from shoal.errors import UserError
 from shoal.exchange import Holds
+from shoal.parallel.axis import Axis
 from shoal.pipeline import Action, Endless
 from shoal.pipeline import Runner as Pipeline
 from shoal.training.ballot import Ballot, agree
@@ -57,12 +59,14 @@ class Delays:
     - `delay`: by how many versions the weights of a step are older than those that it updates
     - `together`: all stages clip and vote as one
     - `telling`: groups of this rank's replicas and of its pipeline, for results alone
+    - `sharing`: axes along which ranks share weights, over groups for this alone
     """
 
     versions: Versions
     delay: int
     together: bool
     telling: Sequence[Group]
+    sharing: Sequence[Axis] = ()
 
 
 class NoFlushRunner:
@@ -93,8 +97,11 @@ class NoFlushRunner:
         self._order = Endless(pipeline.own[-1], pipeline.behind, 1 if delays.together else pipeline.behind)
         self._microbatches: dict[int, Microbatch] = {}  # those whose backward is to come, by number
         self._results, self._ballots = Lane(device, forward.ledger), Lane(device, forward.ledger)
+        # Stages come to what their hosts tell each other steps apart: a thread waits, on accelerators too.
+        self._hosts = Lane(CPU, forward.ledger)
         self._steps: deque[Step] = deque()
         self._made: StepResult | None = None  # by the last update of this call
+        self._is_whole = True  # no error has left a call in the middle
         self.gradients: list[Tensor] = []
         self.per_sample = 1.0
 
@@ -105,6 +112,7 @@ class NoFlushRunner:
         step (NaN where there was none yet). Raises TrainingError, with the weights before that update, on NaN.
         """
         started = time.perf_counter()
+        self._is_whole = False
         self.forward.set_training()
         lr = self._trained.lr
         self._made = None
@@ -119,6 +127,7 @@ class NoFlushRunner:
         about = (step.sums[:-1], norm, self._totals.names or (), 1.0, scale, step.experts, waits)
         result = StepResult(batch.step, batch.epoch, lr, 0.0, *about)
         result.seconds = time.perf_counter() - started
+        self._is_whole = True
         return result
 
     def flush(self) -> None:
@@ -142,11 +151,19 @@ class NoFlushRunner:
         return []
 
     def close(self) -> None:
-        """Ends what goes on beside the steps; steps under way are lost, but not the results that were given."""
+        """Ends what goes on beside the steps; steps under way are lost, but not the results that were given.
+
+        On an accelerator they are finished first: streams of other stages wait for them, and nothing can be called off
+        there.
+        """
+        if self._is_whole and is_accelerator(self._device):
+            self.flush()
         self._results.close()
-        for group in (*(axis.group for axis in self._groups.axes), *self._delays.telling):
+        axes = (*self._groups.axes, *self._delays.sharing)
+        for group in (*(axis.group for axis in axes), *self._delays.telling):
             group.close()  # another stage may have closed before it came there
         self._ballots.close()
+        self._hosts.close()
 
     def _forwards(self, batch: Batch) -> Step:
         """Runs those of `batch`, each followed by the oldest backward there is."""
@@ -218,23 +235,34 @@ class NoFlushRunner:
             step.told.wait("results")
             sums = step.sums[:-1] if self._groups.partners.rank == 0 else torch.zeros_like(step.sums[:-1])
             with torch.no_grad():
-                step.answer = self._ballot.cast(sums, self._reduce.finish(), step.ran, step.after, alone)
+                reduced = self._reduce.finish()
+                step.answer = self._ballot.cast(sums, reduced, step.ran, step.after, alone)
+            step.untouched = step.answer.untouched
+            step.agreed = self._hosts.submit(partial(self._agree, step, reduced.touched), "ballot")
 
         step.asked = self._ballots.submit(ask, "ballot")
 
+    def _agree(self, step: Step, here: Collection[str]) -> None:
+        """Takes what other stages have reached from the untouched parameters of `step`. `here`: all that are trained
+        here."""
+        for axis in self._delays.sharing:
+            step.untouched = axis.untouched(list(step.untouched), here)
+
     def _update(self) -> None:
-        """Makes the update of the oldest step, which is over with it."""
+        """Makes the update of the oldest step, which is over with it; raises what the update before left unread."""
         step = self._steps[0]
         assert step.asked is not None
         step.asked.wait("ballot")
-        assert step.answer is not None
+        assert step.answer is not None and step.agreed is not None
+        step.agreed.wait("ballot")
+        self.settle()
         answer, number, trained = step.answer, step.batch.step, self._trained
         clipped = self._clip.clip(number, answer.totals[1], answer.squares, float(step.sums[-1]))
         about = (answer.totals, clipped.norm, self._totals.names or (), 1.0, step.scale)
         result = StepResult(number, step.batch.epoch, trained.lr, 0.0, *about)
         self._steps.popleft()
         with self.forward.ledger.span("compute", "optimizer"), torch.no_grad(), self._delays.versions.opened():
-            self._commit.apply(result, clipped, answer.untouched)
+            self._commit.apply(result, clipped, step.untouched)
             if result.skipped or result.tokens == 0:
                 for chunk in trained.algorithm.replica.chunks:
                     chunk.publish()

@@ -24,7 +24,8 @@ class Step:
     - `scale`: what its loss was multiplied by
     - `sums`: Totals.values, and behind them what they were divided by
     - `experts`: as of StepResult
-    - `told`: when the sums are those of all ranks; `asked`: when `answer` is there
+    - `told`: when the sums are those of all ranks; `asked`: when `answer` is there; `agreed`: when `untouched` is, the
+      parameters that no backward has reached, on any stage
     """
 
     batch: Batch
@@ -37,6 +38,8 @@ class Step:
     told: Ticket | None = None
     asked: Ticket | None = None
     answer: Answer | None = None
+    agreed: Ticket | None = None
+    untouched: Sequence[str] = ()
 
 
 Microbatch = tuple[Step, Training, int]
