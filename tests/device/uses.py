@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.device.simulator import Rank
 from tests.doors.loops import Net, microbatch
 from tests.parity.cases import text
 
-GPT_OF_A_USE = partial(GPT, GPTConfig(61, 12, 4, 32, 4))
+CONFIG = GPTConfig(61, 12, 4, 32, 4)
+GPT_OF_A_USE = partial(GPT, CONFIG)
+OVERFLOWING = 8
 Use = Callable[[World, str], list[float]]
 """Takes the ranks, and a folder that all of them see."""
 
@@ -123,21 +126,71 @@ def not_finite(world: World, folder: str) -> list[float]:
     return []
 
 
-def door(world: World, folder: str) -> list[float]:
-    """PatrickStar's loop."""
-    torch.manual_seed(5)
-    model, optimizer = initialize_engine(
-        Net, None, {"optimizer": {"type": "Adam", "params": {"lr": 1e-2}}}, world=world
+def unflushed(plan: dict[str, Any], world: World, folder: str) -> list[float]:
+    """2bw, whose stages share a weight; nobody reads before all is over."""
+    running = engine(world, {**plan, "schedule": "2bw"})
+    results = [running.step(batch) for batch in running.batches(text(), steps=6)]
+    numbers = [number for result in results[1:] for number in (result.loss, result.grad_norm)]
+    after = running.evaluate(text()).loss
+    running.close()
+    return [*numbers, after]
+
+
+def left_unflushed(schedule: str, world: World, folder: str) -> list[float]:
+    """An engine is closed while steps are under way, and another one trains."""
+    one = 3 if schedule == "pipedream" else 12
+    running = Engine(
+        partial(GPT, replace(CONFIG, tied=schedule == "2bw")),
+        causal_lm,
+        partial(torch.optim.AdamW, lr=3e-3),
+        Plan(pp=2, schedule=schedule),
+        global_batch=one,
+        microbatch=3,
+        world=world,
     )
+    results = [running.step(batch) for batch in running.batches(text(), steps=3)]
+    running.close()
+    return [*(result.loss for result in results), *trained(world, 2, {"pp": 2})]
+
+
+def unflushed_that_diverges(world: World, folder: str) -> list[float]:
+    """Is told, on all ranks."""
+    running = engine(world, {"pp": 2, "schedule": "2bw"}, partial(torch.optim.SGD, lr=1e38))
+    try:
+        for batch in running.batches(text(), steps=8):
+            running.step(batch)
+    except TrainingError as error:
+        return [float("is nan" in str(error))]
+    finally:
+        running.close()
+    return []
+
+
+def overflow(plan: dict[str, Any], world: World, folder: str) -> list[float]:
+    """Steps in fp16 of which the first ones overflow and are skipped; nobody reads before all are over."""
+    running = engine(world, plan, precision={"name": "fp16", "initial_scale_power": 24, "hysteresis": 1})
+    results = [running.step(batch) for batch in running.batches(text(), steps=OVERFLOWING)]
+    skipped = [float(result.skipped) for result in results]
+    assert 0 < sum(skipped) < OVERFLOWING
+    losses, scales = [result.loss for result in results], [result.loss_scale or 0.0 for result in results]
+    running.close()
+    return [*skipped, *scales, *losses]
+
+
+def door(config: dict[str, Any], world: World, folder: str) -> list[float]:
+    """A loop of PatrickStar or DeepSpeed, as `config` says."""
+    torch.manual_seed(5)
+    model, optimizer = initialize_engine(Net, None, config, world=world)
     losses = []
     for step in range(4):
-        optimizer.zero_grad()
-        batch = {key: value.to(world.device) for key, value in microbatch(step, world.rank, 0).items()}
-        loss = model(batch)
-        model.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        for number in range(model.gradient_accumulation_steps()):
+            optimizer.zero_grad()
+            batch = {key: value.to(world.device) for key, value in microbatch(step, world.rank, number).items()}
+            loss = model(batch)
+            model.backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+    return torch.stack(losses).tolist()  # not before: the host would have waited
 
 
 def used(rank: Rank, where: str, use: Use) -> list[float]:

@@ -131,7 +131,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Any = None) -> None:
         super().__init__(rank, size)
-        self._rank, self._size = rank, size
+        self._rank, self._size, self._name = rank, size, ""
         if rank == 0:
             store.set("simulated", uuid.uuid4().hex)
         self._token = store.get("simulated").decode()
@@ -153,6 +153,14 @@ class Group(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "nccl"
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    group_name = property(getGroupName)
 
     def _get_backend(self, device: torch.device) -> Group:
         return self
