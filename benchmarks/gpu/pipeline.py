@@ -4,9 +4,9 @@ torch.distributed.pipelining?
     python3 -m benchmarks.gpu.pipeline [--device cuda] [--checks] [--preset 350m] [--microbatches 8] [--rows 2]
     [--rounds 5] [--steps 5]
 
-Checks first: each schedule trains two ranks, threads that share the GPU, as one process on the CPU does (those without
-a flush: as two ranks on the CPU do), with recompute, weights that pass and activations on the host among them. With two
-GPUs or more also over NCCL, a process each; there steps are then timed in turn, in bf16 with fp32 masters (Shoal) and
+Checks first: each schedule with a flush trains two ranks, threads that share the GPU, as one process on the CPU does,
+with recompute, weights that pass and activations on the host among them. With two GPUs or more all of them (those
+without a flush: as two ranks on the CPU do) over NCCL, a process each; there steps are then timed in turn, in bf16 with fp32 masters (Shoal) and
 in bf16 alone (torch, whose pipelining has no masters: less work). Writes results/gpu_pipeline.json. `--device cpu
 --preset 1m` runs the same road without a GPU, the processes over gloo or shared memory.
 """
@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu.records import Record, check, hardware, options, run, synchronise, worst
+from benchmarks.gpu.records import Record, check, hardware, options, run, worst
 from benchmarks.gpu.rows import rows, stacked
 from benchmarks.torch_stages import torch_stages
 from shoal import Engine, Plan
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
+from shoal.device import finish
 from shoal.launch import join, launch
 from shoal.models import GPT, PRESETS, GPTConfig, causal_lm
 from shoal.pipeline import schedule_of
@@ -116,7 +117,9 @@ def numbers(schedule: str, layers: int) -> list[int]:
     return [layers // stages + (place < layers % stages) for place in range(stages)]
 
 
-def shoal_step(schedule: str, config: GPTConfig, microbatches: int, each: int, world: World) -> Callable[[], Any]:
+def shoal_step(
+    schedule: str, config: GPTConfig, microbatches: int, each: int, world: World
+) -> tuple[Engine, Callable[[], Any]]:
     engine = Engine(
         lambda: GPT(config),
         causal_lm,
@@ -128,7 +131,7 @@ def shoal_step(schedule: str, config: GPTConfig, microbatches: int, each: int, w
         world=world,
     )
     batches = engine.batches(rows(config.vocab_size, config.sequence, microbatches * each * 2))
-    return lambda: engine.step(next(batches))
+    return engine, lambda: engine.step(next(batches))
 
 
 def torch_step(schedule: str, config: GPTConfig, microbatches: int, each: int, device: str) -> Callable[[], Any]:
@@ -168,7 +171,8 @@ def time_all(world: World, arguments: argparse.Namespace) -> dict[str, dict[str,
     found: dict[str, dict[str, list[float]]] = {}
     for schedule, theirs in TIMED.items():
         given = (schedule, config, arguments.microbatches, arguments.rows)
-        contenders = {"shoal": shoal_step(*given, world)}
+        engine, ours = shoal_step(*given, world)
+        contenders = {"shoal": ours}
         if theirs:
             contenders["torch"] = torch_step(*given, device)
         found[schedule] = {name: [] for name in contenders}
@@ -177,10 +181,11 @@ def time_all(world: World, arguments: argparse.Namespace) -> dict[str, dict[str,
             started = time.perf_counter()
             for _ in range(arguments.steps):
                 step()
-            synchronise(device)
+            finish(world.device)  # without a flush other streams than this one wait for the next step
             world.everyone.barrier()
             if number:  # the first round warms up
                 found[schedule][name].append((time.perf_counter() - started) / arguments.steps * 1e3)
+        engine.close()
     return found
 
 
@@ -204,7 +209,9 @@ def has_processes(device: str) -> bool:
 
 
 def checks(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    yield from (check_plan(name, arguments.device) for name in (*PLANS, *UNFLUSHED))
+    # Without a flush stages are steps apart: threads that give a GPU its work would wait for each other.
+    shared = (*PLANS, *UNFLUSHED) if arguments.device == "cpu" else PLANS
+    yield from (check_plan(name, arguments.device) for name in shared)
     if has_processes(arguments.device):
         yield from check_processes()
 

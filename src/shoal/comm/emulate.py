@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.comm.collectives import Group
 from shoal.comm.reductions import COMBINE, finish
 from shoal.comm.transport import NoSharedMemory, Transport, sent_bytes
-from shoal.device import finish_all
+from shoal.device import finish_all, record_use
 
 Result = TypeVar("Result")
 
@@ -74,7 +74,9 @@ class Simulated(NoSharedMemory):
         cuts = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
         tensors = self._meet(f"all_reduce {op}", flat)
         mine = _reduced([tensor[cuts[self.rank] : cuts[self.rank + 1]] for tensor in tensors], op)
-        torch.cat(self._meet("reduced", mine), out=flat)
+        parts = self._meet("reduced", mine)
+        torch.cat(parts, out=flat)
+        record_use(*parts)  # another thread, which made one of them, may be done with it first
         finish_all()
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: str) -> None:
@@ -119,7 +121,9 @@ class Simulated(NoSharedMemory):
         self._room.post(self.rank, dst, letter)
 
     def recv(self, flat: Tensor, src: int) -> None:
-        flat.copy_(self._room.fetch(src, self.rank))
+        letter = self._room.fetch(src, self.rank)
+        flat.copy_(letter)
+        record_use(letter)
         finish_all()
 
     def exchange(self, out: Tensor, source: int, flat: Tensor, target: int) -> None:

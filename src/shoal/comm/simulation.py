@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 from shoal.comm.collectives import Group
 from shoal.comm.emulate import Room, Simulated, in_threads
+from shoal.comm.lane import Lane
 from shoal.comm.transport import Transport, for_every_device
 from shoal.comm.world import Seat, World
+from shoal.device import CPU, own_device
 
 Result = TypeVar("Result")
 Wrap = Callable[[Transport], Transport]
@@ -40,8 +42,14 @@ def simulate_world(
 
     Raises the exception of the first rank that failed.
     """
-    rooms = _Rooms(timeout)
-    return in_threads(size, lambda rank: fn(_SimulatedWorld(rooms, rank, size, wrap, device), *args), rooms.leave)
+    rooms, shared = _Rooms(timeout), own_device(device, 0, 1)
+
+    def run(rank: int) -> Result:
+        # Else all backwards of a GPU would run in one thread of torch's, in which ranks would wait for each other.
+        with torch.autograd.set_multithreading_enabled(False):
+            return fn(_SimulatedWorld(rooms, rank, size, wrap, shared), *args)
+
+    return in_threads(size, run, rooms.leave)
 
 
 class _Rooms:
@@ -70,9 +78,13 @@ class _Rooms:
 
 
 class _SimulatedWorld(World):
-    def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device | str) -> None:
+    def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device) -> None:
         super().__init__(rank, size, seat=Seat(rank, size), store=dist.HashStore(), device=device)
         self._rooms, self._wrap = rooms, wrap
+
+    def lane(self) -> Lane:
+        """Makes a lane that is a thread for any device: a receive that is posted early keeps whoever posts it."""
+        return Lane(CPU, self.ledger)
 
     def group(self, name: str, ranks: list[int]) -> Group:
         key = (name, tuple(ranks))

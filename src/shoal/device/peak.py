@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,7 +14,7 @@ from shoal.device.streams import synchronize
 
 PEAK_SECONDS = 0.3
 CPU_SIZE, ACCELERATOR_SIZE = 1024, 8192
-"""Rows and columns of the matrices that are multiplied: large enough for the best rate."""
+"""Rows and columns of the largest matrices that are multiplied: large enough for the best rate."""
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -24,17 +24,25 @@ def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Ranks that share a host share its cores and memory: all of them measure at the same time, and the sum is the peak of
     the run.
     """
-    size = ACCELERATOR_SIZE if is_accelerator(device) else CPU_SIZE
-    a = torch.randn(size, size, device=device).to(dtype)
-    b = torch.randn(size, size, device=device).to(dtype)
-    best, began = math.inf, time.perf_counter()
-    runs = 0
-    # The first product pays for the choice of a kernel and for page faults, so there is always a second one.
+    size, largest = CPU_SIZE, ACCELERATOR_SIZE if is_accelerator(device) else CPU_SIZE
+    product, best, runs = _product(size, device, dtype), 0.0, 0
+    began = time.perf_counter()
     while runs < 2 or time.perf_counter() - began < PEAK_SECONDS:
-        best = min(best, _seconds_of(lambda: torch.mm(a, b), device))
+        if runs >= 2 and size < largest:
+            size *= 2
+            product = _product(size, device, dtype)
+        best = max(best, 2 * size**3 / _seconds_of(product, device))
         runs += 1
     forget_most_allocated(device)  # these matrices are no part of the run's peak
-    return 2 * size**3 / best
+    return best
+
+
+def _product(size: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Makes the product of two random matrices; the first one, which pays for the choice of a kernel and for page
+    faults, is done."""
+    product = partial(torch.mm, *(torch.randn(size, size, device=device).to(dtype) for _ in range(2)))
+    _seconds_of(product, device)
+    return product
 
 
 def _seconds_of(operation: Callable[[], object], device: torch.device) -> float:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,18 +60,6 @@ def _functions(name: str) -> dict[str, Any]:
         def wait(self, stream: Any = None) -> None:
             super().wait(stream or accelerator.current_stream())
 
-    @contextmanager
-    def stream(stream: Any) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        before = accelerator.current_stream(stream.device)
-        accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            accelerator.set_stream(before)
-
     def generator(device: Any) -> torch.Generator:
         return _simulator.default_generator(named(device).index)
 
@@ -88,8 +74,8 @@ def _functions(name: str) -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "StreamContext": stream,
-        "stream": stream,
+        "StreamContext": StreamContext,
+        "stream": lambda stream: StreamContext(stream),
         "current_stream": of(accelerator.current_stream),
         "default_stream": lambda device=None: Stream(
             stream_id=0, device_index=named(device).index, device_type=accelerator.current_stream().device_type
@@ -115,6 +101,7 @@ def _functions(name: str) -> dict[str, Any]:
         "reset_peak_memory_stats": of(accelerator.reset_peak_memory_stats),
         "mem_get_info": of(accelerator.get_memory_info),
         "empty_cache": accelerator.empty_cache,
+        "_sleep": lambda cycles: None,  # streams are late enough
         "get_device_name": lambda device=None: "simulated",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(
@@ -123,6 +110,22 @@ def _functions(name: str) -> dict[str, Any]:
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,
     }
+
+
+class StreamContext:
+    """Makes a stream the current one inside; None leaves it."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before = torch.accelerator.current_stream(self.stream.device)
+            torch.accelerator.set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            torch.accelerator.set_stream(self._before)
 
 
 class Generators:
