@@ -6,9 +6,10 @@ torch.distributed.pipelining?
 
 Checks first: each schedule with a flush trains two ranks, threads that share the GPU, as one process on the CPU does,
 with recompute, weights that pass and activations on the host among them. With two GPUs or more all of them (those
-without a flush: as two ranks on the CPU do) over NCCL, a process each; there steps are then timed in turn, in bf16 with fp32 masters (Shoal) and
-in bf16 alone (torch, whose pipelining has no masters: less work). Writes results/gpu_pipeline.json. `--device cpu
---preset 1m` runs the same road without a GPU, the processes over gloo or shared memory.
+without a flush: as two ranks on the CPU do) over NCCL, a process each; there steps are then timed in turn, in bf16 with
+fp32 masters (Shoal) and in bf16 alone (torch, whose pipelining has no masters: less work). Writes
+results/gpu_pipeline.json. `--device cpu --preset 1m` runs the same road without a GPU, the processes over gloo or
+shared memory.
 """
 
 from __future__ import annotations

@@ -53,6 +53,14 @@ CASES |= {
 CASES["2bw-diverges"] = (uses.unflushed_that_diverges, 2)
 CASES["ddp-scaled"] = (partial(adapters.scaled_ddp_hook, HOOKED[2]), 2)
 MODES = ("lazy", "eager", 1)
+ALIKE = ("overflow-zero1", "overflow-zero2", "ddp-allreduce", "ddp-bytegrad", "ddp-topk", "fsdp2-bf16", "deepspeed-1")
+ALIKE += ("2bw-dp", "pipedream-left")
+"""Cases of mechanisms that others have too: for the matrix."""
+RUNS = [
+    pytest.param(name, mode, marks=() if mode == MODES[0] and name not in ALIKE else pytest.mark.matrix)
+    for name in CASES
+    for mode in MODES
+]
 
 
 @cache
@@ -61,8 +69,7 @@ def on_the_cpu(name: str) -> list[list[float]]:
     return [run.result for run in simulate_ranks(uses.used, size, "cpu", use, timeout=120)]
 
 
-@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.matrix) for mode in MODES[1:])])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mode"), RUNS)
 def test_a_use_is_as_on_the_cpu(name, mode):
     use, size = CASES[name]
     runs = simulate_ranks(uses.used, size, "cuda", use, mode=mode, patience=60, timeout=120)
