@@ -90,6 +90,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<std::shared_ptr<Mark>*>(event);
   }
   double elapsedTime(void* begin, void* end, DeviceIndex) const override {
+    TORCH_CHECK(begin && end && mark_of(begin)->done && mark_of(end)->done, "an event has no time before it is reached");
     return mark_of(end)->milliseconds - mark_of(begin)->milliseconds;
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {

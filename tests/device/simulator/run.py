@@ -6,6 +6,7 @@ each run, so that a run begins in a tenth of a second.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import subprocess
@@ -21,6 +22,12 @@ from tests.device.simulator.trace import Trace, read
 
 LAZY_EAGER_AND_SEEDS = ("lazy", "eager", 1, 2, 3)
 """Modes for what has to hold in all of them: see `simulate`."""
+
+around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+"""Makes of each program what is run instead: tests/device/watch.py looks on there, tests/device/mutate.py changes the
+sources."""
+longest = math.inf
+"""Seconds after which a program ends, whatever it was given."""
 
 _nurseries: dict[str, Nursery] = {}
 
@@ -92,13 +99,20 @@ def end_nurseries() -> None:
         _nurseries.popitem()[1].end()
 
 
-def _run(name: str, program: Any, args: Any, ranks: int, *rest: Any) -> list[Run]:
-    mode, devices, capacity, fails, patience, timeout = rest
+def nursery(name: str) -> Nursery:
+    """The nursery of the device `name`, which is started for the first run."""
     if name not in _nurseries:
         _nurseries[name] = Nursery(name)
+    return _nurseries[name]
+
+
+def _run(name: str, program: Any, args: Any, ranks: int, *rest: Any) -> list[Run]:
+    mode, devices, capacity, fails, patience, timeout = rest
+    patience, timeout = min(patience, longest / 2), min(timeout, longest)
+    program = program if around is None else around(program)
     schedule = ("random", mode) if isinstance(mode, int) else (mode, 0)
     settings = (devices, *schedule, capacity, patience, timeout)
-    answers = _nurseries[name].ask((pickle.dumps((program, args)), ranks, *settings))
+    answers = nursery(name).ask((pickle.dumps((program, args)), ranks, *settings))
     runs = [Run(result, read(lines), error) for result, lines, error in answers]
     failed = [f"rank {rank}: {run.error}" for rank, run in enumerate(runs) if run.error]
     if failed and not fails:
@@ -122,6 +136,7 @@ class Nursery:
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        self._owner = os.getpid()
 
     def ask(self, request: tuple[Any, ...]) -> list[tuple[Any, list[str], str]]:
         self._pipe.send_bytes(pickle.dumps((sys.path, request)))
@@ -129,5 +144,7 @@ class Nursery:
         return answers
 
     def end(self) -> None:
-        self._pipe.close()
-        self._process.wait()
+        """Ends it, unless this process is a fork of its owner."""
+        if os.getpid() == self._owner:
+            self._pipe.close()
+            self._process.wait()

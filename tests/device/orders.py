@@ -1,0 +1,81 @@
+"""What no row of the engine comes to, or hides by a later wait: each use returns numbers to compare (see `uses`)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from shoal.chunks.activations_on_host import OnHost
+from shoal.chunks.tier import Tier
+from shoal.comm import World
+from shoal.comm.ledger import Ledger
+from shoal.parallel.expert.dispatch import Dispatch
+from tests.device.uses import engine, on, trained
+
+
+def products_while_tokens_travel(world: World, folder: str) -> list[float]:
+    return trained(world, 2, {"tp": world.size}, tensor_rules={"": "overlap"})
+
+
+def a_gradient_that_is_copied_to_travel(world: World, folder: str) -> list[float]:
+    """Gradients of rows that are not contiguous: the copy that is sent has no other owner."""
+    dispatch = Dispatch(world.everyone, 2 * world.size, world.lane())
+    x_ND = torch.arange(24.0, device=world.device).view(6, 4).requires_grad_()
+    index_NK = (torch.arange(6, device=world.device) % (2 * world.size)).unsqueeze(1)
+
+    def alike(rows: Tensor, experts: Tensor, ones: Tensor) -> Tensor:
+        return rows.sum(1, keepdim=True).expand(-1, 4) * 1.0
+
+    y_ND = dispatch(alike, x_ND, index_NK, torch.ones(6, 1, device=world.device), lambda: None)
+    y_ND.sum().backward()
+    assert x_ND.grad is not None
+    return [float(y_ND.sum()), float(x_ND.grad.sum())]
+
+
+def given_up_before_it_is_asked_for(world: World, folder: str) -> list[float]:
+    """Of two tensors on the host one is brought back, and the one before it, which nobody needs by then."""
+    keeper = OnHost(1.0, world.lane(), Tier("host"), None)
+    first, second = (keeper.save(torch.full((1 << 14,), number, device=world.device)) for number in (1.0, 2.0))
+    assert first is not None and second is not None
+    back = keeper.restore(second, world.device, True)
+    del first
+    return [float(back.sum())]
+
+
+def spans(world: World, folder: str) -> list[float]:
+    """Spans on the device's clock: each begins after the host has asked for it."""
+    ledger = Ledger(world.device)
+    ledger.recording = True
+    x, asked = torch.ones(64, 64, device=world.device), []
+    for _ in range(3):
+        asked.append(time.time())
+        with ledger.span("compute", "product"):
+            x = x @ x / 64
+        time.sleep(0.02)
+    found = [span.start >= each - 0.002 for span, each in zip(ledger.take(), asked, strict=True)]
+    return [*map(float, found), float(x.sum())]
+
+
+def recorded(world: World, folder: str) -> list[float]:
+    """Steps whose spans are recorded: each ends after it began, and within the run."""
+    running = engine(world)
+    running.ledger.recording = True
+    began = time.time()
+    losses = on(running, 2)
+    taken = running.ledger.take()
+    inside = all(began - 0.1 < span.start <= span.start + span.seconds < time.time() + 0.1 for span in taken)
+    return [*losses, float(inside), float(len(taken) > 0)]
+
+
+def saved_aside(world: World, folder: str) -> list[float]:
+    """A save that goes on while the next steps change what it copied."""
+    running = engine(world)
+    losses = on(running, 1)
+    running.save(folder, wait=False)
+    losses += on(running, 3)
+    running.close()
+    fresh = engine(world)
+    fresh.load(folder)
+    return losses + on(fresh, 2)
