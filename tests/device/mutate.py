@@ -2,6 +2,7 @@
 
     python -m tests.device.mutate                       # all of them
     python -m tests.device.mutate comm/lane.py optim    # of these files and folders of src/shoal
+    python -m tests.device.mutate comm -- -m matrix tests/device    # by these tests: as for pytest
 
 The list is made from the sources (`places`). The tests of this room that come to a place, as a first run of them shows,
 are run without it until one fails; a program that hangs is ended, which its test reports. The functions of a running
@@ -31,6 +32,7 @@ from tests.device.watch import Key, places, watch
 LONGEST = 40.0
 """Seconds after which a program has hung: most take two."""
 DEVICES = ("cuda", "sim")
+NOWHERE = Place("comm/lane.py", 0, "", -1, "")
 
 
 class Without:
@@ -60,10 +62,10 @@ class Failures:
 
 def _why(text: str) -> str:
     """What a test has reported: the first kind of defect, or what else it saw."""
-    for pattern in (r"Report\(kind='(\w+)'", "it took longer", "not documented", "the simulated program failed"):
-        if found := re.search(pattern, text):
-            return found[found.re.groups].replace("it took longer", "hangs").replace("not documented", "host waits")
-    return "numbers"
+    if found := re.search(r"Report\(kind='(\w+)'", text):
+        return found[1]
+    signs = {"it took longer": "hangs", "not documented": "host waits", "the simulated program failed": "error"}
+    return next((what for sign, what in signs.items() if sign in text), "numbers")
 
 
 def reports(place: Place, tests: Iterable[str]) -> tuple[str, str] | None:
@@ -84,13 +86,16 @@ def reports(place: Place, tests: Iterable[str]) -> tuple[str, str] | None:
     return None if first is None else (first[0], first[1])
 
 
-def main(chosen: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Removes each place in turn; fails if a removal is not reported."""
-    looking = watch([])
+    mark = arguments.index("--") if "--" in arguments else len(arguments)
+    chosen, looking = tuple(arguments[:mark]) or "", watch(arguments[mark + 1 :])
     os.environ.pop("SHOAL_TEST_SESSION", None)  # the nurseries outlive the sessions of tests from here on
     for name in DEVICES:
         run.nursery(name)
-    all_of_them = {key: place for key, place in places("order").items() if place.path.startswith(tuple(chosen or [""]))}
+    all_of_them = {key: place for key, place in places("order").items() if place.path.startswith(chosen)}
+    if first := reports(NOWHERE, sorted(looking.seen)[:20]):
+        sys.exit(f"the tests fail without a change: {first}")
     successes: Counter[str] = Counter()
     found: dict[Key, bool] = {}
     for key, place in all_of_them.items():
@@ -121,4 +126,6 @@ def _print_table(all_of_them: Iterable[Key], found: dict[Key, bool]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    from tests.device import mutate  # by its name: the nurseries import it
+
+    mutate.main(sys.argv[1:])

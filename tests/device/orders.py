@@ -31,7 +31,7 @@ def a_gradient_that_is_copied_to_travel(world: World, folder: str) -> list[float
     y_ND = dispatch(alike, x_ND, index_NK, torch.ones(6, 1, device=world.device), lambda: None)
     y_ND.sum().backward()
     assert x_ND.grad is not None
-    return [float(y_ND.sum()), float(x_ND.grad.sum())]
+    return [y_ND.sum().item(), x_ND.grad.sum().item()]
 
 
 def given_up_before_it_is_asked_for(world: World, folder: str) -> list[float]:

@@ -148,9 +148,9 @@ class Branches(ast.NodeTransformer):
                 nothing = ast.copy_location(ast.Constant(None), statement)
                 mark = self._at(nothing, "statement", ast.unparse(statement))
                 marked.append(ast.copy_location(ast.Expr(mark), statement))
+            leaves = _leaves_hosts(statement)
             marked.append(self.visit(statement))
-            if isinstance(statement, ast.If) and not statement.orelse and _ends(statement.body):
-                self._only = self._only or value(statement.test, False) is True
+            self._only = self._only or leaves
         self._only = before
         return marked
 
@@ -221,8 +221,14 @@ def _is_none_on_hosts(node: ast.expr) -> bool:
     return False
 
 
-def _ends(body: list[Any]) -> bool:
-    return isinstance(body[-1], ast.Return | ast.Raise | ast.Continue)
+def _leaves_hosts(node: ast.stmt) -> bool:
+    """Whether hosts do not come to what is behind this statement."""
+    return (
+        isinstance(node, ast.If)
+        and not node.orelse
+        and isinstance(node.body[-1], ast.Return | ast.Raise | ast.Continue)
+        and value(node.test, False) is True
+    )
 
 
 def _is_text(node: ast.stmt) -> bool:
@@ -250,7 +256,7 @@ def replace(trees: Mapping[str, ast.Module]) -> None:
             (file, *_key(code)): code for code in _codes(compile(ast.fix_missing_locations(changed), file, "exec"))
         }
     for each in gc.get_objects():
-        if isinstance(each, FunctionType):
+        if type(each) is FunctionType:  # not isinstance, which asks what answers with a warning
             new = made.get((each.__code__.co_filename, *_key(each.__code__)))
             each.__code__ = each.__code__ if new is None else new
 

@@ -56,7 +56,7 @@ def look_on() -> None:
 
 
 def _marked(finder: str, place: Place, node: Any, _: ast.AST) -> ast.AST:
-    key = [ast.Constant(each) for each in (finder, place.path, place.number, place.kind)]
+    key = [ast.Constant(each) for each in (finder, place.path, place.number)]
     return ast.Call(ast.Name(SEEN, ast.Load()), [*key, node], [])
 
 
@@ -70,19 +70,25 @@ class Watched:
         return _watched, (self.folder, self.program)
 
     def __call__(self, *args: Any) -> Any:
-        found: set[Key] = set()
-
-        def seen(finder: str, path: str, number: int, kind: str, value: Any) -> Any:
-            if value is not False and not isinstance(getattr(value, "__self__", None), HOSTS):
-                found.add((finder, path, number))
-            return value
-
-        setattr(builtins, SEEN, seen)
+        found = note()
         try:
             return self.program(*args)
         finally:
             if torch.accelerator.max_memory_allocated():
                 Path(self.folder, str(os.getpid())).write_text(json.dumps(sorted(found)))
+
+
+def note() -> set[Key]:
+    """The places that this process comes to from now on."""
+    found: set[Key] = set()
+
+    def seen(finder: str, path: str, number: int, value: Any) -> Any:
+        if value is not False and not isinstance(getattr(value, "__self__", None), HOSTS):
+            found.add((finder, path, number))
+        return value
+
+    setattr(builtins, SEEN, seen)
+    return found
 
 
 def _watched(folder: str, program: Callable[..., Any]) -> Watched:
@@ -101,7 +107,7 @@ class Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        began = time.monotonic()
+        began, here = time.monotonic(), note()
         with tempfile.TemporaryDirectory() as folder:
             run.around = partial(Watched, folder)
             try:
@@ -110,12 +116,15 @@ class Watch:
                 run.around = None
                 files = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
                 self.seen[item.nodeid] = {tuple(key) for file in files for key in file}
+                self.seen[item.nodeid] |= {key for key in here if key[0] == "branch"}  # on the stand-in that records
                 self.seconds[item.nodeid] = time.monotonic() - began
 
 
 def watch(arguments: list[str]) -> Watch:
     """Runs tests of this room in this process; ends it if one fails."""
     looking = Watch()
+    note()
+    look_on()
     code = pytest.main(
         ["-q", "-p", "no:cacheprovider", *(arguments or ["-m", "not matrix", "tests/device"])], [looking]
     )
