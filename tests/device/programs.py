@@ -90,6 +90,14 @@ def reuse_of_a_buffer(wait: bool) -> float:
     return total.sum().item()
 
 
+def without_pinning(pinned: bool) -> float:
+    """Brings a tensor there and back, and means not to wait; 3000. The defect: the host's memory is not pinned."""
+    here, back = (torch.full((SIZE,), 3.0, pin_memory=pinned) for _ in range(2))
+    back.copy_(here.to(device(), non_blocking=True), non_blocking=True)
+    torch.accelerator.synchronize()
+    return back.sum().item()
+
+
 def beyond_capacity(size: int) -> str:
     """Allocates `size` bytes, frees them, and does it again; says how it ended."""
     try:
@@ -204,6 +212,20 @@ def reduced_beside(rank: Rank, wait: bool) -> float:
     total = (x * 1).sum().item()
     work.wait()
     return total
+
+
+def sent_and_given_up(rank: Rank, record: bool) -> float:
+    """A sum on another stream, which alone waits for it. The defect: the tensor was made on this one, and is given up
+    before the sum is there."""
+    in_group(rank)
+    side, one = torch.Stream(device()), torch.ones(SIZE, device=device())
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        if record:
+            one.record_stream(side)
+        dist.all_reduce(one)
+    del one
+    return torch.ones(SIZE, device=device()).sum().item()
 
 
 def collectives(rank: Rank) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def test_a_report_names_both_accesses_and_the_memory():
 
 
 @either_device
+def test_a_copy_that_cannot_but_wait_is_reported(device):
+    for pinned, kinds in ((True, set()), (False, {"pageable"})):
+        run = simulate(programs.without_pinning, pinned, name=device)
+        assert run.result == 3000.0 and run.trace.kinds() == kinds
+
+
+@either_device
 @pytest.mark.parametrize(("size", "ends"), [(1 << 20, "fits"), ((1 << 20) + 1, "out of memory")])
 def test_memory_ends_at_the_capacity(size, ends, device):
     run = simulate(programs.beyond_capacity, size, capacity=1 << 20, name=device)
@@ -131,6 +138,12 @@ def test_a_sum_over_ranks_that_is_not_waited_for_is_reported(device, mode):
         runs = simulate_ranks(programs.reduced_beside, 2, wait, mode=mode, name=device)
         assert [run.trace.kinds() for run in runs] == [kinds, kinds]
         assert not wait or [run.result for run in runs] == [3000.0, 3000.0]
+
+
+def test_what_a_sum_on_another_stream_works_on_may_be_given_up_only_if_it_was_recorded():
+    for record, kinds in ((True, set()), (False, {"freed"})):
+        runs = simulate_ranks(programs.sent_and_given_up, 2, record)
+        assert [run.trace.kinds() for run in runs] == [kinds, kinds]
 
 
 @every_mode

@@ -85,6 +85,8 @@ static void between(int earlier, int later) {
   order(later, mark);
 }
 
+constexpr size_t STAGED = 64;  // bytes that a driver takes along at once, as torch's own optimizers bring their scalars
+
 static Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
   if (to.is_same(given) || !to.numel()) return to;
   const Tensor from = given.expand_as(to);
@@ -94,6 +96,12 @@ static Tensor& copy_(Tensor& to, const Tensor& given, bool non_blocking) {
   // Memory of the host that is not pinned is read before the call returns; it is written before it returns.
   const Tensor source = up && non_blocking && !is_pinned(from) ? from.clone() : from;
   const Tensor read = host_view(source), written = host_view(to), kept = up ? source : down ? to : Tensor();
+  if (non_blocking && ((up && to.nbytes() > STAGED && !is_pinned(from)) || (down && !is_pinned(to)))) {
+    const std::string where = text(here());
+    std::lock_guard lock(state);
+    report("pageable\tcopy " + way + " at " + where + "\tthe host's memory is not pinned: it waits\t" +
+           std::to_string(to.nbytes()) + " bytes");
+  }
   if (crosses) between(current_queue(to.get_device()), queue);
   { std::lock_guard lock(state); copied[way] += to.nbytes(); }
   launch(queue, {use_of(source, false), use_of(to, true)}, {"copy " + way, [=] { (void)kept, written.copy_(read); }});

@@ -90,11 +90,13 @@ class Options:
 
 
 class Work(dist.Work):
-    """A call under way. `wait` lets the current stream wait, not the host; until then it holds the tensors."""
+    """A call under way. `wait` lets the current stream wait, not the host; until then it is among `under_way` and holds
+    the tensors. From then on they may be given up, as with NCCL, although other streams have not waited."""
 
-    def __init__(self, tensors: list[Tensor], stream: torch.Stream, host_waits: bool) -> None:
+    def __init__(self, tensors: list[Tensor], stream: torch.Stream, host_waits: bool, under_way: set[Work]) -> None:
         super().__init__()
-        self._tensors, self._host_waits = tensors, host_waits
+        self._tensors, self._host_waits, self._under_way = tensors, host_waits, under_way
+        under_way.add(self)
         self._event = stream.record_event()
         self._future: Future[Any] = Future(devices=[stream.device])
         with stream:  # what is then done with the result comes behind this stream
@@ -105,6 +107,7 @@ class Work(dist.Work):
         if self._host_waits:
             self._event.synchronize()
         self._tensors = []
+        self._under_way.discard(self)
         return True
 
     synchronize = wait
@@ -138,7 +141,7 @@ class Group(dist.ProcessGroup):
         self._calls: Counter[str] = Counter()
         self._streams: dict[tuple[torch.device, str], torch.Stream] = {}
         self._coalesced: list[Call] | None = None
-        self._under_way: list[Work] = []
+        self._under_way: set[Work] = set()
         _groups.append(self)
 
     def path(self, *parts: Any) -> Path:
@@ -369,9 +372,7 @@ class Group(dist.ProcessGroup):
             for call in calls:
                 files = [str(path) for rank, post in call.others.items() for path in (post, self.path("ended", rank))]
                 _on_stream([], call.written, partial(self._finish, call), call.name, files, urgent=False)
-        self._under_way = [work for work in self._under_way if work._tensors]
-        self._under_way.append(Work(tensors, stream, host_waits))
-        return self._under_way[-1]
+        return Work(tensors, stream, host_waits, self._under_way)
 
     def _finish(self, call: Call, written: list[Tensor]) -> None:
         posts: dict[int, list[Tensor]] = {}
