@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -q
 WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test matrix fast fingerprints coverage mutate lint shape clean
+.PHONY: demo test matrix fast fingerprints coverage mutate mutate-device cover-device lint shape clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): a minute or two, once."
@@ -52,6 +52,14 @@ coverage: $(BIN)/.installed-dev $(VENV)/zoo
 ROOMS ?= $(addprefix src/shoal/,checkpoint chunks comm exchange module optim parallel pipeline precision training)
 mutate:
 	$(BIN)/python -m tests.mutate sample 8 $(ROOMS)
+
+# What no test on the simulated accelerator reports when it is removed: waits, events, record_stream, pinned memory; and
+# branches of accelerators that none comes to. tests/device/mutate.py, tests/device/covered.py
+mutate-device: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.device.mutate
+
+cover-device: $(BIN)/.installed-dev
+	$(BIN)/python -m tests.device.covered
 
 # What a refactoring must not change: weights and losses of many plans, to the bit, before and after it.
 fingerprints: $(BIN)/.installed-dev

@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal import Plan, as_ddp_hook
 from shoal import device as room
+from shoal.assembly.offload import link_rate
 from shoal.comm import World
+from shoal.comm.links import measure
 from shoal.device import group_backend
 from shoal.errors import UserError
 from shoal.jobs.config import Data, Job, Run, Train
@@ -44,11 +46,10 @@ def batch_statistics(world: World, folder: str) -> list[float]:
 
 
 def goes_on_after_an_error(world: World, folder: str) -> list[float]:
-    """A step that ends in the middle of a forward, with weights on their way."""
+    """A step that ends early in a forward, with weights on their way."""
     running = engine(world, {"dp": world.size, "memory": {}})
     losses = on(running, 1)
-    layer = running.module.norm
-    handle = layer.register_forward_pre_hook(lambda *_: 1 / 0)
+    handle = running.module.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
     try:
         on(running, 2)
     except ZeroDivisionError:
@@ -129,10 +130,18 @@ def hook_of_ddp(world: World, folder: str) -> list[float]:
     return losses
 
 
+def rate_of_a_link(world: World, folder: str) -> list[float]:
+    return [float(link_rate(world.device) > 0)]
+
+
+def rate_between_ranks(world: World, folder: str) -> list[float]:
+    return [float(measure(world.everyone, world.device, (1 << 10,)).latency > 0)]
+
+
 def answers(world: World, folder: str) -> dict[str, object]:
     """What the room of devices says of the accelerator that a process finds."""
     device = room.own_device(None, 0, 1)
-    with patch("shoal.device.peak.ACCELERATOR_SIZE", TINY):
+    with patch.multiple("shoal.device.peak", ACCELERATOR_SIZE=TINY, PEAK_SECONDS=0.0):
         peak = room.measure_peak_flops(device, torch.float32)
     room.allow_tf32(device)
     refused = []

@@ -19,6 +19,10 @@ def products_while_tokens_travel(world: World, folder: str) -> list[float]:
     return trained(world, 2, {"tp": world.size}, tensor_rules={"": "overlap"})
 
 
+def around_the_ring(world: World, folder: str) -> list[float]:
+    return trained(world, 2, {"cp": world.size, "context": "ring"})
+
+
 def a_gradient_that_is_copied_to_travel(world: World, folder: str) -> list[float]:
     """Gradients of rows that are not contiguous: the copy that is sent has no other owner."""
     dispatch = Dispatch(world.everyone, 2 * world.size, world.lane())
@@ -79,3 +83,28 @@ def saved_aside(world: World, folder: str) -> list[float]:
     fresh = engine(world)
     fresh.load(folder)
     return losses + on(fresh, 2)
+
+
+def saved_under_way(name: str, world: World, folder: str) -> list[float]:
+    """A save while the exchange works in the background on what is saved."""
+    running = engine(world, {"dp": world.size, "exchange": name})
+    losses = on(running, 2)
+    running.settle()
+    running.save(folder)
+    losses += on(running, 3)
+    running.settle()
+    running.close()
+    return losses
+
+
+def cut_short(world: World, folder: str) -> list[float]:
+    """A step that ends within its backward, when the exchange has taken some of what it keeps back."""
+    running = engine(world, {"dp": world.size, "exchange": {"name": "topk", "chunk_bytes": 1024}})
+    losses = on(running, 2)
+    first = next(parameter for parameter in running.module.parameters() if parameter.requires_grad)
+    handle = first.register_hook(lambda gradient: 1 / 0)
+    try:
+        on(running, 3)
+    except ZeroDivisionError:
+        handle.remove()
+    return losses + on(running, 3)

@@ -3,7 +3,7 @@ pinned allocation that is removed is reported (`make mutate-device`), and branch
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -19,6 +19,8 @@ CASES = {
         "spans": 1,
         "recorded": 1,
         "saved_aside": 1,
+        "around_the_ring": 2,
+        "cut_short": 2,
     },
     branches: {
         "exchanged_with_error_feedback": 2,
@@ -31,6 +33,14 @@ CASES = {
     },
 }
 ROWS = {name: (getattr(file, name), size) for file, sizes in CASES.items() for name, size in sizes.items()}
+ROWS |= {f"saved_under_way-{name}": (partial(orders.saved_under_way, name), 2) for name in ("delayed", "async_average")}
+WAITS = {
+    "answers": (1, (4,)),  # two products, before and after
+    "rate_of_a_link": (1, (10,)),  # five copies
+    "rate_between_ranks": (2, range(2, 7)),  # sums, of which slow ranks make fewer
+    "stages_by_time": (1, (5 * 6 * 3,)),  # kinds of parts, times, before, between and after forward and backward
+}
+"""Programs that take the device's time: how many ranks, and how often the host waits for all of the device."""
 
 
 @cache
@@ -50,6 +60,24 @@ def test_it_is_as_on_the_cpu_and_nothing_is_unordered(name):
 
 
 @simulated
+@pytest.mark.parametrize("name", WAITS)
+def test_who_takes_the_time_waits_for_the_device(name):
+    size, times = WAITS[name]
+    for run in simulate_ranks(uses.used, size, "cuda", getattr(branches, name)):
+        assert sum(number for wait, number in run.trace.waits.items() if wait.what == "device") in times
+
+
+@simulated
 def test_the_room_of_devices_answers():
     (run,) = simulate_ranks(uses.used, 1, "cuda", branches.answers)
-    print(run.result)
+    assert run.result == {
+        "own": ["cuda:0", "cuda:0", "cuda"],
+        "name": "simulated",
+        "memory": True,
+        "capability": (9, 0),
+        "attention": ["memory-efficient attention"] * 2,
+        "flash": True,
+        "peak": True,
+        "allocator": "torch's own settings",
+        "refused": ["there is no cuda", 'device = "sim'],
+    }

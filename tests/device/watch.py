@@ -20,11 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.checkpoint.writer import Writer
 from tests.device.places import Branches, Orders, Place, paths, replace, tree
 from tests.device.simulator import run
 
 SEEN = "__seen__"
-HOSTS = (threading.Event, subprocess.Popen, dist.Store)
+HOSTS = (threading.Event, subprocess.Popen, dist.Store, Writer)
 """What waits for something else than the accelerator."""
 FINDERS = {"order": Orders, "branch": Branches}
 Key = tuple[str, str, int]
