@@ -106,6 +106,8 @@ def transports(world: World, folder: str) -> list[float]:
     transport.gather(whole, mine * 10, 0)
     here = torch.zeros(2, device=at)
     transport.exchange(here, rank, mine, rank)
+    transport.broadcast(here, 0)
+    here *= 2
     transport.barrier()
     return [*mine.tolist(), *here.tolist(), *([] if whole is None else whole.tolist())]
 

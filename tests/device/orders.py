@@ -12,6 +12,7 @@ from shoal.chunks.tier import Tier
 from shoal.comm import World
 from shoal.comm.ledger import Ledger
 from shoal.parallel.expert.dispatch import Dispatch
+from shoal.plan import Option
 from tests.device.uses import engine, on, trained
 
 
@@ -85,9 +86,9 @@ def saved_aside(world: World, folder: str) -> list[float]:
     return losses + on(fresh, 2)
 
 
-def saved_under_way(name: str, world: World, folder: str) -> list[float]:
+def saved_under_way(exchange: Option, world: World, folder: str) -> list[float]:
     """A save while the exchange works in the background on what is saved."""
-    running = engine(world, {"dp": world.size, "exchange": name})
+    running = engine(world, {"dp": world.size, "exchange": exchange})
     losses = on(running, 2)
     running.settle()
     running.save(folder)
@@ -95,6 +96,11 @@ def saved_under_way(name: str, world: World, folder: str) -> list[float]:
     running.settle()
     running.close()
     return losses
+
+
+def moved_at_once(world: World, folder: str) -> list[float]:
+    """Replicas that average how far they have moved, and go on from there at once."""
+    return trained(world, 4, {"dp": world.size, "exchange": {"name": "diloco", "every": 2}})
 
 
 def cut_short(world: World, folder: str) -> list[float]:

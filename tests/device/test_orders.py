@@ -20,6 +20,7 @@ CASES = {
         "recorded": 1,
         "saved_aside": 1,
         "around_the_ring": 2,
+        "moved_at_once": 2,
         "cut_short": 2,
     },
     branches: {
@@ -33,7 +34,12 @@ CASES = {
     },
 }
 ROWS = {name: (getattr(file, name), size) for file, sizes in CASES.items() for name, size in sizes.items()}
-ROWS |= {f"saved_under_way-{name}": (partial(orders.saved_under_way, name), 2) for name in ("delayed", "async_average")}
+IN_THE_BACKGROUND = (
+    {"name": "delayed"},
+    {"name": "async_average"},
+    {"name": "streaming_diloco", "every": 2, "fragments": 1, "overlap": 1},
+)
+ROWS |= {f"{each['name']}-saved": (partial(orders.saved_under_way, each), 2) for each in IN_THE_BACKGROUND}
 WAITS = {
     "answers": (1, (4,)),  # two products, before and after
     "rate_of_a_link": (1, (10,)),  # five copies
@@ -64,7 +70,14 @@ def test_it_is_as_on_the_cpu_and_nothing_is_unordered(name):
 def test_who_takes_the_time_waits_for_the_device(name):
     size, times = WAITS[name]
     for run in simulate_ranks(uses.used, size, "cuda", getattr(branches, name)):
+        assert run.trace.defects == []
         assert sum(number for wait, number in run.trace.waits.items() if wait.what == "device") in times
+
+
+@simulated
+def test_ranks_that_meet_have_done_their_work():
+    for run in simulate_ranks(uses.used, 2, "cuda", branches.transports):
+        assert sum(number for wait, number in run.trace.waits.items() if wait.what == "stream") == 1
 
 
 @simulated

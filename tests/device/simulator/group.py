@@ -19,7 +19,7 @@ import traceback
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -80,6 +80,10 @@ class Call:
     others: dict[int, Path]
     written: list[Tensor]
     finish: Callable[[list[Tensor], dict[int, list[Tensor]]], None]
+
+    def alone(self) -> Call:
+        """Returns it without its tensors, which a piece of work keeps from nobody."""
+        return replace(self, given=[], written=[])
 
 
 class Options:
@@ -368,10 +372,10 @@ class Group(dist.ProcessGroup):
         self.path("at", self._rank).write_text(", ".join(call.name for call in calls))
         with stream:
             for call in calls:
-                _on_stream(call.given, [], partial(_post, call), f"{call.name} gives", [], urgent=True)
+                _on_stream(call.given, [], partial(_post, call.alone()), f"{call.name} gives", [], urgent=True)
             for call in calls:
                 files = [str(path) for rank, post in call.others.items() for path in (post, self.path("ended", rank))]
-                _on_stream([], call.written, partial(self._finish, call), call.name, files, urgent=False)
+                _on_stream([], call.written, partial(self._finish, call.alone()), call.name, files, urgent=False)
         return Work(tensors, stream, host_waits, self._under_way)
 
     def _finish(self, call: Call, written: list[Tensor]) -> None:
