@@ -143,7 +143,7 @@ def rate_between_ranks(world: World, folder: str) -> list[float]:
 def answers(world: World, folder: str) -> dict[str, object]:
     """What the room of devices says of the accelerator that a process finds."""
     device = room.own_device(None, 0, 1)
-    with patch.multiple("shoal.device.peak", ACCELERATOR_SIZE=TINY, PEAK_SECONDS=0.0):
+    with patch.multiple("shoal.device.peak", CPU_SIZE=TINY, ACCELERATOR_SIZE=TINY, PEAK_SECONDS=0.0):
         peak = room.measure_peak_flops(device, torch.float32)
     room.allow_tf32(device)
     refused = []

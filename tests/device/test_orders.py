@@ -41,7 +41,7 @@ IN_THE_BACKGROUND = (
 )
 ROWS |= {f"{each['name']}-saved": (partial(orders.saved_under_way, each), 2) for each in IN_THE_BACKGROUND}
 WAITS = {
-    "answers": (1, (4,)),  # two products, before and after
+    "answers": (1, (6,)),  # three products, before and after
     "rate_of_a_link": (1, (10,)),  # five copies
     "rate_between_ranks": (2, range(2, 7)),  # sums, of which slow ranks make fewer
     "stages_by_time": (1, (5 * 6 * 3,)),  # kinds of parts, times, before, between and after forward and backward

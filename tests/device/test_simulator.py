@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -10,11 +11,17 @@ import torch.nn.functional as F
 
 from tests.device import programs
 from tests.device.simulator import LAZY_EAGER_AND_SEEDS, Wait, build, simulate, simulate_ranks, why_not
+from tests.parity.covering import thinned
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 every_mode = pytest.mark.parametrize("mode", LAZY_EAGER_AND_SEEDS)
 either_device = pytest.mark.parametrize("device", ["cuda", "sim"])
+SHORT = {("cuda", mode) for mode in LAZY_EAGER_AND_SEEDS[:3]} | {("sim", "lazy")}
+each_way = pytest.mark.parametrize(
+    ("device", "mode"), thinned(list(product(["cuda", "sim"], LAZY_EAGER_AND_SEEDS)), SHORT)
+)
+"""The modes are the same code on both devices."""
 WRONG = {
     "prefetch without a wait": (programs.prefetch, (False,), 12000.0, "race"),
     "no record_stream": (programs.copy_aside, (False,), 7000.0, "freed"),
@@ -32,8 +39,7 @@ RIGHT = {
 }
 
 
-@every_mode
-@either_device
+@each_way
 @pytest.mark.parametrize("name", WRONG)
 def test_a_defect_is_reported_whatever_the_schedule(name, device, mode):
     program, args, right, kind = WRONG[name]
@@ -45,8 +51,7 @@ def test_a_defect_is_reported_whatever_the_schedule(name, device, mode):
         assert run.result == right, "the friendliest one hides the defect"
 
 
-@every_mode
-@either_device
+@each_way
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_not_reported(name, device, mode):
     program, args, right = RIGHT[name]
@@ -131,8 +136,7 @@ def test_an_error_of_the_program_is_raised():
 # ---- several ranks ----
 
 
-@every_mode
-@either_device
+@each_way
 def test_a_sum_over_ranks_that_is_not_waited_for_is_reported(device, mode):
     for wait, kinds in ((True, set()), (False, {"race"})):
         runs = simulate_ranks(programs.reduced_beside, 2, wait, mode=mode, name=device)
@@ -146,8 +150,7 @@ def test_what_a_sum_on_another_stream_works_on_may_be_given_up_only_if_it_was_re
         assert [run.trace.kinds() for run in runs] == [kinds, kinds]
 
 
-@every_mode
-@either_device
+@each_way
 def test_every_collective_does_what_it_says(device, mode):
     runs = simulate_ranks(programs.collectives, 2, mode=mode, name=device)
     both = {
