@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +57,21 @@ def test_who_waits_for_a_rank_that_has_closed_its_groups_is_told():
     second.close()
     thread.join(20)
     assert said == ["rank 0: group late cannot be made with rank 1: rank 1 has closed its groups"]
+
+
+def test_a_world_that_nobody_has_any_more_is_gone_at_once():
+    """Its groups hold shared memory, of which a collection of garbage knows nothing."""
+    store = dist.HashStore()
+    made = [World(rank, 2, seat=Seat(rank, 2), store=store, device="cpu") for rank in range(2)]
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(lambda world: world.group("pair", [0, 1]).barrier(), made))
+    known = list(map(weakref.ref, made))
+    gc.disable()
+    try:
+        made.clear()
+        assert [each() for each in known] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_ranks_with_devices_of_several_kinds_are_told():

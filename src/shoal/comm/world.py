@@ -98,7 +98,8 @@ class World:
         """Returns the group of `ranks`, this rank among them; the first call makes it and comes from all of them."""
         key = (name, tuple(ranks))
         if key not in self._groups:
-            store, check = None, partial(self._check_peers, name, ranks)
+            # a world that nobody has any more is closed at once, and must not wait for a collection
+            store, check = None, partial(World._check_peers, weakref.proxy(self), name, ranks)
             if self.store is not None:
                 store = AwaitingStore(dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store), check)
             hosts = self._hosts(ranks, check)
