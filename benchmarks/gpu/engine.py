@@ -157,7 +157,7 @@ def plain_step(config: GPTConfig, batch: int, device: str, compiled: bool) -> Ca
     weights = list(model.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=3e-3, fused=True)
-    data = stacked(config, batch)
+    data = stacked(config, batch, pinned=device != "cpu")
 
     def step() -> None:
         total, count = causal_lm(model, {key: value.to(device, non_blocking=True) for key, value in data.items()})[:2]

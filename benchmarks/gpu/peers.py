@@ -44,7 +44,7 @@ def fsdp2_step(
     if not offload:
         model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    data = stacked(config, batch)
+    data = stacked(config, batch, pinned=device != "cpu")
 
     def step() -> float:
         total, count = causal_lm(model, {key: value.to(device, non_blocking=True) for key, value in data.items()})[:2]
@@ -80,7 +80,7 @@ def deepspeed_step(config: GPTConfig, batch: int, device: str, recompute: bool =
         "steps_per_print": 1_000_000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    data = stacked(config, batch)
+    data = stacked(config, batch, pinned=device != "cpu")
 
     def step() -> float:
         total, count = causal_lm(engine, {key: value.to(device, non_blocking=True) for key, value in data.items()})[:2]

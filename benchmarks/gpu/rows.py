@@ -15,7 +15,8 @@ def rows(vocabulary: int, sequence: int, number: int) -> list[dict[str, torch.Te
     return [{"input_ids": row[:-1], "labels": label} for row, label in zip(tokens, labels, strict=True)]
 
 
-def stacked(config: GPTConfig, batch: int) -> dict[str, torch.Tensor]:
-    """One batch of them."""
+def stacked(config: GPTConfig, batch: int, pinned: bool = False) -> dict[str, torch.Tensor]:
+    """One batch of them; in pinned memory, as a loader of torch has it for a GPU."""
     samples = rows(config.vocab_size, config.sequence, batch)
-    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    whole = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    return {key: value.pin_memory() for key, value in whole.items()} if pinned else whole
