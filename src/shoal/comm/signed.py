@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shoal.comm.awaiting import AwaitingStore
 from shoal.comm.secret import REMEDY, find_secret
+from shoal.comm.wrapped import WrappedStore
 from shoal.errors import LaunchError
 
 _MAC_BYTES = 32
@@ -28,22 +29,19 @@ def derived(key: bytes, *parts: str | bytes) -> bytes:
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in said), hashlib.sha256)
 
 
-class SignedStore(dist.Store):
-    """The store `bare` with values signed by `key`. Raises LaunchError for a value with a wrong signature.
-
-    torch's C++ keeps no reference to it: whoever passes it to a PrefixStore must hold it as long.
-    """
+class SignedStore(WrappedStore):
+    """The store `bare` with values signed by `key`. Raises LaunchError for a value with a wrong signature."""
 
     def __init__(self, bare: dist.Store, key: bytes) -> None:
-        super().__init__()
-        self.bare, self.key = bare, key
+        super().__init__(bare)
+        self.key = key
 
     def set(self, key: str, value: str | bytes) -> None:  # C++ passes bytes
         data = value.encode() if isinstance(value, str) else value
-        self.bare.set(key, derived(self.key, key, data) + data)  # type: ignore[arg-type]
+        super().set(key, derived(self.key, key, data) + data)
 
     def get(self, key: str) -> bytes:
-        found = self.bare.get(key)
+        found = super().get(key)
         proof, data = found[:_MAC_BYTES], found[_MAC_BYTES:]
         if not hmac.compare_digest(proof, derived(self.key, key, data)):
             raise LaunchError(
@@ -53,30 +51,14 @@ class SignedStore(dist.Store):
             )
         return data
 
-    def add(self, key: str, amount: int) -> int:
-        return self.bare.add(key, amount)
-
-    def check(self, keys: list[str]) -> bool:
-        return self.bare.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if timeout is None:
-            self.bare.wait(keys)
-        else:
-            self.bare.wait(keys, timeout)
-
-    def deleteKey(self, key: str) -> bool:
-        """Deletes a key, under the name that C++ calls."""
-        return self.bare.delete_key(key)
-
     def clone(self) -> SignedStore:
-        return SignedStore(self.bare.clone(), self.key)  # type: ignore[attr-defined]  # the stub forgets it
+        return SignedStore(self._cloned(), self.key)
 
 
 def root_of(store: dist.Store) -> dist.Store:
     """Returns the store below all that only adds prefixes or looks at ranks."""
     while isinstance(store, dist.PrefixStore | AwaitingStore):
-        store = store.underlying_store
+        store = store.bare if isinstance(store, AwaitingStore) else store.underlying_store
     return store
 
 

@@ -180,14 +180,15 @@ class World:
         if len(ranks) == 1:
             return [self.host_id]
         assert self.store is not None
+        own = process_table()
         if not self._told:
-            mine = (self.host_id, str(self.device), hardware_id(self.device) or "", process_table(), str(os.getpid()))
+            mine = (self.host_id, str(self.device), hardware_id(self.device) or "", own, str(os.getpid()))
             self.store.set(f"host/{self.rank}", "\n".join(mine))
         store = AwaitingStore(self.store, check)
         for rank in set(ranks) - self._told.keys():
             host, device, hardware, table, pid = store.get(f"host/{rank}").decode().split("\n")
             self._told[rank] = host, torch.device(device), hardware
-            if table and table == process_table():
+            if table and table == own:
                 self._processes[rank] = int(pid)
         check_devices({rank: self._told[rank][1:] for rank in ranks})
         return [self._told[rank][0] for rank in ranks]
