@@ -148,6 +148,6 @@ static void register_tensors(torch::Library& m) {
 }
 
 static torch::Library library(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
-static const bool registered = (register_tensors(library), true);
+static const bool tensors_registered = (register_tensors(library), true);
 
 }  // namespace sim

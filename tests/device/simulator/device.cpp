@@ -151,7 +151,7 @@ struct Timer final : c10d::Timer {  // what torch's DistributedDataParallel logs
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
 };
 
-static const bool registered = [] {
+static const bool device_registered = [] {
   static Guard guard;
   c10::impl::DeviceGuardImplRegistrar(kind(), &guard);
   c10::SetAllocator(kind(), device_memory(), 100);

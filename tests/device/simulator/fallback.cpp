@@ -213,7 +213,7 @@ static void fallback(const c10::OperatorHandle& op, Stack* stack) {
 
 static torch::Library everything(torch::Library::IMPL, "_", key(), __FILE__, __LINE__);
 static torch::Library kernels(torch::Library::IMPL, "aten", key(), __FILE__, __LINE__);
-static const bool registered = [] {
+static const bool fallback_registered = [] {
   everything.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   for (const char* name : {"convolution", "convolution_backward"})  // else torch would ask for cuDNN's
     kernels.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());

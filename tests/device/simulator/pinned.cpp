@@ -61,7 +61,7 @@ static void on_fault(int, siginfo_t* info, void*) {
   mprotect(block->start, block->bytes, PROT_READ | PROT_WRITE);
 }
 
-static void free_block(void* context) {
+static void unpin_block(void* context) {
   auto* block = static_cast<Block*>(context);
   std::lock_guard lock(state);
   std::erase_if(unfinished, [&](auto& entry) { return entry.first == block; });
@@ -81,9 +81,9 @@ struct PinnedMemory final : at::HostAllocator {
     close(file);
     std::lock_guard lock(state);
     blocks[block->start] = block;
-    return {block->start, block, &free_block, c10::Device(c10::kCPU)};
+    return {block->start, block, &unpin_block, c10::Device(c10::kCPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool record_event(void*, void*, c10::Stream) override { return true; }  // copies hold what they need
   void empty_cache() override {}
