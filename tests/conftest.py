@@ -68,9 +68,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the rows of THINNED to the matrix, except while it is measured what rows run through; puts long files
-    first where several processes share the files."""
-    thinned = set() if config.pluginmanager.has_plugin("tests.covered") else set(THINNED.read_text().splitlines())
+    """Leaves the rows of THINNED to the matrix; puts long files first where several processes share the files."""
+    thinned = set(THINNED.read_text().splitlines())
     for item in items:
         if item.nodeid in thinned:
             item.add_marker(pytest.mark.matrix)

@@ -3,7 +3,7 @@
     make coverage                                 # measures, and prints lines and branches of all that was measured
     python -m tests.covered lost kept.txt         # what only other tests run through than those that the file names
     python -m tests.covered spare tests/parity    # tests of a room whose lines and branches the others have as well
-    python -m tests.covered thin > tests/thinned.txt  # dear rows of tables without which nothing less is run through
+    python -m tests.covered thin                  # adds to tests/thinned.txt dear rows without which nothing is lost
 
 Needs the package coverage. The measurements lie in build/coverage, with what each test cost meanwhile.
 """
@@ -24,9 +24,11 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).parents[1]
+THINNED = ROOT / "tests/thinned.txt"
 FOLDER = ROOT / "build/coverage"
 DATA = FOLDER / "data"
-DEAR, KEPT = 0.8, 1 / 3  # CPU seconds of a row that is measured meanwhile, and the least part of a table that stays
+DEAR, KEPT = 0.5, 1 / 4  # CPU seconds of a row that is measured meanwhile, and the least part of a table that stays
+STAY = ("tests/test_docs.py", "tests/benchmarks/")  # what is promised, not what is computed
 TEST = "SHOAL_TEST"  # the test that a process was started by
 SETTINGS = f"""\
 [run]
@@ -130,13 +132,14 @@ def costs() -> dict[str, float]:
 
 
 def tests_of_lines() -> dict[tuple[Path, int], dict[str, float]]:
-    """The tests that run through each line of a file below src, with their CPU seconds."""
+    """The tests of `make test` that run through each line of a file below src, with their CPU seconds."""
     seconds, found = costs(), dict[tuple[Path, int], dict[str, float]]()
+    thinned = set(THINNED.read_text().splitlines())
     with sqlite3.connect(DATA) as data:
         paths = {number: Path(path).relative_to(ROOT / "src") for number, path in data.execute("select * from file")}
         names = dict(data.execute("select id, context from context"))
         for test, file, line in data.execute("select distinct context_id, file_id, abs(tono) from arc"):
-            if names[test]:
+            if names[test] and names[test] not in thinned:
                 found.setdefault((paths[file], line), {})[names[test]] = seconds.get(names[test], 1.0)
     return found
 
@@ -169,20 +172,22 @@ def spare(room: str, may: Callable[[str], bool] = lambda test: True) -> dict[str
     return found
 
 
-def thin() -> dict[str, float]:
-    """Rows of tables that are spare and dear, with their CPU seconds; KEPT of each table stays."""
-    seconds = costs()
-    rows = Counter(test.partition("[")[0] for test in seconds)
-    left = Counter(rows)
+def thin() -> set[str]:
+    """Rows of tables that are left to the matrix: those that are already, and those that are spare and dear; KEPT of
+    each table stays."""
+    seconds, thinned = costs(), set(THINNED.read_text().splitlines())
+    left = Counter(test.partition("[")[0] for test in seconds.keys() - thinned)
+    rows = left + Counter(test.partition("[")[0] for test in thinned)
 
     def may(test: str) -> bool:
         table = test.partition("[")[0]
-        if "[" not in test or seconds.get(test, 0.0) < DEAR or left[table] - 1 < max(1, KEPT * rows[table]):
+        short = left[table] - 1 < max(1, KEPT * rows[table])
+        if "[" not in test or test.startswith(STAY) or seconds.get(test, 0.0) < DEAR or short:
             return False
         left[table] -= 1
         return True
 
-    return spare("tests/", may)
+    return thinned | spare("tests/", may).keys()
 
 
 if __name__ == "__main__":
@@ -192,7 +197,7 @@ if __name__ == "__main__":
         for path, steps in lost(set(Path(sys.argv[2]).read_text().splitlines())).items():
             print(path, *(f"{start}->{end}" for start, end in steps))
     elif sys.argv[1] == "thin":
-        print(*sorted(thin()), sep="\n")
+        THINNED.write_text("".join(f"{row}\n" for row in sorted(thin())))
     else:
         for test, taken in spare(sys.argv[2]).items():
             print(f"{taken:8.2f} s  {test}")
