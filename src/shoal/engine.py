@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from shoal.assembly.arguments import check_arguments, check_no_more_ranks, check_plan, check_world
+from shoal.assembly.arguments import check_arguments, check_regroup, world_to_go_on
 from shoal.assembly.assembled import Assembled
 from shoal.assembly.compatibility import check
 from shoal.assembly.memory import lay_out
 from shoal.assembly.model import build_alike, localize
 from shoal.assembly.ranks import ranks as ranks_of
 from shoal.assembly.recipe import Recipe
+from shoal.assembly.replan import joined, started
 from shoal.assembly.running import Running
 from shoal.assembly.trainer import trainer
 from shoal.comm import World
@@ -55,6 +56,7 @@ class Engine(Running):
     norms_every: after so many steps the result has `norms` by name; 0 for never.
     collate: makes a batch of samples.
     world: by default what the launcher's variables say.
+    joins: takes the state of the run from the other ranks of `world`, which call `regroup` meanwhile.
 
     Raises UserError for what does not fit together.
     """
@@ -82,11 +84,13 @@ class Engine(Running):
         norms_every: int = 0,
         collate: Collate | None = None,
         world: World | None = None,
+        joins: bool = False,
     ) -> None:
         arguments = dict(locals())
         check_arguments(arguments)
         world = world or join()
-        super().__init__(model, assemble(model, Recipe.taken_from(arguments), plan or Plan(dp=world.size), world))
+        make = partial(assemble, recipe=Recipe.taken_from(arguments), plan=plan or Plan(dp=world.size), world=world)
+        super().__init__(model, *(joined(world, model, make) if joins else started(make(model))))
 
     def replan(self, plan: Plan, world: World | None = None) -> None:
         """Goes on under another plan, as a run would that saved, stopped and loaded under it, but in memory: each rank
@@ -100,11 +104,19 @@ class Engine(Running):
         be used, and CheckpointError if a save under way fails; the old plan goes on then. Whatever else one rank
         raises on the way ends the run on all of them.
         """
-        check_plan(plan)
-        check_world(world)
-        world = world or self.world
-        check_no_more_ranks(world, self.world)
+        world = world_to_go_on(plan, world, self.world)
         self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
+
+    def regroup(self, plan: Plan, world: World) -> None:
+        """Goes on with the ranks of `world` after others have failed, or with more: in memory, from the newest step
+        that they hold. They call it alike, after a step that raised LaunchError or between two; ranks that come make an
+        `Engine(..., joins=True)` meanwhile.
+
+        A step that was cut short is undone: go on with new `batches(...)`. Otherwise as `replan`. Raises
+        CheckpointError, on all ranks alike, where what they hold is not enough (see checkpoint.survivors).
+        """
+        check_regroup(plan, world, self.world)
+        self._regroup(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
 
 def assemble(

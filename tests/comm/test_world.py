@@ -1,4 +1,4 @@
-"""The device of a world."""
+"""The device of a world, and which ranks meet in one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shoal.comm.world import Seat
 from shoal.device import stand_in
 from shoal.errors import LaunchError, UserError
 from tests.device.recorder import Recorder
+from tests.pool import run_ranks
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 1), ("cuda:0", 0)])
@@ -85,3 +87,23 @@ def test_ranks_with_the_same_gpu_are_told():
     with stand_in("cuda", Recorder()):
         said = worlds("cuda:1", "cuda:1")
     assert said[0] == said[1] and "ranks 0 and 1 have the same GPU (GPU-1): give each its own" in said[0]
+
+
+def _without(world: World) -> tuple[list[str], Any]:
+    """What is refused, and who meets in the world of the ranks that are left."""
+    world.everyone.barrier()
+    said = []
+    for wrong in ([], [world.rank], [3]):
+        with pytest.raises(UserError) as error:
+            world.without(wrong)
+        said.append(str(error.value))
+    if world.rank == 1:
+        return said, None
+    left = world.without([1])
+    return said, (left.rank, left.size, left.local_size, left.everyone.all_gather_object(world.rank))
+
+
+def test_the_ranks_that_are_left_meet_without_the_others():
+    found = run_ranks(_without, 3)
+    assert all("give the numbers of the ranks that have failed" in each for said, _ in found for each in said)
+    assert [each for _, each in found] == [(0, 2, 2, [0, 2]), None, (1, 2, 2, [0, 2])]

@@ -83,12 +83,27 @@ def check_world(given: Any) -> None:
         raise ArgumentError("world", f" = {given!r}: give what shoal.launch.join() returns, or leave it out")
 
 
-def check_no_more_ranks(world: World, now: World) -> None:
-    """UserError where more ranks are to go on than train in the world of `now`."""
-    if world.size > now.size:
+def world_to_go_on(plan: Any, world: Any, now: World) -> World:
+    """Returns the world of `engine.replan(plan, world)`, by default that of `now`. Raises UserError for a wrong kind of
+    argument, and where more ranks are to go on than train in `now`."""
+    check_plan(plan)
+    check_world(world)
+    if world is not None and world.size > now.size:
         raise UserError(
-            f"engine.replan: {world.size} ranks are to go on, and {now.size} train: ranks can leave, and join by a "
-            "checkpoint (engine.save here, then engine.load on an engine of all of them)"
+            f"engine.replan: {world.size} ranks are to go on, and {now.size} train: ranks join by engine.regroup, or "
+            "by a checkpoint (engine.save here, then engine.load on an engine of all of them)"
+        )
+    return world or now
+
+
+def check_regroup(plan: Any, world: Any, now: World) -> None:
+    """UserError for a wrong kind of argument of `engine.regroup`, and for a world that ends with that of `now`."""
+    check_plan(plan)
+    check_world(world)
+    if world is None or world is now:
+        raise UserError(
+            "engine.regroup goes on in a new world: give engine.world.without([1]) where rank 1 has failed, or a "
+            "shoal.comm.World of all that come; to change the plan alone, engine.replan"
         )
 
 

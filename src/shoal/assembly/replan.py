@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -14,13 +15,14 @@ from shoal.assembly.model import Local
 from shoal.assembly.session import session
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.session import Session
-from shoal.comm import World
+from shoal.checkpoint.survivors import survivors
+from shoal.comm import Group, World
 from shoal.errors import CheckpointError, StorageError, TrainingError, UserError
 from shoal.exchange.hooks import is_hooked
 
 REFUSALS = (UserError, StorageError, CheckpointError)
 """What all ranks raise alike, so that the old plan can go on. Anything else is the failure of one rank."""
-Assemble = Callable[[Callable[[], nn.Module]], Assembled]
+Assemble = Callable[..., Assembled]
 
 
 class Follower(Protocol):
@@ -38,13 +40,13 @@ class Follower(Protocol):
 
 def reassembled(
     source: Handover,
-    old: Session,
+    old: Session | None,
     model: nn.Module | Callable[[], nn.Module],
     assemble: Assemble,
     followers: Iterable[Follower],
 ) -> tuple[Assembled, Session]:
-    """Assembles anew, with the state of a run that its session `old` hands over as `source`; returns the new assembly
-    and its session.
+    """Assembles anew, with the state of a run that its session `old` hands over as `source` (None where others do);
+    returns the new assembly and its session.
 
     model: as the engine was given it
     assemble: makes the new assembly of a factory
@@ -55,7 +57,7 @@ def reassembled(
     """
     with ExitStack() as undo:
         try:
-            new = assemble(_anew(model, old.state.module))
+            new = assemble(model if old is None else _anew(model, old.state.module))
             ending = undo.enter_context(closing(new))
             for follower in followers:
                 follower.check(new)
@@ -66,6 +68,19 @@ def reassembled(
             raise
         undo.pop_all()
     return new, fresh
+
+
+def started(assembled: Assembled) -> tuple[Assembled, Session]:
+    """Returns an assembly, and the session of the run that it begins."""
+    return assembled, session(assembled, closing(assembled))
+
+
+def joined(world: World, model: nn.Module | Callable[[], nn.Module], assemble: Assemble) -> tuple[Assembled, Session]:
+    """Assembles `model`, with the state of a run that other ranks of `world` have (see survivors)."""
+    with everywhere_or_nowhere(world):
+        check_hooks_of_users(None, world.everyone)
+        with survivors(world, None) as source:
+            return reassembled(source, None, model, partial(assemble, fill=False), ())
 
 
 @contextmanager
@@ -99,15 +114,17 @@ def everywhere_or_nowhere(*worlds: World) -> Iterator[None]:
         raise
 
 
-def check_hooks_of_users(local: Local) -> None:
-    """Raises UserError, on all ranks alike, where parameters have hooks that no constructor has registered: the model
-    that is built anew would not have them."""
-    named = local.module.named_parameters()
-    mine = [name for name, each in named if is_hooked(each) and name not in local.whole.hooked]
-    if names := sorted({name for theirs in local.ranks.everyone.all_gather_object(mine) for name in theirs}):
+def check_hooks_of_users(local: Local | None, everyone: Group) -> None:
+    """Raises UserError, on all ranks of `everyone` alike, where parameters have hooks that no constructor has
+    registered: the model that is built anew would not have them. `local`: None for a rank that has no model yet."""
+    mine = list[str]()
+    if local is not None:
+        named, known = local.module.named_parameters(), local.whole.hooked
+        mine = [name for name, each in named if is_hooked(each) and name not in known]
+    if names := sorted({name for theirs in everyone.all_gather_object(mine) for name in theirs}):
         raise UserError(
-            f"{names[0]} has a hook that was registered after the engine was made, and engine.replan builds the model "
-            "anew: remove the hook, and register it again on engine.module afterwards"
+            f"{names[0]} has a hook that was registered after the engine was made, and the model is built anew: remove "
+            "the hook, and register it again on engine.module afterwards"
         )
 
 
@@ -116,7 +133,7 @@ def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> C
     itself."""
     if isinstance(factory, nn.Module):
         raise UserError(
-            "engine.replan builds the model anew, and this engine was given a ready one: give Engine a factory, "
+            "another plan builds the model anew, and this engine was given a ready one: give Engine a factory, "
             "model=lambda: Net(...)"
         )
     known = set(map(id, trained.modules()))
@@ -125,7 +142,7 @@ def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> C
         module = factory()
         if isinstance(module, nn.Module) and any(id(each) in known for each in module.modules()):
             raise UserError(
-                "engine.replan builds the model anew, and the factory gave modules that are in training: it must make "
+                "another plan builds the model anew, and the factory gave modules that are in training: it must make "
                 "a model each time it is called"
             )
         return module

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches
-from shoal.assembly.assembled import Assembled, closing, take_apart
 from shoal.assembly.batches import batches
+from shoal.assembly.changing import Changing
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
-from shoal.assembly.rebuild import Rebuild
-from shoal.assembly.replan import (
-    Assemble,
-    Follower,
-    check_hooks_of_users,
-    everywhere_or_nowhere,
-    reassembled,
-    without_collections,
-)
-from shoal.assembly.session import session
-from shoal.checkpoint.handover import Handover
-from shoal.checkpoint.session import Session
-from shoal.comm import World
 from shoal.data import Batch
 from shoal.data.loader import Order
 from shoal.errors import UserError
@@ -46,54 +32,8 @@ from shoal.training.result import StepResult
 from shoal.training.step import StepRunner
 
 
-class Running:
+class Running(Changing):
     """A job under way, over the phases of its assembly. Every method is called by all ranks alike, between steps."""
-
-    def __init__(self, model: nn.Module | Callable[[], nn.Module], assembled: Assembled) -> None:
-        self._model = model
-        self.followers: WeakSet[Follower] = WeakSet()  # who goes on with this engine under another plan
-        self._go_on(assembled, session(assembled, closing(assembled)))
-
-    def leave(self) -> None:
-        """Hands over what this rank holds to those that go on without it, which call `replan`, and closes the engine.
-        Raises CheckpointError if their plan is refused; the engine can then go on with all ranks."""
-        with self._handed_over(self.world) as source:
-            source.finish()
-        self.close()
-
-    @contextmanager
-    def _handed_over(self, world: World) -> Iterator[Handover]:
-        """Gives the state of all ranks inside the context, to be read by those of `world`."""
-        for loop in self._loops:
-            loop.check_between_steps()
-        with everywhere_or_nowhere(self.world, world), self._session.handed_over() as source:
-            check_hooks_of_users(self._local)
-            yield source
-
-    @without_collections()
-    def _replan(self, assemble: Assemble, world: World) -> None:
-        with self._handed_over(world) as source:
-            new, fresh = reassembled(source, self._session, self._model, assemble, self.followers)
-        for loop in self._loops:
-            loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
-        left = self._local, self._memory
-        self.close()
-        self._go_on(new, fresh)
-        for follower in self.followers:
-            follower.follow()
-        take_apart(*left)
-
-    def _go_on(self, assembled: Assembled, session: Session) -> None:
-        self._loops: WeakSet[Loop] = WeakSet()
-        recipe, local, memory, trainer = assembled.recipe, assembled.local, assembled.memory, assembled.trainer
-        self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
-        self._rebuild, self._session = Rebuild(local, memory, trainer), session
-        self.plan, self.world = local.ranks.plan, local.ranks.world
-        self.device, self.ledger = self.world.device, self.world.ledger
-        self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, assembled.microbatch
-        self.module, self.build_note, self.layouts = local.module, local.built.how, local.layouts
-        self.precision, self.parameters = memory.precision, memory.parameters
-        self.optimizer, self.scheduler, self.loss_scale = trainer.optimizer, trainer.scheduler, trainer.loss_scale
 
     def __repr__(self) -> str:
         elements = sum(math.prod(layout.shape) for layout in self.layouts.values())
@@ -278,10 +218,6 @@ class Running:
         """Writes the weights as safetensors: in Hugging Face layout where the model has one, else by the model's own
         names. The first rank writes; all ranks return when it is done."""
         return self._session.export(directory)
-
-    def close(self) -> None:
-        """Ends background work: waits for a save under way and for the lane."""
-        self._session.closing.close()
 
     @property
     def parts(self) -> Parts:

@@ -27,6 +27,7 @@ class Steps(Protocol):
 
     def flush(self) -> None: ...
     def settle(self) -> None: ...
+    def abandon(self) -> bool: ...
 
 
 @dataclass
@@ -37,10 +38,6 @@ class Progress:
     step: int = 0
     source: IterableSource | dict[str, Any] | None = None
     run: str = ""
-
-    def follow(self, other: Progress) -> None:
-        """Takes the position of another."""
-        self.step, self.source, self.run = other.step, other.source, other.run
 
 
 @dataclass(frozen=True)

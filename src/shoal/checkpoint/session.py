@@ -19,6 +19,7 @@ from shoal.checkpoint.reader import newest, require_sound
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
+from shoal.checkpoint.survivors import survivors, what_is_left
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
@@ -87,19 +88,35 @@ class Session:
         self._pause()
         for writer in self._writers.values():
             writer.wait()
-        disk = None if self.state.pager is None else self.state.pager.disk
         pieces = self._pieces(self.role.with_copies)
-        with nullcontext() if disk is None else disk.aside():
+        with self._disk_aside():
             yield Handover(self.members.everyone, pieces, as_json(self._extra()), self.world.host_id, self.world.device)
 
-    def take_over(self, source: Handover, old: Session) -> None:
-        """Goes on with what the session `old` hands over as `source`. An iterable that the same ranks read goes on; of
-        other ranks it is opened anew, where it was."""
+    @contextmanager
+    def left_behind(self, world: World) -> Iterator[Handover]:
+        """Gives, inside the context, what the ranks of `world` have left after others have failed (see survivors).
+        Raises CheckpointError where that is not enough, or a save under way fails."""
+        for writer in self._writers.values():
+            writer.wait()
+        left = what_is_left(self.plan, self.state, self.steps, self.progress, self.place, self.role.with_copies)
+        with self._disk_aside(), survivors(world, left) as source:
+            yield source
+
+    def take_over(self, source: Handover, old: Session | None) -> None:
+        """Goes on with what the session `old` hands over as `source`; None where others do. An iterable that the same
+        ranks read goes on; of other ranks it is opened anew, where it was."""
         self._read(source)
         source.finish()
+        if old is None:
+            self.progress.run = source.extra["run"]
+            return
         if old.world is not self.world:
             old.progress.source = self.progress.source
-        self.progress.follow(old.progress)
+        self.progress.source, self.progress.run = old.progress.source, old.progress.run
+
+    def _disk_aside(self) -> AbstractContextManager[None]:
+        disk = None if self.state.pager is None else self.state.pager.disk
+        return nullcontext() if disk is None else disk.aside()
 
     def _pieces(self, role: WriterRole) -> list[Piece]:
         """Returns the pieces of this rank, as `role` says: its share of the common state (or of the mean), or all

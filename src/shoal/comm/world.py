@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,8 +118,23 @@ class World:
                 f"world.among({[0, 1][: self.size]})"
             )
         hosts = self.everyone.all_gather_object(self.host_id)
-        if self.rank not in ranks:
-            return None
+        return self._of(ranks, hosts) if self.rank in ranks else None
+
+    def without(self, failed: Collection[int]) -> World:
+        """Makes the world of the ranks that are left when some have failed, in the same order. Those that are left call
+        it alike; nobody waits for the others. Raises UserError where it names this rank, or one that there is not."""
+        known = set(range(self.size)) - {self.rank}
+        if not failed or not set(failed) <= known:
+            raise UserError(
+                f"world.without({failed!r}) on rank {self.rank} of {self.size}: give the numbers of the ranks that "
+                "have failed, and call it on each of the others"
+            )
+        assert self.store is not None, "a world of several ranks has one"
+        hosts = {each: self.store.get(f"host/{each}").decode().split("\n")[0] for each in known - set(failed)}
+        return self._of([rank for rank in range(self.size) if rank not in failed], {**hosts, self.rank: self.host_id})
+
+    def _of(self, ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> World:
+        """Makes the world of `ranks`, this one among them; `hosts`: of each, by number in this world."""
         here = [rank for rank in ranks if hosts[rank] == self.host_id]
         seat = Seat(here.index(self.rank), len(here), self.host_id)
         store = self._given

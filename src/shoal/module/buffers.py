@@ -83,6 +83,13 @@ class OtherBuffers:
         known = self._rules if self._agreed else self._before
         self._start = {name: self._before[name][0].clone() for name in known}
 
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts back the buffers that the start of the step stored, for a step that was cut short."""
+        for name, start in self._start.items():
+            owner, attribute = self._places[name]
+            owner._buffers[attribute] = self._before[name][0].copy_(start)
+
     @contextmanager
     def watching(self) -> Iterator[Callable[[Any], None]]:
         """Observes a forward, inside the context, which passes its results to the function that this yields.

@@ -35,6 +35,11 @@ class Effects:
         self.buffers.begin()
         self.experts.begin()
 
+    def restore(self) -> None:
+        """Puts back what forwards have changed since `begin`, for a step that was cut short."""
+        self.statistics.restore()
+        self.buffers.restore()
+
     def of(self, counts: bool) -> AbstractContextManager[None]:
         """Wraps a microbatch: one that does not count leaves nothing behind."""
         return nullcontext() if counts else self._none()

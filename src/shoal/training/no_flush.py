@@ -138,6 +138,10 @@ class NoFlushRunner:
         self._do(self._order.flush())
         self._delays.versions.bind(self._delays.versions.newest)
 
+    def abandon(self) -> bool:
+        """Returns that the state is that of no step: some are always under way."""
+        return False
+
     def settle(self) -> None:
         """Raises what a step left unread on the device."""
         self._commit.settle()

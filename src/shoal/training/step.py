@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from shoal.data import Batch
+from shoal.errors import TrainingError
 from shoal.exchange import Holds
 from shoal.pipeline import Runner as Pipeline
 from shoal.training.ballot import Ballot, agree
@@ -23,6 +25,14 @@ from shoal.training.result import StepResult
 from shoal.training.setup import StepGroups, Trained
 from shoal.training.stages import Staged
 from shoal.training.totals import Totals
+
+
+class _Phase(Enum):
+    """How far the step has come."""
+
+    BETWEEN = "none is under way"
+    OPEN = "gradients come together"
+    UPDATING = "weights and the optimizer's state change"
 
 
 class StepRunner:
@@ -63,6 +73,7 @@ class StepRunner:
         self.per_sample = 1.0
         """Counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits."""
         self._step = self._samples = 0
+        self._phase = _Phase.BETWEEN
 
     def run(self, batch: Batch) -> StepResult:
         """Makes one step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
@@ -93,6 +104,7 @@ class StepRunner:
         self._trained.algorithm.begin(step)
         self._reduce.begin(step, most)
         self._effects.begin()
+        self._phase = _Phase.OPEN
 
     def backward(self, sums: Sums, last: bool) -> None:
         """Backward of one microbatch of a loop that is the caller's (see Local.backward)."""
@@ -112,10 +124,24 @@ class StepRunner:
         self.gradients = clipped.gradients
         about = (answer.totals, clipped.norm, totals.names or (), share, totals.scale, answer.experts)
         result = StepResult(step, epoch, trained.lr, 0.0, *about, norms=clipped.norms)
+        self._phase = _Phase.UPDATING
         with self.forward.ledger.span("compute", "optimizer"), torch.no_grad():
-            self._commit.apply(result, clipped, answer.untouched)
+            try:
+                self._commit.apply(result, clipped, answer.untouched)
+            except TrainingError:  # nothing was applied
+                self._phase = _Phase.BETWEEN
+                raise
             trained.algorithm.end(step)
+        self._phase = _Phase.BETWEEN
         return result
+
+    def abandon(self) -> bool:
+        """Puts back what the forwards of a step that was cut short have changed. Returns whether all state is then that
+        between two steps: it is not if the step's update had begun."""
+        if self._phase is _Phase.OPEN:
+            self._effects.restore()
+            self._phase = _Phase.BETWEEN
+        return self._phase is _Phase.BETWEEN
 
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""

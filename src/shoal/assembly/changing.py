@@ -1,0 +1,93 @@
+"""An engine's way from one assembly to another: under another plan, or with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from weakref import WeakSet
+
+from torch import nn
+
+from shoal.assembly.assembled import Assembled, take_apart
+from shoal.assembly.rebuild import Rebuild
+from shoal.assembly.replan import (
+    Assemble,
+    Follower,
+    check_hooks_of_users,
+    everywhere_or_nowhere,
+    reassembled,
+    without_collections,
+)
+from shoal.checkpoint.handover import Handover
+from shoal.checkpoint.session import Session
+from shoal.comm import World
+from shoal.errors import LaunchError
+from shoal.training.loop import Loop
+
+
+class Changing:
+    """Holds what the phases of an assembly gave, and exchanges it for another while the run goes on."""
+
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], assembled: Assembled, session: Session) -> None:
+        self._model = model
+        self.followers: WeakSet[Follower] = WeakSet()  # who goes on with this engine under another plan
+        self._go_on(assembled, session)
+
+    def leave(self) -> None:
+        """Hands over what this rank holds to those that go on without it, which call `replan`, and closes the engine.
+        Raises CheckpointError if their plan is refused; the engine can then go on with all ranks."""
+        with self._handed_over(self.world) as source:
+            source.finish()
+        self.close()
+
+    @contextmanager
+    def _handed_over(self, world: World) -> Iterator[Handover]:
+        """Gives the state of all ranks inside the context, to be read by those of `world`."""
+        for loop in self._loops:
+            loop.check_between_steps()
+        with everywhere_or_nowhere(self.world, world), self._session.handed_over() as source:
+            check_hooks_of_users(self._local, self._local.ranks.everyone)
+            yield source
+
+    @without_collections()
+    def _replan(self, assemble: Assemble, world: World) -> None:
+        with self._handed_over(world) as source:
+            new = reassembled(source, self._session, self._model, assemble, self.followers)
+        self._exchange(*new, closing=nullcontext())
+
+    @without_collections()
+    def _regroup(self, assemble: Assemble, world: World) -> None:
+        self.world.close()  # who waits for a rank that lives waits no longer
+        with everywhere_or_nowhere(world):
+            check_hooks_of_users(self._local, world.everyone)
+            with self._session.left_behind(world) as source:
+                new = reassembled(source, self._session, self._model, assemble, self.followers)
+        self._exchange(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
+
+    def _exchange(self, new: Assembled, fresh: Session, closing: AbstractContextManager[object]) -> None:
+        """Goes on with another assembly; `closing`: around what is closed of the old one."""
+        for loop in self._loops:
+            loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
+        left = self._local, self._memory
+        with closing:
+            self.close()
+        self._go_on(new, fresh)
+        for follower in self.followers:
+            follower.follow()
+        take_apart(*left)
+
+    def _go_on(self, assembled: Assembled, session: Session) -> None:
+        self._loops: WeakSet[Loop] = WeakSet()
+        recipe, local, memory, trainer = assembled.recipe, assembled.local, assembled.memory, assembled.trainer
+        self._recipe, self._local, self._memory, self._trainer = recipe, local, memory, trainer
+        self._rebuild, self._session = Rebuild(local, memory, trainer), session
+        self.plan, self.world = local.ranks.plan, local.ranks.world
+        self.device, self.ledger = self.world.device, self.world.ledger
+        self.seed, self.global_batch, self.microbatch = recipe.seed, recipe.global_batch, assembled.microbatch
+        self.module, self.build_note, self.layouts = local.module, local.built.how, local.layouts
+        self.precision, self.parameters = memory.precision, memory.parameters
+        self.optimizer, self.scheduler, self.loss_scale = trainer.optimizer, trainer.scheduler, trainer.loss_scale
+
+    def close(self) -> None:
+        """Ends background work: waits for a save under way and for the lane."""
+        self._session.closing.close()

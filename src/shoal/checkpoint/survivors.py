@@ -1,0 +1,104 @@
+"""What the ranks of a new world have left of a run, after others have failed: handed to all of them from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.checkpoint.given import as_json
+from shoal.checkpoint.handover import Handover
+from shoal.checkpoint.optimizer_state import optimizer_extra
+from shoal.checkpoint.pieces import Piece
+from shoal.checkpoint.role import WriterRole
+from shoal.checkpoint.run import Progress, State, Steps
+from shoal.checkpoint.state import pieces
+from shoal.comm import World
+from shoal.errors import CheckpointError
+from shoal.exchange import Holds
+from shoal.plan import Plan
+
+_REMEDY = "Go on from a checkpoint: make an engine on the new world, and engine.load(directory)"
+
+
+@dataclass(frozen=True)
+class Left:
+    """What one rank holds between two steps.
+
+    step: the one that comes next
+    why_not: the reason why a run of this plan cannot go on from what ranks hold; "" if it can
+    extra: JSON state, of the optimizer what this rank knows; nothing where an update was cut short
+    pieces: all that it holds
+    """
+
+    step: int
+    why_not: str
+    extra: Mapping[str, Any]
+    pieces: Sequence[Piece]
+
+
+def what_is_left(
+    plan: Plan, state: State, steps: Steps, progress: Progress, place: Callable[[], Mapping[str, Any]], role: WriterRole
+) -> Left:
+    """Returns what this rank holds, without asking others, of which some are no more; a step under way is given up.
+
+    place: gives the position of the run and its settings
+    role: of one that gives all that it holds
+    """
+    exchange, step, why_not = state.exchange, progress.step, ""
+    alike = exchange.holds(step) is Holds.SUM and not exchange.drifts(step) and not exchange.own_optimizers
+    if state.versions is not None:
+        why_not = f"under plan.schedule = {plan.schedule!r} updates are always under way"
+    elif not alike or exchange.state():
+        why_not = f"under plan.exchange = {plan.exchange!r} each rank has state of its own"
+    elif progress.source is not None:
+        why_not = "of an iterable dataset the batch under way cannot be had again"
+    if not steps.abandon() or why_not:
+        return Left(step, why_not, {}, [])
+    state.optimizer.settle()
+    extra = {**place(), "replicas": None, **optimizer_extra(state.optimizer, None)}
+    return Left(step, "", as_json(extra), pieces(state.module, state.chunks, state.optimizer, role))
+
+
+@contextmanager
+def survivors(world: World, left: Left | None) -> Iterator[Handover]:
+    """Gives, inside the context, the state of the newest step that the ranks of `world` hold, as a source that all of
+    them read.
+
+    Each rank makes an update for itself once all have voted for it, so a failure may come when some have made it and
+    others have not: then those that have not take it from the others, which hold the same.
+
+    left: what this rank holds; None for one that is new
+
+    Collective over `world`. Raises CheckpointError, on all ranks alike, where what they hold is not enough, with what
+    to do instead.
+    """
+    try:
+        yield _newest(world, left)
+    except CheckpointError as error:
+        raise CheckpointError(f"what ranks hold is not enough to go on: {error}. {_REMEDY}") from error
+
+
+def _newest(world: World, left: Left | None) -> Handover:
+    mine = None if left is None else [left.step, left.why_not, bool(left.extra), dict(left.extra)]
+    told = [each for each in world.everyone.all_gather_object(mine) if each is not None]
+    for _, why_not, _, _ in told:
+        if why_not:
+            raise CheckpointError(why_not)
+    newest = max((step for step, _, whole, _ in told if whole), default=None)
+    if newest is None:
+        raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
+    held = left is not None and left.step == newest and bool(left.extra)
+    extra = _merged([extra for step, _, whole, extra in told if whole and step == newest])
+    return Handover(world.everyone, left.pieces if left and held else [], extra, world.host_id, world.device)
+
+
+def _merged(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON state of all, to which ranks with other parts of the model bring what the optimizer has of
+    those."""
+    groups, plain = list[dict[str, Any]](), dict[str, Any]()
+    for each in extras:
+        groups += [group for group in each["groups"] if group not in groups]
+        plain.update(each["optim"])
+    return {**extras[0], "groups": groups, "optim": plain}
