@@ -368,6 +368,7 @@ def test_one_storage_goes_once(monkeypatch):
     assert torch.equal(back[0], torch.arange(100.0, 200).view(10, 10)) and torch.equal(back[1], back[2])
     assert torch.equal(back[3], x) and torch.equal(back[1] * 2, x)
     lane.close()
+    assert device.held["activations"] == 2 * x.nbytes, "what has come back"
 
 
 class ChangesWhatItHasUsed(torch.nn.Module):

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, OneCycleLR, SequentialLR, StepLR
 
 import shoal
+from shoal.comm import World
 from shoal.engine import Engine
 from shoal.models import regression
 from shoal.optim.groups import decay_matrices_only
@@ -214,3 +215,22 @@ def test_all_ranks_go_on_alike_and_one_of_them_says_so(tmp_path):
         assert first[0] == second[0] == pytest.approx(expected[0], rel=1e-12)
         assert first[2] == pytest.approx(expected[1], rel=1e-6)
         assert (len(first[1]), len(second[1])) == (2, 0)
+
+
+def _apart(world: World, directory: str) -> tuple[list[str], set[str]]:
+    """Replicas that train apart when they are saved: what an optimizer of another kind says, and has afterwards."""
+    options = {"plan": Plan(dp=2, exchange={"name": "local_sgd", "every": 4}), "world": world}
+    before, after = make(AdamW, **options), make(partial(SGD, momentum=0.9), **options)
+    trained(before, BEFORE)
+    before.save(directory)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        after.load(directory)
+    trained(after, AFTER)
+    return [str(each.message) for each in said], {key for each in after.optimizer.torch.state.values() for key in each}
+
+
+def test_replicas_apart_leave_the_state_that_another_optimizer_does_not_know(tmp_path):
+    (said, keys), _ = run_ranks(_apart, 2, str(tmp_path))
+    assert any("the state of the optimizer starts anew" in line for line in said)
+    assert keys == {"momentum_buffer"}

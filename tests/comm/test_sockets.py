@@ -55,6 +55,16 @@ def test_few_and_many_elements(numel):
         assert differing(got, expected(rank, 4, torch.float32, numel)) == []
 
 
+def _with_itself(world) -> list[float]:
+    out = torch.zeros(3)
+    connect(world).exchange(out, world.rank, torch.arange(3.0) + world.rank, world.rank)
+    return out.tolist()
+
+
+def test_a_rank_exchanges_with_itself():
+    assert run_ranks(_with_itself, 2) == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+
+
 @pytest.mark.parametrize("numel", [101, 200_001])
 def test_without_a_compiler_it_is_the_same(numel):
     for rank, got in enumerate(run_ranks(on_sockets, 3, torch.float32, numel, 1 << 20, False)):
