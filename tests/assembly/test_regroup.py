@@ -21,7 +21,7 @@ from shoal import Plan
 from shoal.assembly import replan
 from shoal.comm.world import Seat, World
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, LaunchError
+from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.models import regression
 from shoal.optim.optimizer import ChunkOptimizer
 from shoal.training.ballot import Ballot
@@ -261,3 +261,45 @@ def test_what_is_not_enough_is_said_and_its_remedy_helps(name, tmp_path):
     message, losses = found[0]
     assert said in message and "Go on from a checkpoint" in message
     assert len(losses) == STEPS
+
+
+def _refused_then_another(world: World) -> tuple[str, list[float]]:
+    """A plan that does not fit is refused, and the run goes on under one that does."""
+    row = ROWS["its backward"]
+    running = row.engine(world, Plan(dp=3))
+    batches = running.batches(row.data)
+    losses = [running.step(next(batches)).loss for _ in range(FAILS)]
+    if world.rank == 2:
+        world.close()
+        return "", losses
+    with pytest.raises(LaunchError):
+        running.step(next(batches))
+    left = world.without([2])
+    with pytest.raises(UserError) as error:
+        running.regroup(Plan(dp=3), left)
+    running.regroup(Plan(tp=2), left)
+    losses += [running.step(batch).loss for batch in running.batches(row.data, steps=STEPS - FAILS)]
+    return str(error.value), losses
+
+
+def test_a_plan_that_is_refused_may_be_another():
+    expected, _ = reference(_whole, 1, replace(ROWS["its backward"], name="", old={}, new={}, dead={}))[0]
+    for said, losses in run_ranks(_refused_then_another, 3)[:2]:
+        assert "3" in said and losses == pytest.approx(expected, rel=2e-5)
+
+
+def _wrong(world: World) -> list[str]:
+    running = ROWS["its backward"].engine(world, Plan(dp=2))
+    said = []
+    for plan, other in ((Plan(dp=2), world), (Plan(dp=2), None), ({"dp": 2}, world.without([1 - world.rank]))):
+        with pytest.raises(UserError) as error:
+            running.regroup(plan, other)
+        said.append(str(error.value))
+    running.step(next(running.batches(ROWS["its backward"].data)))
+    return said
+
+
+def test_wrong_arguments_are_refused_and_change_nothing():
+    for same, none, plan in run_ranks(_wrong, 2):
+        assert "engine.world.without" in same and same == none
+        assert "write plan=shoal.Plan(dp=2)" in plan
