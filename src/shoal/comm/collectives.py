@@ -39,6 +39,7 @@ class Group:
     - `transports`: by device type, "cpu" and perhaps an accelerator's
     - `store`: the group's store, for the roll call after a failure
     - `stalls`: watches for calls that wait unusually long
+    - `gone`: whether a rank of the world is known to have ended
 
     `rank`, and the arguments `src`, `dst`, `source` and `target` below, count within the group. Every rank calls the
     same operations in the same order (`send`, `recv` and `exchange`: only those concerned). Tensors may have any shape
@@ -55,12 +56,13 @@ class Group:
         transports: Mapping[str, Transport],
         store: dist.Store | None = None,
         stalls: Stalls | None = None,
+        gone: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         self.name, self.ranks, self.ledger, self.transports = name, ranks, ledger, transports
         self.rank, self.size = transports["cpu"].rank, len(ranks)
         self._store = store  # transports' own have prefixes, and do not keep it alive
         self._calls = 0
-        self._roll = RollCall(store, self.rank, ranks)
+        self._roll = RollCall(store, self.rank, ranks, gone)
         self._turns = Turns()
         self._open = stalls.watch(name, self.rank, ranks, store) if stalls is not None and self.size > 1 else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -17,10 +17,11 @@ class RollCall:
     - `store`: the group's store; without one nobody can be asked
     - `rank`: this rank in the group
     - `ranks`: the group's ranks in the world, for messages
+    - `gone`: whether one of these is known to have ended, and is not waited for
     """
 
-    def __init__(self, store: dist.Store | None, rank: int, ranks: Sequence[int]) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+    def __init__(self, store: dist.Store | None, rank: int, ranks: Sequence[int], gone: Callable[[int], bool]) -> None:
+        self._store, self._rank, self._ranks, self._gone = store, rank, ranks, gone
 
     def call(self, number: int) -> str:
         """Returns a sentence about who is missing at the collective of this number; "" where that cannot be known."""
@@ -35,7 +36,9 @@ class RollCall:
             here = False
             with suppress(RuntimeError):  # a store whose server is gone answers nothing: that rank counts as missing
                 while not (here := store.check([f"stopped/{number}/{rank}"])) and time.monotonic() < deadline:
-                    time.sleep(0.05)
+                    if self._gone(name):
+                        break
+                    time.sleep(0.01)
             if not here:
                 missing.append(name)
         return f"not there: rank {', '.join(map(str, missing))}. " if missing else "every rank stopped here. "

@@ -104,7 +104,8 @@ class World:
                 store = AwaitingStore(dist.PrefixStore(f"{name}/{'-'.join(map(str, ranks))}", self.store), check)
             hosts = self._hosts(ranks, check)
             transports = connect(store, ranks.index(self.rank), hosts, self.device, self.timeout)
-            self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls)
+            gone = partial(_has_ended, self._processes)
+            self._groups[key] = Group(name, ranks, self.ledger, transports, store, self._stalls, gone)
         return self._groups[key]
 
     def among(self, ranks: Sequence[int]) -> World | None:
@@ -184,7 +185,7 @@ class World:
         """Raises LaunchError where one of `ranks` will not come to make the group `name`."""
         assert self.store is not None
         for rank in ranks:
-            ended = rank in self._processes and has_ended(self._processes[rank])
+            ended = _has_ended(self._processes, rank)
             if ended or self.store.check([f"closed/{rank}"]):
                 what = "its process has ended" if ended else f"rank {rank} has closed its groups"
                 raise LaunchError(f"rank {self.rank}: group {name} cannot be made with rank {rank}: {what}")
@@ -218,3 +219,7 @@ def _close(groups: dict[tuple[str, tuple[int, ...]], Group], stalls: Stalls) -> 
     stalls.close()
     for group in groups.values():
         group.close()
+
+
+def _has_ended(processes: Mapping[int, int], rank: int) -> bool:
+    return rank in processes and has_ended(processes[rank])
