@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from shoal import Engine, Plan, as_ddp_hook
 from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.tier import Tier
 from shoal.comm import World
 from shoal.comm.ledger import Ledger
+from shoal.models import causal_lm
 from shoal.parallel.expert.dispatch import Dispatch
 from shoal.plan import Option
+from tests.device.adapters import in_group
 from tests.device.uses import engine, on, trained
+from tests.parity.cases import text
 
 
 def products_while_tokens_travel(world: World, folder: str) -> list[float]:
@@ -114,3 +122,112 @@ def cut_short(world: World, folder: str) -> list[float]:
     except ZeroDivisionError:
         handle.remove()
     return losses + on(running, 3)
+
+
+def cut_short_with_weights_under_way(world: World, folder: str) -> list[float]:
+    """A step that ends within its forward, while the weights of the next block come."""
+    running = engine(world, {"memory": {"chunk": "4KiB"}})
+    losses = on(running, 2)
+    handle = running.module.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+    try:
+        on(running, 3)
+    except ZeroDivisionError:
+        handle.remove()
+    return losses + on(running, 3)
+
+
+def given_up(plan: dict[str, Any], world: World, folder: str) -> list[float]:
+    """An engine that nobody has any more, and has not closed, while work of its steps is under way; another one takes
+    its memory."""
+    running = engine(world, plan)
+    for batch in running.batches(text(), steps=2):
+        running.step(batch)
+    del running, batch
+    gc.collect()
+    return trained(world, 2)
+
+
+def reserved(world: World, folder: str) -> list[float]:
+    """Bytes that the allocator has taken for steps in which gradients are on loan: many small ones."""
+    plan = {"dp": world.size, "zero": 2, "exchange": {"name": "allreduce", "chunk_bytes": 4096}}
+    running = engine(world, plan)
+    for batch in running.batches(text(), steps=3):
+        running.step(batch)
+    running.close()
+    return [float(torch.accelerator.memory_reserved())]
+
+
+class InTwoKinds(nn.Module):
+    """Layers in fp32, of which DDP makes other buckets after the first step, and a factor in fp64, whose bucket
+    stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.factor = nn.Parameter(torch.ones(512, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.double().mean() * self.factor
+
+
+def first_bucket_stays(world: World, folder: str) -> list[float]:
+    """DDP makes its buckets anew, and the first one is on its way when the others turn out to be others."""
+    with in_group(world, folder):
+        torch.manual_seed(3)
+        ddp = DistributedDataParallel(InTwoKinds().to(world.device), bucket_cap_mb=0.001)
+        ddp.register_comm_hook(*as_ddp_hook({"name": "topk", "ratio": 0.25}, ddp))
+        optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+        for step in range(4):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + world.rank)).to(world.device)
+            optimizer.zero_grad(set_to_none=False)
+            loss = (ddp(x) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).tolist()
+
+
+class SendsItsWeight(nn.Module):
+    """A model whose first stage gives a parameter, as it is, to the blocks of the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(61, 16)
+        self.scale = Given()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.head = nn.Linear(16, 61)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, scale = self.tokens(input_ids), self.scale()
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.head(x)
+
+
+class Given(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(16))
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * scale
+
+
+def a_weight_that_travels(world: World, folder: str) -> list[float]:
+    """It is updated when all that was sent of it has left."""
+    running = Engine(
+        SendsItsWeight, causal_lm, partial(torch.optim.AdamW, lr=3e-3), Plan(pp=2), global_batch=12, microbatch=3,
+        world=world,
+    )  # fmt: skip
+    return on(running, 3)

@@ -22,6 +22,9 @@ CASES = {
         "around_the_ring": 2,
         "moved_at_once": 2,
         "cut_short": 2,
+        "cut_short_with_weights_under_way": 1,
+        "first_bucket_stays": 2,
+        "a_weight_that_travels": 2,
     },
     branches: {
         "exchanged_with_error_feedback": 2,
@@ -36,10 +39,13 @@ CASES = {
 ROWS = {name: (getattr(file, name), size) for file, sizes in CASES.items() for name, size in sizes.items()}
 IN_THE_BACKGROUND = (
     {"name": "delayed"},
-    {"name": "async_average"},
+    {"name": "async_average", "interval_ms": 0.0, "bound": 1},
     {"name": "streaming_diloco", "every": 2, "fragments": 1, "overlap": 1},
 )
 ROWS |= {f"{each['name']}-saved": (partial(orders.saved_under_way, each), 2) for each in IN_THE_BACKGROUND}
+GIVEN_UP = {each["name"]: {"dp": 2, "exchange": each} for each in IN_THE_BACKGROUND}
+GIVEN_UP |= {"zero2": {"dp": 2, "zero": 2}, "pp": {"pp": 2}}
+ROWS |= {f"{name}-given-up": (partial(orders.given_up, plan), 2) for name, plan in GIVEN_UP.items()}
 WAITS = {
     "answers": (1, (6,)),  # three products, before and after
     "rate_of_a_link": (1, (10,)),  # five copies
@@ -72,6 +78,16 @@ def test_who_takes_the_time_waits_for_the_device(name):
     for run in simulate_ranks(uses.used, size, "cuda", getattr(branches, name)):
         assert run.trace.defects == []
         assert sum(number for wait, number in run.trace.waits.items() if wait.what == "device") in times
+
+
+@simulated
+def test_gradients_on_loan_are_bounded_however_late_the_lane_is():
+    """Their memory is taken again before the host has seen that the lane is done with it."""
+    late, at_once = (
+        [run.result for run in simulate_ranks(uses.used, 2, "cuda", orders.reserved, mode=mode)]
+        for mode in ("lazy", "eager")
+    )
+    assert late == at_once
 
 
 @simulated

@@ -125,12 +125,12 @@ class Executor:
 
     def _all_goes(self) -> Trace:
         """Lets all blocks go; returns what the pass used."""
-        for index, state in enumerate(self._states):
-            if state is not State.ABSENT:
-                self._release(index)
         if self._tier is not None:
             self._tier.measures = False
             self._others.append(self._tier.most_others())
+        for index, state in enumerate(self._states):
+            if state is not State.ABSENT:
+                self._release(index)
         self.active, self._trace, trace = False, [], tuple(self._trace)
         return trace
 
@@ -153,6 +153,8 @@ class Executor:
             self._used_at[index] = tick
             if self._states[index] is State.ABSENT:
                 self._fetch(index)
+        if self._tier is not None:
+            self._tier.moved()
         for index in sorted(blocks):
             if self._states[index] is State.COMING:
                 self._arrive(index)

@@ -17,7 +17,6 @@ from torch import Tensor
 from shoal.chunks.allocate import Shared
 from shoal.chunks.tier import Tier
 from shoal.comm.lane import EXCHANGE, Ticket
-from shoal.device import record_use
 
 BUFFERS = 2
 ON_LOAN = "gradients on loan"
@@ -42,7 +41,9 @@ class GradientPool:
         self._buffers = shared.buffers(BUFFERS, size, dtype) if tier is None else []
         self._ended = 0
         self.bytes_home = 0
-        self._loans: deque[tuple[Ticket, int]] = deque()  # handed over, and not waited for yet
+        # Handed over, and not waited for yet; kept until then, so that the next gradient can have their memory: what
+        # `record_stream` keeps is given on only once the host has seen that the lane is done.
+        self._loans: deque[tuple[Ticket, Tensor]] = deque()
 
     def borrow(self, turn: int, numel: int) -> Tensor:
         """Lends `numel` elements, uninitialised, for the gradient that is reduced in `turn`."""
@@ -56,7 +57,6 @@ class GradientPool:
 
     def to_reduce(self, turn: int, flat: Tensor) -> Tensor:
         """Returns `flat` in memory that all ranks see, where there is such; called on the lane, in `turn`."""
-        record_use(flat)  # it was made on the stream of the backward
         if not self._buffers:
             return flat
         buffer = self._buffers[turn % BUFFERS][: flat.numel()]
@@ -69,17 +69,15 @@ class GradientPool:
 
     def handed_over(self, ticket: Ticket, flat: Tensor) -> None:
         """Notes that `flat` was given to the lane, which is done with it at `ticket`."""
-        self._loans.append((ticket, flat.nbytes))
+        self._loans.append((ticket, flat))
 
     def forget(self, lent: Iterable[Tensor]) -> None:
-        """Takes back what is `lent` and what was handed over, without waiting: an error cut the step short."""
-        for flat in lent:
+        """Takes back what is `lent` and what was handed over, once the lane is done with all of it: an error cut the
+        step short."""
+        for flat in (*lent, *(flat for _, flat in self._loans)):
             if self._tier is not None:
                 self._tier.give(ON_LOAN, flat.nbytes)
-        while self._loans:
-            _, size = self._loans.popleft()
-            if self._tier is not None:
-                self._tier.give(ON_LOAN, size)
+        self._loans.clear()
 
     def settle(self) -> None:
         """Waits for all that was handed over."""
@@ -87,7 +85,7 @@ class GradientPool:
             self._take_back(EXCHANGE)
 
     def _take_back(self, cause: str) -> None:
-        ticket, size = self._loans.popleft()
+        ticket, flat = self._loans.popleft()
         if self._tier is not None:
-            self._tier.give(ON_LOAN, size)
+            self._tier.give(ON_LOAN, flat.nbytes)
         ticket.wait(cause)

@@ -149,18 +149,26 @@ class Tier:
         return (self.used if now is None else now) - self.held.get(MOVING, 0)
 
     def most_others(self) -> int:
-        """Most bytes of `others` at a time since the last call."""
-        most = most_allocated(self.device)
-        if most is not None:
-            forget_most_allocated(self.device)
-            return most - self.held.get(MOVING, 0)
-        most, self._others = max(self._others, self.others()), self.others()
+        """Most bytes of `others` at a time since the last call, where `moved` was called after each move."""
+        self._note_others()
+        most, self._others = self._others, self.others()
         return most
+
+    def moved(self) -> None:
+        """Lets the allocator forget, on a GPU, what weights took that have gone: it was not of `others`."""
+        forget_most_allocated(self.device)
+
+    def _note_others(self) -> None:
+        most = most_allocated(self.device)
+        self._others = max(self._others, (self.used if most is None else most) - self.held.get(MOVING, 0))
+        forget_most_allocated(self.device)
 
     def take(self, role: str, size: int, what: str = "") -> None:
         """Books `size` bytes; BudgetExceeded, naming `what`, if they do not fit."""
         if self.capacity is not None and self.used + size > self.capacity and self.relieve is not None:
+            self._note_others()
             self.relieve(self.used + size - self.capacity)
+            self.moved()
         if self.capacity is not None and self.used + size > self.capacity and not self.measures:
             raise BudgetExceeded(self.used + size, self.capacity, f"{self.name} memory for {what or role}")
         if self.ledger.recording:

@@ -2,7 +2,7 @@
 
     begin(step)                  before the forward
     reduce(chunk, own_mean)      on the lane, chunk by chunk in order, during the last backward, where a sum is held
-    exchanged(step, to_mean)     after backward and ballot
+    exchanged(step, to_mean)     after backward and ballot, when the lane is empty
     update(step, ...)            the local update
     renew(to_mean, ...)          after an update that was made
     end(step)                    after it
@@ -165,7 +165,7 @@ class Algorithm:
             self.partners.all_reduce(chunk.gradient, purpose=purpose)
 
     def exchanged(self, step: int, to_mean: Tensor) -> None:
-        """Runs after backward and ballot.
+        """Runs after backward and ballot; all that the lane had has been waited for.
 
         `to_mean` (0-dim) turns the sum into the mean: of the group under SUM and LOCAL_SUM, of the replica under
         INDEPENDENT.

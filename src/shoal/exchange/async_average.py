@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.comm import Lane
+from shoal.device import record_use
 from shoal.errors import LaunchError, UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
 
@@ -93,6 +94,7 @@ class AsyncAverage(TrainsAlone):
 
     @torch.no_grad()
     def _round(self) -> None:
+        record_use(*self._snapshots, *self._means, self._stops)  # they may be given up meanwhile
         try:
             self._group.all_reduce(self._stops, "max", purpose="stop?")
             torch._foreach_copy_(self._means, self._snapshots)

@@ -75,7 +75,6 @@ class Decentralized(TrainsAlone):
     @torch.no_grad()
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         if step % self.every == 0:
-            self.replica.lane.wait()
             for chunk, average in zip(self.replica.chunks, self._average, strict=True):
                 chunk.master.copy_(average)
 

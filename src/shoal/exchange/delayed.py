@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import Chunk
+from shoal.device import record_use
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Algorithm, Holds, Replica, State, by_parameter
 
@@ -40,7 +41,6 @@ class Delayed(Algorithm):
     @torch.no_grad()
     def exchanged(self, step: int, to_mean: Tensor) -> None:
         """Stores this step's gradients where those due now waited, and puts those into the chunks."""
-        self.replica.lane.wait()
         for chunk, waiting in zip(self.replica.chunks, self._waiting[step % self.delay], strict=True):
             due = waiting.clone()
             torch.mul(chunk.gradient, to_mean.to(waiting.dtype), out=waiting)
@@ -57,6 +57,7 @@ class Delayed(Algorithm):
         self._untouched: list[Sequence[str] | None] = [None] * self.delay
 
     def _sum(self, flat: Tensor, index: int) -> None:
+        record_use(flat)  # it may be given up meanwhile
         self._group.all_reduce(flat, purpose=f"gradients {index}")
 
     def settle(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
+from shoal.device import record_use
 from shoal.errors import UserError
 from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter, part_of_mean
 from shoal.exchange.scatter_gather import scatter_gather
@@ -103,6 +104,7 @@ class DiLoCo(TrainsAlone):
         self._part = part_of_mean(counts, self._group)
 
     def _average(self, chunk: Chunk, moved: Tensor) -> None:
+        record_use(moved)  # it may be given up meanwhile
         if self._part is not None:
             moved.mul_(self._part * self._group.size)
         scatter_gather(moved, self._group, self._codec, f"movement {chunk.index}")

@@ -85,9 +85,11 @@ class Reducer:
         - `microbatches`: the most that any partner has
         - `unscale`: 0-dim factor of gradients before they are exchanged, where the loss is scaled; else None
         """
+        if self._round < self._rounds:  # an error has cut the step before short: its gradients are still on their way
+            self._lane.drain()
         self._unscale = unscale
         self._users.begin(microbatches, self._borrowing.__contains__, unscale)
-        if self._gradient_pool is not None:  # an error may have cut the step before short
+        if self._gradient_pool is not None:
             self._gradient_pool.forget(self._lent.values())
         for chunk in self._chunks:
             if chunk.sparse:

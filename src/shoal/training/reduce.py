@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.chunks import sum_of_squares
+from shoal.device import record_use
 from shoal.exchange.aside import Aside
 from shoal.exchange.reducer import Reducer
 from shoal.training.forward import Forward
@@ -69,6 +70,7 @@ class Reduce:
         """Hands over what is left, and waits until all has come."""
         self._reducer.finish()
         nothing = sum_of_squares([], self._forward.randomness.device)
+        record_use(*self._reducer.squares)  # they were made on the lane's stream
         squares = torch.stack([nothing, *self._reducer.squares]).sum(0)
         return Reduced(squares, self._reducer.touched)
 

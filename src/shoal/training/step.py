@@ -101,8 +101,8 @@ class StepRunner:
         self.settle()
         self.forward.ledger.step = self._step = step
         self._totals.begin(expected, self.keeps_back)
+        self._reduce.begin(step, most)  # ends what an error has left of the step before
         self._trained.algorithm.begin(step)
-        self._reduce.begin(step, most)
         self._effects.begin()
         self._phase = _Phase.OPEN
 

@@ -367,7 +367,9 @@ class Group(dist.ProcessGroup):
         current = torch.accelerator.current_stream(device)
         stream = current
         if aside:
-            stream = self._streams.setdefault((device, traffic), torch.Stream(device))
+            if (device, traffic) not in self._streams:
+                self._streams[device, traffic] = torch.Stream(device)
+            stream = self._streams[device, traffic]
             stream.wait_stream(current)
         self.path("at", self._rank).write_text(", ".join(call.name for call in calls))
         with stream:
