@@ -47,8 +47,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 2": {"dp": 2, "zero": 2},
     "zero 3": {"dp": 2, "zero": 3},
     "zero 3 on the host": {"dp": 2, "zero": 3, "memory": {}},
+    "1f1b": {"pp": 2},
 }
-"""No stages among them: the host waits for each message of ranks that are threads, which orders their streams."""
 BUSY_CYCLES = 4_000_000
 """About two milliseconds, the longest delay."""
 RATE = 0.1
@@ -128,7 +128,7 @@ def train(world: World, plan: dict[str, Any], steps: int, mode: AbstractContextM
 def trained(name: str, device: str, steps: int, mode: Any) -> Seen:
     """What the ranks of a plan see, one after the other; `mode()` is entered in each rank."""
     plan = PLANS[name]
-    ranks = plan.get("dp", 1)
+    ranks = plan.get("dp", 1) * plan.get("pp", 1)
     if ranks == 1:
         return train(World.single(device), plan, steps, mode())
     seen = simulate_world(ranks, lambda world: train(world, plan, steps, mode()), device=device)

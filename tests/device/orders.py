@@ -16,6 +16,7 @@ from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.tier import Tier
 from shoal.comm import World
 from shoal.comm.ledger import Ledger
+from shoal.comm.simulation import simulate_world
 from shoal.models import causal_lm
 from shoal.parallel.expert.dispatch import Dispatch
 from shoal.plan import Option
@@ -231,3 +232,12 @@ def a_weight_that_travels(world: World, folder: str) -> list[float]:
         world=world,
     )  # fmt: skip
     return on(running, 3)
+
+
+def ranks_that_are_threads(plan: dict[str, Any], world: World, folder: str) -> list[float]:
+    """Two ranks that share a device, and wait for each other on the host."""
+
+    def losses(rank: World) -> list[float]:
+        return trained(rank, 3, plan)
+
+    return [loss for each in simulate_world(2, losses, device=world.device) for loss in each]

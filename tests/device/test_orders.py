@@ -46,6 +46,9 @@ ROWS |= {f"{each['name']}-saved": (partial(orders.saved_under_way, each), 2) for
 GIVEN_UP = {each["name"]: {"dp": 2, "exchange": each} for each in IN_THE_BACKGROUND}
 GIVEN_UP |= {"zero2": {"dp": 2, "zero": 2}, "pp": {"pp": 2}}
 ROWS |= {f"{name}-given-up": (partial(orders.given_up, plan), 2) for name, plan in GIVEN_UP.items()}
+THREADS = {"dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}, "2bw": {"pp": 2, "schedule": "2bw"}}
+THREADS |= {"async": {"dp": 2, "exchange": {"name": "async_average", "interval_ms": 0.0, "bound": 1}}}
+ROWS |= {f"threads-{name}": (partial(orders.ranks_that_are_threads, plan), 1) for name, plan in THREADS.items()}
 WAITS = {
     "answers": (1, (6,)),  # three products, before and after
     "rate_of_a_link": (1, (10,)),  # five copies
@@ -81,13 +84,12 @@ def test_who_takes_the_time_waits_for_the_device(name):
 
 
 @simulated
-def test_gradients_on_loan_are_bounded_however_late_the_lane_is():
-    """Their memory is taken again before the host has seen that the lane is done with it."""
-    late, at_once = (
-        [run.result for run in simulate_ranks(uses.used, 2, "cuda", orders.reserved, mode=mode)]
-        for mode in ("lazy", "eager")
-    )
-    assert late == at_once
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_gradients_on_loan_are_bounded_however_far_the_host_is_ahead(mode):
+    """Their memory is taken again before the host has seen that the lane is done with it: the allocator takes little
+    more of the device than what is in tensors at a time. A third more, mostly, where only `record_stream` keeps it."""
+    for rank, run in enumerate(simulate_ranks(uses.used, 2, "cuda", orders.reserved, mode=mode)):
+        assert run.result[0] < 1.2 * run.trace.peak[rank]
 
 
 @simulated

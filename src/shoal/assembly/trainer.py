@@ -69,7 +69,7 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
     given = Given(optimizer, Course(scheduler) if scheduler else None, recipe.settings())
     for chunk in memory.trainable:
         chunk.rest()
-    lane = Lane(world.device, world.ledger)
+    lane = world.lane()
     gradient_pool = _attach(local, memory, optimizer, lane)
     check_gradients_by_name(local.ranks.plan, recipe, memory.exchange, local.flushes)
     scale = LossScale(memory.precision.scaling, world.device) if memory.precision.scaling else None

@@ -64,6 +64,10 @@ class Lane:
         assert stream is not None, "a CPU's lane is a thread"
         return stream
 
+    def another(self) -> Lane:
+        """Makes one more lane beside the same computation; the caller closes it."""
+        return Lane(self._device, self.ledger)
+
     def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
         """Queues `work` behind what was submitted before; `name` names its spans."""
         ticket = Ticket(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,11 @@ import torch.distributed as dist
 
 from shoal.comm.collectives import Group
 from shoal.comm.emulate import Room, Simulated, in_threads
-from shoal.comm.lane import Lane
+from shoal.comm.lane import EXCHANGE, Lane, Ticket
+from shoal.comm.ledger import Ledger
 from shoal.comm.transport import Transport, for_every_device
 from shoal.comm.world import Seat, World
-from shoal.device import CPU, own_device
+from shoal.device import CPU, Event, current_stream, new_stream, on_stream, own_device, record_event
 
 Result = TypeVar("Result")
 Wrap = Callable[[Transport], Transport]
@@ -77,14 +79,51 @@ class _Rooms:
                     room.leave(ranks.index(rank), error)
 
 
+class _ThreadLane(Lane):
+    """A lane that is a thread on any device, since ranks wait for each other on the host: in a receive that is posted
+    early, say. On an accelerator the thread works on a stream of its own."""
+
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        super().__init__(CPU, ledger)
+        self._beside, self._own = device, new_stream(device)
+
+    def another(self) -> Lane:
+        return _ThreadLane(self._beside, self.ledger)
+
+    def submit(self, work: Callable[[], None], name: str = "") -> Ticket:
+        return super().submit(partial(self._behind, record_event(self._beside), work), name)
+
+    def wait(self, ticket: Ticket | None = None, cause: str = EXCHANGE) -> None:
+        super().wait(ticket, cause)
+        self._order()
+
+    def drain(self) -> None:
+        super().drain()
+        self._order()
+
+    def close(self) -> None:
+        super().close()
+        self._order()
+
+    def _behind(self, event: Event | None, work: Callable[[], None]) -> None:
+        with on_stream(self._own):
+            if self._own is not None:
+                self._own.wait_event(event)
+            work()
+
+    def _order(self) -> None:
+        """Makes the caller's stream wait for what the thread has launched."""
+        if self._own is not None:
+            current_stream(self._beside).wait_stream(self._own)
+
+
 class _SimulatedWorld(World):
     def __init__(self, rooms: _Rooms, rank: int, size: int, wrap: Wrap | None, device: torch.device) -> None:
         super().__init__(rank, size, seat=Seat(rank, size), store=dist.HashStore(), device=device)
         self._rooms, self._wrap = rooms, wrap
 
     def lane(self) -> Lane:
-        """Makes a lane that is a thread for any device: a receive that is posted early keeps whoever posts it."""
-        return Lane(CPU, self.ledger)
+        return _ThreadLane(self.device, self.ledger)
 
     def group(self, name: str, ranks: list[int]) -> Group:
         key = (name, tuple(ranks))

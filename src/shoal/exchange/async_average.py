@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.comm import Lane
 from shoal.device import record_use
 from shoal.errors import LaunchError, UserError
 from shoal.exchange.algorithm import Replica, TrainsAlone
@@ -47,7 +46,7 @@ class AsyncAverage(TrainsAlone):
             )
         self._group = replica.background("async")
         self._device = replica.chunks[0].master.device
-        self._lane = Lane(self._device, self._group.ledger)
+        self._lane = replica.lane.another()
         self._snapshots = [torch.empty_like(chunk.master) for chunk in replica.chunks]
         self._means = [torch.empty_like(chunk.master) for chunk in replica.chunks]
         self._stops = torch.zeros(1, device=self._device)

@@ -96,7 +96,8 @@ class NoFlushRunner:
         self._commit = Commit(forward, trained, self._reduce, groups if delays.together else None)
         self._order = Endless(pipeline.own[-1], pipeline.behind, 1 if delays.together else pipeline.behind)
         self._microbatches: dict[int, Microbatch] = {}  # those whose backward is to come, by number
-        self._results, self._ballots = Lane(device, forward.ledger), Lane(device, forward.ledger)
+        lane = trained.algorithm.replica.lane
+        self._results, self._ballots = lane.another(), lane.another()
         # Stages come to what their hosts tell each other steps apart: a thread waits, on accelerators too.
         self._hosts = Lane(CPU, forward.ledger)
         self._steps: deque[Step] = deque()
