@@ -281,6 +281,45 @@ def test_a_constructor_that_changes_what_was_there_is_built_on_the_cpu(part):
     assert (built.value("0.weight", built.module[0].weight)[part] == 5).all()
 
 
+READY = torch.tensor([7.0, 8.0])
+
+
+class Copies(nn.Module):
+    """Copies of constants and of a tensor that existed before, some of which change afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(copy.deepcopy(torch.tensor(3.0)))
+        self.register_buffer("mask", copy.deepcopy(torch.tensor([True])))
+        self.register_buffer("ready", copy.deepcopy(READY).add_(1))
+        pair = [torch.tensor(5)] * 2
+        self.pair = copy.deepcopy(pair)
+        pair[0].add_(1)
+        self.register_buffer("read", torch.tensor(torch.tensor(4).item()))
+
+
+@pytest.mark.fast
+def test_a_copy_of_a_constant_is_recorded():
+    built = build(Copies, 0)
+    assert built.how == "recorded"
+    named = {name: getattr(built.module, name) for name in ("weight", "mask", "ready", "read")}
+    found = {name: built.value(name, tensor).tolist() for name, tensor in named.items()}
+    assert found == {"weight": 3.0, "mask": [True], "ready": [8.0, 9.0], "read": 4} and READY.tolist() == [7.0, 8.0]
+    assert built.module.pair[0] is built.module.pair[1]
+    assert int(built.value("pair", built.module.pair[0])) == 5
+
+
+def test_a_shallow_copy_of_a_tensor_is_made_on_the_cpu():
+    def factory() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.register_buffer("table", copy.copy(torch.tensor([1.0, 2.0])))
+        return module
+
+    built = build(factory, 0)
+    assert built.how == "built on CPU (it makes a tensor of the storage of another one, as copy.copy does)"
+    assert built.value("table", built.module.table).tolist() == [1.0, 2.0]
+
+
 def test_a_module_that_is_not_registered_is_real():
     class Hides(nn.Module):
         def __init__(self) -> None:

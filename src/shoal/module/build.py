@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ArgumentError, UserError
@@ -90,15 +91,37 @@ class _Mode(FakeTensorMode):
         return self
 
 
+class _Copies(TorchFunctionMode):
+    """Makes copies that a record sees, where a constructor copies a constant or a tensor that existed before: torch
+    copies the storage of a real tensor, and of a fake one the real value that it may keep to be read."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if isinstance(tensor, FakeTensor):
+            constant, tensor.constant = tensor.constant, None
+            try:
+                return func(tensor, memo)
+            finally:
+                tensor.constant = constant
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
 def _recorded(factory: Callable[[], nn.Module], seed: int) -> Built:
     """Runs `factory` on fake tensors. Raises whatever it raises if it cannot be recorded."""
     with _seeded(seed_of(seed, "the record")):  # a seed that no constructor sets by chance
         record = Record()
-        with _Mode(allow_non_fake_inputs=True), record, rejection_sampling_whole(record), conversion_by_data():
+        mode = _Mode(allow_non_fake_inputs=True)
+        with mode, record, rejection_sampling_whole(record), conversion_by_data(), _Copies():
             module = _made(factory())
     kept = _kept_tensors(module)
     if any(isinstance(t, FakeTensor) for hidden in _hidden(module) for _, t in _named_tensors(hidden)):
         raise Unrecordable("it keeps modules that are not registered")
+    if not all(record.makes(t) for _, t in kept if isinstance(t, FakeTensor)):
+        raise Unrecordable("it makes a tensor of the storage of another one, as copy.copy does")
     names = {storage_of(t): name for name, t in reversed(_named_tensors(module)) if isinstance(t, FakeTensor)}
     sites = record.sites([(name, t) for name, t in kept if isinstance(t, FakeTensor)], names)
     given = [*record.constants, *(t for t in _only(kept) if not isinstance(t, FakeTensor))]

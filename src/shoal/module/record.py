@@ -173,6 +173,10 @@ class Record(TorchDispatchMode):
         if real and _makes_views(func) and func is not torch.ops.aten.lift_fresh.default:
             self._outside |= {ref.storage for ref in outputs}
 
+    def makes(self, tensor: Tensor) -> bool:
+        """Returns whether a recorded operation has made or written the storage of a fake `tensor`."""
+        return bool(self._writers.get(storage_of(tensor)))
+
     def sites(self, tensors: Sequence[tuple[str, Tensor]], names: Mapping[int, str]) -> dict[int, str]:
         """Returns, by operation, the name under which it draws, for all operations that `tensors` depend on.
 
