@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import Engine, Plan, as_ddp_hook
 from shoal.chunks.activations_on_host import OnHost
 from shoal.chunks.tier import Tier
-from shoal.comm import World
+from shoal.comm import Group, World
 from shoal.comm.ledger import Ledger
 from shoal.comm.simulation import simulate_world
 from shoal.models import causal_lm
 from shoal.parallel.expert.dispatch import Dispatch
 from shoal.plan import Option
+from shoal.training.no_flush import NoFlushRunner
 from tests.device.adapters import in_group
 from tests.device.uses import engine, on, trained
 from tests.parity.cases import text
@@ -158,6 +162,17 @@ def reserved(world: World, folder: str) -> list[float]:
     return [float(torch.accelerator.memory_reserved())]
 
 
+class Given(nn.Module):
+    """Gives its parameter as it is."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(value)
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
 class InTwoKinds(nn.Module):
     """Layers in fp32, of which DDP makes other buckets after the first step, and a factor in fp64, whose bucket
     stays."""
@@ -165,12 +180,12 @@ class InTwoKinds(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.factor = nn.Parameter(torch.ones(512, dtype=torch.float64))
+        self.factor = Given(torch.ones(512, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x.double().mean() * self.factor
+        return x.double().mean() * self.factor()
 
 
 def first_bucket_stays(world: World, folder: str) -> list[float]:
@@ -190,30 +205,26 @@ def first_bucket_stays(world: World, folder: str) -> list[float]:
         return torch.stack(losses).tolist()
 
 
-class SendsItsWeight(nn.Module):
-    """A model whose first stage gives a parameter, as it is, to the blocks of the next one."""
+class InStages(nn.Module):
+    """A model whose first stage gives a parameter, as it is, to the blocks of the next one; `tied`: and has the weight
+    of the last one, to which it adds no gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(61, 16)
-        self.scale = Given()
+        self.scale = Given(torch.ones(16))
         self.blocks = nn.ModuleList(Scaled() for _ in range(4))
-        self.head = nn.Linear(16, 61)
+        self.head = nn.Linear(16, 61, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x, scale = self.tokens(input_ids), self.scale()
+        if self.head.weight is self.tokens.weight:
+            x = x.detach()
         for block in self.blocks:
             x = block(x, scale)
         return self.head(x)
-
-
-class Given(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(16))
-
-    def forward(self) -> Tensor:
-        return self.value
 
 
 class Scaled(nn.Module):
@@ -225,13 +236,48 @@ class Scaled(nn.Module):
         return x + torch.tanh(self.inner(x)) * scale
 
 
-def a_weight_that_travels(world: World, folder: str) -> list[float]:
-    """It is updated when all that was sent of it has left."""
-    running = Engine(
-        SendsItsWeight, causal_lm, partial(torch.optim.AdamW, lr=3e-3), Plan(pp=2), global_batch=12, microbatch=3,
-        world=world,
-    )  # fmt: skip
-    return on(running, 3)
+def in_stages(world: World, schedule: str, tied: bool) -> Engine:
+    plan = Plan(pp=2, schedule=schedule)
+    adamw = partial(torch.optim.AdamW, lr=3e-3)
+    return Engine(partial(InStages, tied), causal_lm, adamw, plan, global_batch=12, microbatch=3, world=world)
+
+
+def a_weight_that_travels(schedule: str, world: World, folder: str) -> list[float]:
+    """It is updated, perhaps before all that was sent of it has left."""
+    running = in_stages(world, schedule, False)
+    losses = on(running, 3)
+    running.close()
+    return losses
+
+
+def a_message_that_cannot_be_sent(world: World, folder: str) -> list[float]:
+    """The last one of a step, of ranks that are threads: both are told in that step."""
+    send, sent = Group.send, Counter[str]()
+
+    def failing(group: Group, tensor: Tensor, dst: int, purpose: str = "") -> None:
+        sent[purpose] += 1
+        if (purpose, sent[purpose]) == ("backward", 8):  # the second gradient of the fourth microbatch
+            raise RuntimeError("the cable is cut")
+        send(group, tensor, dst, purpose)
+
+    with patch.object(Group, "send", failing), pytest.raises(RuntimeError) as failure:
+        simulate_world(2, lambda rank: on(in_stages(rank, "1f1b", False), 1), device=world.device, timeout=15)
+    return [float("the cable is cut" in str(failure.value))]
+
+
+def hosts_that_agree_late(world: World, folder: str) -> list[float]:
+    """Stages without a flush of which one has touched a weight that both have; the hosts take their time to say so."""
+    agree = NoFlushRunner._agree
+
+    def late(runner: NoFlushRunner, *args: Any) -> None:
+        time.sleep(0.3)
+        agree(runner, *args)
+
+    running = in_stages(world, "2bw", True)
+    with patch.object(NoFlushRunner, "_agree", late):
+        losses = on(running, 4)
+        running.close()
+    return losses
 
 
 def ranks_that_are_threads(plan: dict[str, Any], world: World, folder: str) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Pass(Calls):
                         f"first microbatch of these shapes it gave {known}: shapes that depend on the data must stay "
                         "within one stage (plan.stages)"
                     )
-                self.given[value] = leaf.clone() if value in self._own.changed else leaf
+                self.given[value] = leaf.clone() if value in self._own.changed or _is_kept(leaf, part) else leaf
         return result
 
     def elsewhere(self, unit: int) -> Any:
@@ -102,6 +103,13 @@ class Pass(Calls):
                 "depend on the data, but within one stage"
             )
         return self.given[value]
+
+
+def _is_kept(leaf: Tensor, part: nn.Module) -> bool:
+    """Returns whether `leaf` is memory of a weight or a buffer of `part`: it may be written to, or be gone, before it has
+    left."""
+    storage = leaf.untyped_storage()._cdata
+    return any(storage == each.untyped_storage()._cdata for each in chain(part.parameters(), part.buffers()))
 
 
 class Again:
