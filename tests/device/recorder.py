@@ -47,6 +47,7 @@ class Recorder:
         self.events: list[Recorded] = []
         self.default_generators = (torch.Generator(), torch.Generator())
         self.is_there = True
+        self.stats: dict[str, int] = {}
         self._streams = 0
         self._current: Recorded | None = None
 
@@ -90,6 +91,9 @@ class Recorder:
 
     def max_memory_allocated(self, device: torch.device) -> int:
         return 200
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return self.stats
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
         self.calls.append(f"peak of {device} forgotten")

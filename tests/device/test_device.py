@@ -133,6 +133,15 @@ def test_figures_of_memory_are_the_allocators(cuda):
     assert cuda.calls == ["peak of cuda:0 forgotten"]
 
 
+def test_what_was_asked_for_is_without_what_the_allocator_rounds_up(cuda):
+    assert room.asked_for(GPU) == (0, 0), "nothing was allocated yet"
+    rounded = cuda.stats = {"allocated_bytes.all.current": 512, "allocated_bytes.all.peak": 1024}
+    assert room.asked_for(GPU) == (512, 1024), "of a module that does not tell"
+    cuda.stats = rounded | {"requested_bytes.all.current": 400, "requested_bytes.all.peak": 700}
+    assert room.asked_for(GPU) == (400, 700)
+    assert room.asked_for(room.CPU) is None
+
+
 def test_what_goes_to_an_accelerator_is_pinned_first(cuda):
     """So that `to` with non_blocking leaves the host free."""
     went = []

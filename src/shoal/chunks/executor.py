@@ -16,6 +16,7 @@ from shoal.chunks.movement import Planned, Tick, Trace, plan
 from shoal.chunks.tier import MOVING, Tier
 from shoal.comm import Lane
 from shoal.comm.lane import Ticket
+from shoal.device import is_accelerator
 from shoal.errors import BudgetExceeded
 
 
@@ -181,7 +182,7 @@ class Executor:
             room = self._room((blocks,))[0]
         elif self._tier.capacity is None:
             return
-        elif self._agree is not None:
+        elif self._agree is not None or is_accelerator(self._tier.device):  # where others are seen only afterwards
             room = 0
         else:
             room = self._tier.capacity - self._tier.others()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shoal.comm.ledger import Ledger
-from shoal.device import allocated, forget_most_allocated, free_memory, most_allocated
+from shoal.device import allocated, asked_for, forget_most_allocated, free_memory
 from shoal.errors import BudgetExceeded, UserError, check_names
 from shoal.plan import Option
 
@@ -145,8 +145,8 @@ class Tier:
 
     def others(self) -> int:
         """Bytes in use now, without weights that come and go; on a GPU by the allocator, which knows of all."""
-        now = allocated(self.device)
-        return (self.used if now is None else now) - self.held.get(MOVING, 0)
+        asked = asked_for(self.device)
+        return (self.used if asked is None else asked[0]) - self.held.get(MOVING, 0)
 
     def most_others(self) -> int:
         """Most bytes of `others` at a time since the last call, where `moved` was called after each move."""
@@ -159,8 +159,8 @@ class Tier:
         forget_most_allocated(self.device)
 
     def _note_others(self) -> None:
-        most = most_allocated(self.device)
-        self._others = max(self._others, (self.used if most is None else most) - self.held.get(MOVING, 0))
+        asked = asked_for(self.device)  # rounded figures would change with what is in memory beside
+        self._others = max(self._others, (self.used if asked is None else asked[1]) - self.held.get(MOVING, 0))
         forget_most_allocated(self.device)
 
     def take(self, role: str, size: int, what: str = "") -> None:

@@ -113,8 +113,9 @@ class _ThreadLane(Lane):
 
     def _order(self) -> None:
         """Makes the caller's stream wait for what the thread has launched."""
-        if self._own is not None:
-            current_stream(self._beside).wait_stream(self._own)
+        caller = current_stream(self._beside)
+        if caller is not None:
+            caller.wait_stream(self._own)
 
 
 class _SimulatedWorld(World):

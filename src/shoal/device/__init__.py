@@ -31,6 +31,7 @@ from shoal.device.kinds import (
 )
 from shoal.device.memory import (
     allocated,
+    asked_for,
     forget_most_allocated,
     free_memory,
     most_allocated,
@@ -65,6 +66,7 @@ __all__ = [
     "allow_tf32",
     "any_device",
     "aside",
+    "asked_for",
     "attention_kernel",
     "backend",
     "compute_capability",

@@ -29,6 +29,17 @@ def forget_most_allocated(device: torch.device) -> None:
         module.reset_peak_memory_stats(device)
 
 
+def asked_for(device: torch.device) -> tuple[int, int] | None:
+    """In tensors now, and the most since the start or since `forget_most_allocated`, without what torch's allocator
+    rounds up, where its module tells them apart."""
+    module = backend(device)
+    if module is None:
+        return None
+    stats = module.memory_stats(device)
+    kind = "requested_bytes" if "requested_bytes.all.peak" in stats else "allocated_bytes"
+    return stats.get(f"{kind}.all.current", 0), stats.get(f"{kind}.all.peak", 0)
+
+
 def free_memory(device: torch.device) -> int | None:
     """What no process has taken."""
     module = backend(device)

@@ -106,7 +106,7 @@ class Pass(Calls):
 
 
 def _is_kept(leaf: Tensor, part: nn.Module) -> bool:
-    """Returns whether `leaf` is memory of a weight or a buffer of `part`: it may be written to, or be gone, before it has
+    """Returns whether `leaf` is memory of a weight or a buffer of `part`, which may change, or be gone, before it has
     left."""
     storage = leaf.untyped_storage()._cdata
     return any(storage == each.untyped_storage()._cdata for each in chain(part.parameters(), part.buffers()))

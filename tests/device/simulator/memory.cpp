@@ -34,6 +34,7 @@ static void free_block(void* context) {
   const Site site = here();
   std::lock_guard lock(state);
   figures[block->queue / STREAMS].allocated -= block->bytes;
+  figures[block->queue / STREAMS].asked -= block->asked;
   check_freed(*block, site);
   if (block->used_by.empty()) return give_on(block);
   awaited.emplace_back(block, std::vector<std::shared_ptr<Mark>>{});
@@ -63,7 +64,8 @@ static void release_free() {
   free_blocks.clear();
 }
 
-static Block* take(int queue, size_t bytes, const Site& site) {  // null where there is no room
+static Block* take(int queue, size_t asked, const Site& site) {  // null where there is no room
+  const size_t bytes = (asked + 511) / 512 * 512;
   std::lock_guard lock(state);
   collect();
   Figures& mine = figures[queue / STREAMS];
@@ -79,22 +81,22 @@ static Block* take(int queue, size_t bytes, const Site& site) {  // null where t
   } else {
     return nullptr;
   }
-  block->site = site;
-  mine.allocated += bytes;
-  mine.peak = std::max(mine.peak, mine.allocated);
+  block->site = site, block->asked = asked;
+  mine.allocated += bytes, mine.asked += asked;
+  mine.peak = std::max(mine.peak, mine.allocated), mine.most = std::max(mine.most, mine.allocated);
+  mine.most_asked = std::max(mine.most_asked, mine.asked);
   return block;
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     const int device = current_device;
-    const size_t bytes = (size + 511) / 512 * 512;
     const Site site = here();
-    Block* block = size ? take(current_queue(device), bytes, site) : nullptr;
+    Block* block = size ? take(current_queue(device), size, site) : nullptr;
     if (size && !block) {
       release_free();
-      block = take(current_queue(device), bytes, site);
-      TORCH_CHECK_WITH(OutOfMemoryError, block, "simulated device ", device, " is out of memory: ", bytes,
+      block = take(current_queue(device), size, site);
+      TORCH_CHECK_WITH(OutOfMemoryError, block, "simulated device ", device, " is out of memory: ", size,
                        " bytes asked for, ", figures[device].allocated, " allocated of ", capacity);
     }
     return {block ? block->start : nullptr, block, &free_block, c10::Device(kind(), device)};
@@ -110,13 +112,17 @@ struct DeviceMemory final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = figures[device].allocated;
     stats.allocated_bytes[0].peak = figures[device].peak;
+    stats.requested_bytes[0].current = figures[device].asked;
+    stats.requested_bytes[0].peak = figures[device].most_asked;
     stats.reserved_bytes[0].current = stats.reserved_bytes[0].peak = figures[device].reserved;
     return stats;
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     return {capacity - figures[device].reserved, capacity};
   }
-  void resetPeakStats(c10::DeviceIndex device) override { figures[device].peak = figures[device].allocated; }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    figures[device].peak = figures[device].allocated, figures[device].most_asked = figures[device].asked;
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void emptyCache(c10::MempoolId_t) override { release_free(); }
   bool initialized() override { return true; }

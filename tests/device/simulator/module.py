@@ -93,6 +93,7 @@ def _functions(name: str) -> dict[str, Any]:
         "set_rng_state": lambda state, device=None: generator(device).set_state(state),
         "memory_allocated": of(accelerator.memory_allocated),
         "max_memory_allocated": of(accelerator.max_memory_allocated),
+        "memory_stats": of(accelerator.memory_stats),
         "memory_reserved": of(accelerator.memory_reserved),
         "reset_peak_memory_stats": of(accelerator.reset_peak_memory_stats),
         "mem_get_info": of(accelerator.get_memory_info),

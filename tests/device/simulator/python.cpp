@@ -34,7 +34,7 @@ static std::vector<std::string> trace() {  // lines of parts, with tabs between:
   std::vector<std::string> lines;
   for (auto& [line, times] : reported) lines.push_back(line + "\t" + std::to_string(times));
   for (auto& [way, bytes] : copied) lines.push_back("copied\t" + way + "\t" + std::to_string(bytes));
-  for (int device = 0; device < devices; device++) lines.push_back("peak\t" + std::to_string(figures[device].peak));
+  for (int device = 0; device < devices; device++) lines.push_back("peak\t" + std::to_string(figures[device].most));
   return lines;
 }
 

@@ -82,8 +82,9 @@ struct Block {
   char* device_side = nullptr;  // of pinned memory: a second mapping, which never faults
   std::set<int> used_by = {};
   std::vector<Access> accesses = {};
+  size_t asked = 0;  // the part of `bytes` that its tensor asked for
 };
-struct Figures { size_t allocated = 0, peak = 0, reserved = 0; };
+struct Figures { size_t allocated = 0, peak = 0, reserved = 0, asked = 0, most_asked = 0, most = 0; };  // `most`: ever
 extern std::map<char*, Block*> blocks;  // the device's and pinned ones, by their first byte
 extern Figures figures[DEVICES];
 extern size_t capacity;
