@@ -12,9 +12,10 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import Plan, as_ddp_hook
+from shoal import Engine, Plan, as_ddp_hook
 from shoal import device as room
 from shoal.assembly.offload import link_rate
 from shoal.comm import World
@@ -43,6 +44,29 @@ def batch_statistics(world: World, folder: str) -> list[float]:
     running = row("resnet-batchnorm", "fp32", 1, world=world, plan=Plan(dp=world.size))
     data = CASES["resnet-batchnorm"].data()
     return [running.step(batch).loss for batch in running.batches(data, steps=2)]
+
+
+class Averages(nn.Module):
+    """A model with a moving average, in a buffer that its forwards write themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(61, 16), nn.Linear(16, 61)
+        self.register_buffer("usual", torch.zeros(16))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        if self.training:
+            self.usual.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return self.head(x)
+
+
+def buffers_of_replicas(world: World, folder: str) -> list[float]:
+    """Buffers outside BatchNorm, which replicas make equal at the end of each step."""
+    plan, adamw = Plan(dp=world.size), partial(torch.optim.AdamW, lr=3e-3)
+    running = Engine(Averages, causal_lm, adamw, plan, global_batch=12, microbatch=3, world=world)
+    losses = on(running, 3)
+    return [*losses, *running.module.usual.tolist()]
 
 
 def goes_on_after_an_error(world: World, folder: str) -> list[float]:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal import device as room
+from shoal.comm.backend_group import OrderedProcessGroup
 from shoal.device import CPU, stand_in
 from shoal.errors import UserError
 from tests.device.recorder import Recorder
@@ -41,6 +43,13 @@ def test_a_cpu_has_nothing_to_wait_for_and_no_figures(device):
     room.record_use(tensor)
     room.finish(device), room.finish_all(), room.synchronize(device), room.forget_most_allocated(device)
     assert room.to_device(tensor, device).device == device and room.to_device(tensor, CPU) is tensor
+
+
+def test_the_backend_of_hosts_refuses_tensors_of_a_device():
+    group = OrderedProcessGroup(dist.HashStore(), 0, 1, None)
+    assert group._get_backend(CPU) is group
+    with pytest.raises(RuntimeError, match='"shm" has no collectives for tensors on cuda'):
+        group._get_backend(GPU)
 
 
 def test_a_process_without_accelerators_has_the_cpu(cuda):

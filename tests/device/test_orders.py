@@ -30,6 +30,7 @@ CASES = {
     branches: {
         "exchanged_with_error_feedback": 2,
         "batch_statistics": 2,
+        "buffers_of_replicas": 2,
         "goes_on_after_an_error": 1,
         "a_job": 1,
         "stages_by_time": 1,
