@@ -18,6 +18,7 @@ from shoal.cli.start import DEMO
 from shoal.comm import World
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train
+from shoal.report.evaluations import read_evaluations
 from shoal.report.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -200,3 +201,34 @@ def test_an_export_that_does_not_fit_the_disk_ends_with_code_5_and_leaves_what_w
     )
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert not (tmp_path / "out.tmp").exists()
+
+
+@pytest.mark.matrix
+def test_an_evaluator_beside_two_ranks_evaluates_every_checkpoint(shoal, job_file, tmp_path):
+    every_step = ("--set", "run.eval_every=2", "--set", "run.keep=9")
+    done = shoal("train", job_file, "--roles", "worker=2,evaluator=1", *every_step)
+    assert (done.code, done.err) == (0, "")
+    run_dir = tmp_path / "run"
+    found, own = read_evaluations(run_dir), read_metrics(run_dir / "metrics.jsonl").evals
+    assert [each.step for each in found] == [2, 4, 6]
+    assert [each.loss for each in found] == pytest.approx([each.loss for each in own[1:]], rel=1e-6)
+    assert (run_dir / "logs/evaluator0.log").read_text().endswith("training has ended\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, tf_config, message",
+    [
+        (("--roles", "worker=2", "--nproc", 2), "", "--nproc and --roles both say how many ranks to start"),
+        (("--roles", "worker=2,ps=1"), "", "there is no parameter server. Leave ps out"),
+        (
+            ("--roles", "worker=2"),
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "evaluator"}}',
+            "TF_CONFIG has started this process already. Leave --roles out",
+        ),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(arguments, tf_config, message, shoal, job_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", tf_config)
+    refused = shoal("train", job_file, *arguments)
+    assert refused.code == 2 and message in refused.err
+    assert not (tmp_path / "run").exists()

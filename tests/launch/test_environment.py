@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import UserError
-from shoal.launch.environment import SINGLE, Identity, discover, first_host
+from shoal.launch.environment import discover
+from shoal.launch.identity import SINGLE, Identity
+from shoal.launch.slurm import first_host
 
 pytestmark = pytest.mark.fast
 
@@ -51,6 +53,16 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_RANK": "0",
     "MV2_COMM_WORLD_LOCAL_SIZE": "2",
 }
+POD = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "job-0.service"}
+TRAINJOB = {
+    "JOB_COMPLETION_INDEX": "1",
+    "PET_NNODES": "3",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+PYTORCHJOB = PLAIN | {"PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "3", "PET_NNODES": "4"}
 AT_10_0_0_1 = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
 
 
@@ -61,16 +73,6 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 FOUND = {
     "nothing set": ({}, None, SINGLE),
     "an address alone is no rank": (AT_10_0_0_1, None, SINGLE),
-    "TF_CONFIG of one task": (
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker"}}'},
-        None,
-        SINGLE,
-    ),
-    "TF_CONFIG beside RANK": (
-        {"TF_CONFIG": "{}", "RANK": "0", "WORLD_SIZE": "1"},
-        None,
-        Identity(0, 1, 0, 1, "", 0, "the environment"),
-    ),
     "WORLD_SIZE=1 alone": ({"WORLD_SIZE": "1"}, None, SINGLE),
     "shoal run": (SHOAL, None, Identity(1, 2, 1, 2, "tcp://127.0.0.1:4000", 0, "shoal run")),
     "shoal run, later generation": (
@@ -141,6 +143,41 @@ FOUND = {
         Identity(2, 4, 0, 2, "tcp://10.0.0.1:29501", 0, "MPICH", rank0_serves=True),
     ),
     "MVAPICH": (MVAPICH, None, Identity(0, 2, 0, 2, "tcp://127.0.0.1:29500", 0, "MVAPICH", rank0_serves=True)),
+    "a pod of an Indexed Job": (
+        POD,
+        None,
+        Identity(2, 4, None, None, "tcp://job-0.service:29500", 0, "Kubernetes", rank0_serves=True),
+    ),
+    "a pod with a port": (
+        POD | {"MASTER_PORT": "7000"},
+        None,
+        Identity(2, 4, None, None, "tcp://job-0.service:7000", 0, "Kubernetes", rank0_serves=True),
+    ),
+    "a pod of one": (
+        {"JOB_COMPLETION_INDEX": "0", "WORLD_SIZE": "1"},
+        None,
+        Identity(0, 1, 0, 1, "", 0, "Kubernetes"),
+    ),
+    "a node of a TrainJob": (
+        TRAINJOB,
+        None,
+        Identity(1, 3, None, None, "tcp://job-node-0-0.job:29400", 0, "Kubernetes", rank0_serves=True),
+    ),
+    "torchrun inside a TrainJob": (
+        TRAINJOB | {"PET_NPROC_PER_NODE": "2"} | TORCHRUN,
+        None,
+        Identity(3, 4, 1, 2, "tcp://10.0.0.1:29501", 2, "torchrun"),
+    ),
+    "mpirun inside a pod": (
+        without(POD, "WORLD_SIZE") | OPENMPI,
+        None,
+        Identity(1, 2, 1, 2, "tcp://job-0.service:29500", 0, "Open MPI", rank0_serves=True),
+    ),
+    "a replica of a PyTorchJob": (
+        PYTORCHJOB,
+        None,
+        Identity(3, 4, None, None, "tcp://10.0.0.1:29501", 0, "the environment", rank0_serves=True),
+    ),
     "tcp:// before all variables": (
         SHOAL,
         "tcp://10.0.0.2:7000?rank=1&size=3",
@@ -166,22 +203,6 @@ FOUND = {
 REFUSED = {
     "RANK without WORLD_SIZE": ({"RANK": "0"}, None, "WORLD_SIZE is missing although RANK=0"),
     "WORLD_SIZE without RANK": ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
-    "TF_CONFIG of two workers": (
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 1}}'},
-        None,
-        "worker 1 of 2.*Set RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=2222 in its place",
-    ),
-    "TF_CONFIG with a chief": (
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"], "chief": ["c:7"]}, "task": {"type": "worker", "index": 0}}'},
-        None,
-        "Set RANK=1 WORLD_SIZE=2 MASTER_ADDR=c MASTER_PORT=7",
-    ),
-    "TF_CONFIG of a parameter server": (
-        {"TF_CONFIG": '{"cluster": {"worker": ["a:1"], "ps": ["c:7"]}, "task": {"type": "ps", "index": 0}}'},
-        None,
-        "ps 0 of 2.*on the chief and the workers alone",
-    ),
-    "TF_CONFIG that is none": ({"TF_CONFIG": "[1]"}, None, "no description of a cluster"),
     "no address": ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR and MASTER_PORT are not"),
     "no port": (without(PLAIN, "MASTER_PORT"), None, "MASTER_PORT is not. Set"),
     "rank too high": (PLAIN | {"RANK": "4"}, None, "RANK=4 must be below WORLD_SIZE=4"),
@@ -199,12 +220,69 @@ REFUSED = {
     "srun and WORLD_SIZE": (SLURM | {"WORLD_SIZE": "8"}, None, "WORLD_SIZE=8 but Slurm started 7 ranks"),
     "mpiexec over two hosts without an address": (MPICH, None, "MPICH: rank 2 of 4 does not know the host of rank 0"),
     "a node list that is none": (SLURM | {"SLURM_STEP_NODELIST": "]["}, None, r"SLURM_STEP_NODELIST='\]\['"),
+    "a pod that is not told how many": (
+        without(POD, "WORLD_SIZE"),
+        None,
+        "JOB_COMPLETION_INDEX=2.*Set WORLD_SIZE in its YAML to spec.completions and MASTER_ADDR .*job-0.service.* or "
+        "WORLD_SIZE=1",
+    ),
+    "a pod that is not told where": (
+        without(POD, "MASTER_ADDR"),
+        None,
+        "rank 2 of 4 does not know the host of rank 0. Set MASTER_ADDR in the YAML to .* job-0.service",
+    ),
+    "a pod above the number": (
+        POD | {"WORLD_SIZE": "2"},
+        None,
+        "JOB_COMPLETION_INDEX=2 must be below WORLD_SIZE=2",
+    ),
+    "a TrainJob of several ranks a pod": (
+        TRAINJOB | {"PET_NPROC_PER_NODE": "auto"},
+        None,
+        "PET_NPROC_PER_NODE=auto.*torchrun --no-python shoal train job.toml",
+    ),
+    "a TrainJob that is not told where": (
+        without(TRAINJOB, "PET_MASTER_ADDR"),
+        None,
+        "Set PET_MASTER_ADDR in the YAML",
+    ),
+    "a PyTorchJob of several ranks a pod": (
+        PYTORCHJOB | {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "32"},
+        None,
+        "PET_NPROC_PER_NODE=8.*torchrun --no-python shoal train",
+    ),
+    "an elastic PyTorchJob": (
+        {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:29400"},
+        None,
+        "PET_NNODES=1:3.*torchrun --no-python",
+    ),
     "tcp:// without rank": ({}, "tcp://10.0.0.2:7000?size=3", "rank is missing although size=3"),
     "tcp:// without port": ({}, "tcp://10.0.0.2?rank=0&size=3", "is no address of a store"),
     "tcp:// with a port too high": ({}, "tcp://10.0.0.2:99999?rank=0&size=3", "Port out of range"),
     "file:// without path": ({}, "file://?rank=0&size=3", "is no address of a store"),
     "another scheme": ({}, "mpi://?rank=0&size=3", "Write it like tcp://"),
 }
+
+
+REMEDIES = {
+    "RANK without WORLD_SIZE": {"WORLD_SIZE": "1"},
+    "WORLD_SIZE without RANK": {"RANK": "0", **AT_10_0_0_1},
+    "no address": AT_10_0_0_1,
+    "no port": {"MASTER_PORT": "29501"},
+    "SHOAL_* half set": {"SHOAL_RANK": None, "SHOAL_SIZE": None, "SHOAL_LOCAL_RANK": None, "SHOAL_LOCAL_SIZE": None},
+    "srun and WORLD_SIZE": {"WORLD_SIZE": None},
+    "mpiexec over two hosts without an address": {"MASTER_ADDR": "node003", "MASTER_PORT": "29500"},
+    "a node list that is none": {"MASTER_ADDR": "node003"},
+    "a pod that is not told how many": {"WORLD_SIZE": "4"},
+    "a pod that is not told where": {"MASTER_ADDR": "job-0.service"},
+    "a TrainJob of several ranks a pod": {"PET_NPROC_PER_NODE": "1"},
+    "a PyTorchJob of several ranks a pod": TORCHRUN,
+    "an elastic PyTorchJob": TORCHRUN,
+    "tcp:// without rank": "tcp://10.0.0.1:29500?rank=0&size=4",
+    "tcp:// without port": "file:///shared/run7?rank=0&size=4",
+    "another scheme": "env://",
+}
+"""By the row of REFUSED, what its message says to set, or to unset (None), or the URL that it gives as an example."""
 
 
 @pytest.mark.parametrize("environ, init, identity", FOUND.values(), ids=FOUND)
@@ -216,6 +294,19 @@ def test_found(environ: dict[str, str], init: str | None, identity: Identity) ->
 def test_refused(environ: dict[str, str], init: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         discover(environ, init)
+
+
+@pytest.mark.parametrize("row, change", REMEDIES.items(), ids=REMEDIES)
+def test_a_remedy_of_a_message_works(row: str, change: dict[str, str | None] | str) -> None:
+    environ, init, _ = REFUSED[row]
+    if isinstance(change, str):
+        assert discover(environ, change).size in (1, 4)
+        return
+    with pytest.raises(UserError) as refused:
+        discover(environ, init)
+    assert set(change) <= set(TORCHRUN) | set(SHOAL) or any(name in str(refused.value) for name in change)
+    changed = {name: value for name, value in {**environ, **change}.items() if value is not None}
+    assert discover(changed, init).size >= 1
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shoal.comm.world import World
 from shoal.errors import LaunchError
 from shoal.launch import join
-from shoal.launch.environment import SINGLE, Identity
+from shoal.launch.identity import SINGLE, Identity
 from shoal.launch.store import connect, locate
 from tests.pool import run_ranks
 

@@ -11,6 +11,7 @@ import typer
 import shoal
 from shoal.cli import ckpt
 from shoal.cli.ckpt import JobFile
+from shoal.errors import UserError
 from shoal.jobs.imports import imports
 
 app = typer.Typer(
@@ -38,11 +39,18 @@ def options(
 
 app.add_typer(ckpt.app, name="ckpt")
 
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JOB_COMPLETION_INDEX")
 """Environment variables of launchers with the rank of this process; only rank 0 prints."""
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
+]
+
+Roles = Annotated[
+    str | None,
+    typer.Option(
+        "--roles", metavar="ROLE=N,...", help="Instead of --nproc: processes with a TF_CONFIG, worker=3,evaluator=1."
+    ),
 ]
 
 
@@ -57,8 +65,11 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')
     ] = None,
+    roles: Roles = None,
 ) -> None:
-    """Trains a job file. Under torchrun, Slurm or MPI this process is one of the ranks, else it starts them."""
+    """Trains a job file. Under torchrun, Slurm, MPI, Kubernetes or TF_CONFIG this process is one of the ranks, else it
+    starts them."""
+    _one_of(nproc, roles)
     if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
         print(f"{job}: importing torch", flush=True)
     with imports():
@@ -67,7 +78,7 @@ def train(
     given = list(assignments or [])
     given += [f"run.nproc={nproc}"] if nproc is not None else []
     given += [text_assignment("run.resume", resume)] if resume is not None else []
-    raise typer.Exit(start_job(job, given))
+    raise typer.Exit(start_job(job, given, roles))
 
 
 @app.command()
@@ -107,12 +118,19 @@ def run(
     script: Annotated[Path, typer.Argument(help="A Python script that uses shoal, or torch.distributed.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", metavar="[-- ARGS...]")] = None,
     nproc: Nproc = None,
+    roles: Roles = None,
 ) -> None:
-    """Starts a script on N local ranks."""
+    """Starts a script on N local ranks, or in the roles of a TF_CONFIG cluster."""
+    _one_of(nproc, roles)
     with imports():
         from shoal.cli.start import start_script
 
-    raise typer.Exit(start_script(script, args or [], nproc))
+    raise typer.Exit(start_script(script, args or [], nproc, roles))
+
+
+def _one_of(nproc: int | None, roles: str | None) -> None:
+    if nproc is not None and roles is not None:
+        raise UserError("--nproc and --roles both say how many ranks to start: give one of them")
 
 
 @app.command()

@@ -3,41 +3,67 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.ranks import default_ranks, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
+from shoal.launch.roles import launch_roles
+from shoal.launch.tf_config import TRAINERS, parse_roles
 
 DEMO = Path(__file__).with_name("demo.toml")
 
 
-def start_job(path: Path, assignments: Sequence[str]) -> int:
+def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) -> int:
     """Trains the job file on the ranks of this host; returns the exit code.
 
-    A process that another launcher started is itself a rank. A single rank runs in this process. Raises UserError for
-    an invalid job before any rank starts.
+    roles: the number of local processes of each role, "worker=3,evaluator=1"; by default the job's ranks.
+
+    A process that another launcher started is itself a rank, or the evaluator. A single rank runs in this process.
+    Raises UserError for an invalid job before any rank starts.
     """
+    counts = parse_roles(roles) if roles is not None else {}
+    if counts:
+        assignments = [*assignments, f"run.nproc={_trainers(counts)}"]
     job, origins = load_job(path, assignments)
     outside = discover()
-    nproc = 1 if outside.size > 1 else ranks_here(job)
-    if outside.size == 1:
+    within = outside.size > 1 or outside.evaluates
+    if counts and within:
+        raise UserError(f"--roles {roles}: {outside.source} has started this process already. Leave --roles out")
+    nproc = 1 if within else ranks_here(job)
+    if not within:
         spread(job, origins, nproc)
-    if nproc == 1:
+    if nproc == 1 and not counts:
         from shoal.jobs.__main__ import run
 
-        signal = run(str(path), list(assignments)).signal
-        return 128 + signal if signal else 0
+        return run(str(path), list(assignments))
     refuse_if_taken(Path(job.run.dir))
     print(f"starting {nproc} ranks, of which each imports torch", flush=True)
-    return launch(["-m", "shoal.jobs", str(path), *assignments], nproc, run_dir=Path(job.run.dir))
+    program = ["-m", "shoal.jobs", str(path), *assignments]
+    if counts:
+        return launch_roles(program, counts, run_dir=Path(job.run.dir))
+    return launch(program, nproc, run_dir=Path(job.run.dir))
 
 
-def start_script(script: Path, args: Sequence[str], nproc: int | None) -> int:
-    """Runs a script on `nproc` local ranks (see `default_ranks`); returns the exit code."""
+def _trainers(counts: Mapping[str, int]) -> int:
+    """Returns the number of ranks of a job with these roles. Raises UserError for roles that a job has no use for."""
+    if "ps" in counts:
+        raise UserError(
+            f"--roles ps={counts['ps']}: the ranks of a job average gradients among themselves, and there is no "
+            "parameter server. Leave ps out"
+        )
+    return sum(count for role, count in counts.items() if role in TRAINERS)
+
+
+def start_script(script: Path, args: Sequence[str], nproc: int | None, roles: str | None = None) -> int:
+    """Runs a script on `nproc` local ranks (see `default_ranks`), or in `roles` as `start_job`; returns the exit
+    code."""
+    if roles is not None:
+        return launch_roles([str(script), *args], parse_roles(roles))
     return launch([str(script), *args], nproc if nproc is not None else default_ranks())
 
 

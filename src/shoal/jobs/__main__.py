@@ -11,6 +11,7 @@ with imports():
     from rich.panel import Panel
     from rich.text import Text
 
+    from shoal.jobs.evaluator import follow
     from shoal.jobs.read import load_job
     from shoal.jobs.train import Outcome, train
     from shoal.jobs.underway import tell_what_is_under_way
@@ -19,13 +20,19 @@ with imports():
     from shoal.report.progress import print_summary
 
 
-def run(path: str, assignments: list[str]) -> Outcome:
-    """Trains the job file `path` with `assignments` on top; rank 0 prints a summary, the report's path last."""
-    with tell_what_is_under_way(discover().rank == 0):
-        outcome = train(*load_job(path, assignments))
+def run(path: str, assignments: list[str]) -> int:
+    """Trains the job file `path` with `assignments` on top, or evaluates what the ranks of its run train; returns the
+    exit code. Rank 0 prints a summary, the report's path last."""
+    place = discover()
+    with tell_what_is_under_way(place.rank == 0):
+        job, origins = load_job(path, assignments)
+        if place.evaluates:
+            follow(job, origins)
+            return 0
+        outcome = train(job, origins)
     if outcome.report is not None:
         tell(outcome)
-    return outcome
+    return 128 + outcome.signal if outcome.signal else 0
 
 
 def tell(outcome: Outcome) -> None:

@@ -16,6 +16,8 @@ from shoal.comm.lane import Ticket
 
 CHECK_SECONDS = 0.25  # between two all-reduces of the stop flag; one costs about 0.1 ms
 MOST_STEPS = 64
+STOPPED = "stopped by "
+"""How the reason of a run begins that a signal ended."""
 _TIME_IS_OVER = 1  # signals have their own numbers, from 2 on: SIGINT is 2, SIGTERM 15
 
 
@@ -86,7 +88,7 @@ class Stop:
         self._interval = self._left = max(1, self._left)
         if wish > _TIME_IS_OVER:
             self.signal = wish
-            return f"stopped by {signal.Signals(wish).name}"
+            return f"{STOPPED}{signal.Signals(wish).name}"
         return "the time limit was reached" if wish else None
 
     def _ask(self, wish: Tensor) -> Tensor:

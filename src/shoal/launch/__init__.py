@@ -14,7 +14,10 @@ import torch.distributed as dist
 from shoal.comm.stalls import to_stderr
 from shoal.comm.world import Seat, World
 from shoal.device import accelerators
-from shoal.launch.environment import MPI, SLURM, Identity, discover
+from shoal.errors import UserError
+from shoal.launch import mpi, slurm
+from shoal.launch.environment import discover
+from shoal.launch.identity import Identity
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
 
@@ -28,12 +31,19 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
     timeout: seconds to wait for the other ranks.
 
     Each call makes a World with groups and keys of its own, so all ranks must call in the same order. Raises UserError
-    for invalid variables, LaunchError if the ranks do not meet in time.
+    for invalid variables and in an evaluator, LaunchError if the ranks do not meet in time.
     """
-    arrival = _arrive(discover(os.environ, init), timeout)
+    place = discover(os.environ, init)
+    if place.evaluates:
+        raise UserError(
+            "TF_CONFIG says that this is the evaluator, which is none of the ranks. `shoal train job.toml` evaluates "
+            "the checkpoints of a run here; a script of your own goes another way before it makes an engine, or gives "
+            "it world=shoal.comm.World.single()."
+        )
+    arrival = _arrive(place, timeout)
     identity, store = arrival.identity, arrival.store
     assert identity.local_rank is not None and identity.local_size is not None
-    scheduler = identity.source in {names.source for names in (*MPI, SLURM)}
+    scheduler = identity.source in {names.source for names in (*mpi.NAMES, slurm.NAMES)}
     found = accelerators() if scheduler and identity.local_size > 1 else []
     return World(
         identity.rank,

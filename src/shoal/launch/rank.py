@@ -2,6 +2,8 @@
 
 python -m shoal.launch.rank script.py ARGS...
 python -m shoal.launch.rank -m module ARGS...
+
+A process that `launch_roles` starts beside the ranks runs it too, and leaves its error on its own stderr.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import json
 import os
 import runpy
 import signal
@@ -16,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from shoal.errors import tell_plainly
+from shoal.launch import tf_config
 from shoal.launch.failure import failure_of, write_failure
 
 _PR_SET_PDEATHSIG = 1
@@ -25,12 +30,20 @@ def main() -> None:
     """Runs the program in `sys.argv`; exits with the code of its error."""
     die_with_launcher(int(os.environ["SHOAL_LAUNCHER"]))
     faulthandler.enable()  # a crash in native code prints the Python stack
+    if "SHOAL_RANK" not in os.environ:
+        tell_plainly()
+        run_program(sys.argv[1:])
+        return
+    rank = int(os.environ["SHOAL_RANK"])
+    if "SHOAL_CLUSTER" in os.environ:
+        cluster = json.loads(os.environ["SHOAL_CLUSTER"])
+        os.environ[tf_config.VARIABLE] = tf_config.written(cluster, tf_config.trainers(cluster)[rank])
     try:
         run_program(sys.argv[1:])
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        failure = failure_of(error, int(os.environ["SHOAL_RANK"]))
+        failure = failure_of(error, rank)
         write_failure(failure, Path(os.environ["SHOAL_FAILURE_FILE"]))
         _leave(failure.exit_code)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal.comm.secret import find_secret
 from shoal.comm.signed import SignedStore, meet
 from shoal.errors import LaunchError
-from shoal.launch.environment import Identity
+from shoal.launch.identity import Identity
 
 _RETRY_SECONDS = 0.2
 PARTING_SECONDS = 10.0

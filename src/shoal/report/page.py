@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from . import figures, units
 from .drawing import COLOURS, WAIT, Chart
+from .evaluations import with_evaluations
 from .gantt import COLOURS as STAGE_COLOURS
 from .gantt import LANE, gantt
 from .levels import MemoryTrace, read_memory_traces
@@ -34,13 +35,13 @@ SAMPLES = 6
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Writes `run_dir`/report.html from metrics.jsonl, timeline.jsonl and memory.jsonl, and returns its path. The last
-    two also become trace.json, for chrome://tracing and Perfetto.
+    """Writes `run_dir`/report.html from metrics.jsonl, evaluations.jsonl, timeline.jsonl and memory.jsonl, and returns
+    its path. The last two also become trace.json, for chrome://tracing and Perfetto.
 
     The run may be empty, running, killed or finished. Raises UserError when the directory has no metrics.jsonl.
     """
     run_dir = Path(run_dir)
-    records = read_metrics(run_dir / "metrics.jsonl")
+    records = with_evaluations(read_metrics(run_dir / "metrics.jsonl"), run_dir)
     spans = read_timeline(run_dir / "timeline.jsonl")
     traces = read_memory_traces(run_dir / "memory.jsonl")
     if spans:
