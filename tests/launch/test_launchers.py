@@ -1,0 +1,140 @@
+"""Real launchers start `shoal train`, and the run is the one of the local launcher: the same losses, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.report.evaluations import read_evaluations
+from shoal.report.metrics import read_metrics
+from tests.cli.conftest import JOB
+from tests.launch.packages import wheel
+
+pytestmark = pytest.mark.matrix
+
+SHOAL = [sys.executable, "-m", "shoal.cli"]
+TRAIN = [*SHOAL, "train", "job.toml"]
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus and a job, whose runs go below it."""
+    folder = tmp_path_factory.mktemp("launchers")
+    (folder / "corpus").mkdir()
+    for number in range(20):
+        (folder / f"corpus/{number:02}.txt").write_text("\n".join(f"{number} + {i} = {number + i}" for i in range(40)))
+    (folder / "job.toml").write_text(JOB.format(corpus="corpus", run_dir="run"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(place: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a command in `place`; keywords are variables of its environment."""
+
+    def begin(*command: str, **variables: str) -> subprocess.Popen[str]:
+        environ = {**os.environ, "XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1", **variables}
+        return subprocess.Popen(
+            command, cwd=place, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def run(start) -> Callable[..., str]:
+    """Runs a command in `place` to its end and returns its output; it must succeed."""
+
+    def call(*command: str, **variables: str) -> str:
+        return ended(start(*command, **variables))
+
+    return call
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> str:
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == code, output
+    return output
+
+
+def losses(run_dir: Path, ranks: int = RANKS) -> list[float]:
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert records.run is not None and records.run.world == ranks and not records.warnings
+    return [each.loss for each in records.steps]
+
+
+@pytest.fixture(scope="module")
+def expected(place: Path, run) -> list[float]:
+    run(*TRAIN, "--nproc", str(RANKS), "--set", "run.dir=local")
+    return losses(place / "local")
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+def test_torchrun(place: Path, run, expected) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    run(*torchrun, "--no-python", *TRAIN, "--set", "run.dir=torchrun")
+    assert losses(place / "torchrun") == expected
+
+
+def test_torchrun_from_the_variables_of_a_trainjob(place: Path, run, expected) -> None:
+    """What the message says to run where a pod has several ranks."""
+    pod = {"PET_NNODES": "1", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": str(RANKS), "PET_MASTER_ADDR": "127.0.0.1"}
+    pod |= {"PET_MASTER_PORT": free_port(), "JOB_COMPLETION_INDEX": "0"}
+    command = [*TRAIN, "--set", "run.dir=trainjob"]
+    run(sys.executable, "-m", "torch.distributed.run", "--no-python", *command, **pod)
+    assert losses(place / "trainjob") == expected
+
+
+def test_pods_of_an_indexed_job(place: Path, start, expected) -> None:
+    """Three processes with the variables that pods have, on one host."""
+    variables = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [*TRAIN, "--set", "run.dir=pods"]
+    for pod in [start(*command, **variables, JOB_COMPLETION_INDEX=str(index)) for index in range(RANKS)]:
+        ended(pod)
+    assert losses(place / "pods") == expected
+
+
+def test_tasks_of_a_tf_config(place: Path, start, expected) -> None:
+    """A chief, two workers and an evaluator, each started by itself."""
+    cluster = {"worker": ["127.0.0.1:1", "127.0.0.1:1"], "chief": [f"127.0.0.1:{free_port()}"]}
+    command = [*TRAIN, "--set", "run.dir=tasks"]
+
+    def task(role: str, index: int) -> subprocess.Popen[str]:
+        return start(*command, TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}))
+
+    for each in [task("evaluator", 0), task("worker", 1), task("worker", 0), task("chief", 0)]:
+        ended(each)
+    assert losses(place / "tasks") == expected
+    assert [each.step for each in read_evaluations(place / "tasks")] == [2, 4, 6]
+
+
+MPI = {
+    "openmpi": ("mpirun", {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}, ["--oversubscribe"]),
+    "mpich": ("mpiexec.hydra", {}, []),
+    "impi-rt": ("mpiexec.hydra", {}, []),
+}
+"""By the package: its launcher, what it needs to run as root, and to start more ranks than there are cores."""
+
+
+@pytest.mark.parametrize("package", MPI)
+def test_mpi(package: str, place: Path, run, expected) -> None:
+    name, variables, options = MPI[package]
+    folder = wheel(package)
+    variables = {**variables, "MASTER_PORT": free_port(), "OPAL_PREFIX": str(folder), "I_MPI_ROOT": str(folder)}
+    command = [str(folder / "bin" / name), *options, "-n", str(RANKS), *TRAIN, "--set", f"run.dir={package}"]
+    run(*command, **variables)
+    assert losses(place / package) == expected
