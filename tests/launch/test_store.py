@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,13 @@ def test_a_port_that_is_taken() -> None:
             LaunchError, match=rf"rank 0 on {HOST}: port {port} cannot be opened .* choose another MASTER_PORT"
         ):
             connect(at(port, 0, 2), timeout=5.0)
+
+
+@pytest.mark.fast
+def test_a_name_of_rank_0_that_leads_nowhere() -> None:
+    lost = replace(at(free_port(), 0, 2), store_url=f"tcp://node1.invalid:{free_port()}")
+    with pytest.raises(LaunchError, match=r"node1.invalid is no name of this host .* Set MASTER_ADDR on every rank"):
+        connect(lost, timeout=0.5)
 
 
 @pytest.mark.fast

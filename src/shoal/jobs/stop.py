@@ -25,8 +25,9 @@ class Stop:
     """Reduces a stop flag over the ranks of `group` about every quarter of a second.
 
     Each rank contributes the signal it received. Rank 0 contributes the time limit, and the number of steps until the
-    next reduction, so that all ranks reduce after the same step. As a context manager it handles the first SIGINT or
-    SIGTERM, so that the step in progress is completed; a second one has its usual effect.
+    next reduction, so that all ranks reduce after the same step. As a context manager it handles SIGINT and
+    SIGTERM, so that the step in progress is completed. A second SIGINT has its usual effect; a second SIGTERM changes
+    nothing, since Slurm sends two in a row when it preempts a job, and every scheduler ends what hangs by SIGKILL.
 
     seconds: time limit from now, None for none.
     asked: on rank 0, whether something else is wanted of the ranks between steps (see `wanted`).
@@ -66,7 +67,8 @@ class Stop:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
-        signal.signal(number, self._handlers[number])  # type: ignore[arg-type]  # the second one ends a step that hangs
+        if number == signal.SIGINT:
+            signal.signal(number, self._handlers[number])  # type: ignore[arg-type]  # the second ends a step that hangs
 
     @property
     def elapsed(self) -> float:

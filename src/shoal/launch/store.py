@@ -120,6 +120,7 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
     address = urlsplit(identity.store_url)
     host, port = address.hostname or "", address.port or 0
     if identity.rank0_serves and identity.rank == 0:
+        timeout -= _await_name(identity, host, timeout)
         try:
             if host in _LOOPBACK:
                 return serve_on_loopback(port)
@@ -132,6 +133,24 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
             ) from error
     _await_listener(identity, host, port, timeout)
     return _client(identity, host, port, timeout)
+
+
+def _await_name(identity: Identity, host: str, timeout: float) -> float:
+    """Waits until the name of rank 0's own host can be resolved, as that of a new pod is not at once; returns the
+    seconds. torch would go on trying for twice the time, and print a C++ stack trace."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return time.monotonic() - began
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS >= began + timeout:
+                raise LaunchError(
+                    f"rank 0 on {socket.gethostname()}: {host} is no name of this host ({error}; waited {timeout:.0f} "
+                    f"s; from {identity.source}). Set MASTER_ADDR on every rank to a name or address of it that all "
+                    "of them can reach."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
 
 
 def _await_listener(identity: Identity, host: str, port: int, timeout: float) -> None:
