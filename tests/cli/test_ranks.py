@@ -77,6 +77,8 @@ def test_a_running_job_has_its_directory_and_a_killed_one_goes_on_until_a_rank_d
     second = shoal("train", job_file, "--nproc", 2)
     assert second.code == 2 and f"{run_dir} is in use by process" in second.err and "give another run.dir" in second.err
     assert shoal("report", run_dir).code == shoal("ckpt", "ls", run_dir).code == 0
+    screen = shoal("top", run_dir).out
+    assert "trains" in screen and all(str(rank.pid) in screen for rank in psutil.Process(process.pid).children())
     assert shoal("train", job_file, "--nproc", 1, "--set", f"run.dir={tmp_path / 'other'}").code == 0
     ranks = psutil.Process(process.pid).children()
     process.kill()

@@ -39,9 +39,6 @@ def options(
 
 app.add_typer(ckpt.app, name="ckpt")
 
-_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "JOB_COMPLETION_INDEX")
-"""Environment variables of launchers with the rank of this process; only rank 0 prints."""
-
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
 ]
@@ -69,8 +66,10 @@ def train(
 ) -> None:
     """Trains a job file. Under torchrun, Slurm, MPI, Kubernetes or TF_CONFIG this process is one of the ranks, else it
     starts them."""
+    from shoal.jobs.status import rank_in
+
     _one_of(nproc, roles)
-    if not any(os.environ.get(name, "0") != "0" for name in _RANKS):
+    if not rank_in(os.environ):  # only rank 0 prints
         print(f"{job}: importing torch", flush=True)
     with imports():
         from shoal.cli.start import start_job, text_assignment
@@ -217,3 +216,15 @@ def report(directory: Annotated[Path, typer.Argument(help="The directory of a ru
         from shoal.report.page import write_report
 
     print(write_report(directory))
+
+
+@app.command()
+def top(
+    directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")],
+    once: Annotated[bool, typer.Option("--once", help="One frame, as where stdout is no terminal.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+) -> None:
+    """Watches a run: progress, loss, ranks, last events. Ctrl-C ends the view, not the run."""
+    from shoal.cli.top import show
+
+    show(directory, once, interval)

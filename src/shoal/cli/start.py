@@ -14,6 +14,7 @@ from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
 from shoal.launch.roles import launch_roles
 from shoal.launch.tf_config import TRAINERS, parse_roles
+from shoal.report.events import plan_text
 
 DEMO = Path(__file__).with_name("demo.toml")
 
@@ -80,8 +81,7 @@ def change_plan(run_dir: Path, assignments: Sequence[str]) -> None:
     from shoal.jobs.replan import ask  # which imports torch
 
     answer = ask(run_dir, plan_assignments(assignments))
-    plan = ", ".join(f"{key} = {value!r}" for key, value in answer["plan"].items()) or "one rank"
-    print(f"after step {answer['step']} the plan is {plan}")
+    print(f"after step {answer['step']} the plan is {plan_text(answer['plan'])}")
 
 
 def text_assignment(key: str, text: str) -> str:

@@ -15,12 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 from filelock import FileLock
 
-from shoal.comm import Group
 from shoal.errors import UserError
+
+if TYPE_CHECKING:  # commands that only read a run import no torch
+    from shoal.comm import Group
 
 NAME = "run.lock"
 _GUARD = "run.lock.guard"

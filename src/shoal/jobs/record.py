@@ -14,6 +14,7 @@ import torch
 
 from shoal.jobs.underway import shown_by
 from shoal.report import flops, units
+from shoal.report.events import plan_text
 from shoal.report.memory import MemoryMeter
 from shoal.report.metrics import (
     COUNTS,
@@ -119,8 +120,7 @@ class Recorder:
     def plan(self, step: int, plan: Mapping[str, Any], seconds: float, late: int) -> None:
         """Takes in a change of the plan after `step`; from here on numbers are read `late` steps later."""
         self._late = late
-        written = ", ".join(f"{key} = {value!r}" for key, value in plan.items()) or "one rank"
-        self._message(f"step {step}: the plan is {written} from here on ({units.duration(seconds)})")
+        self._message(f"step {step}: the plan is {plan_text(dict(plan))} from here on ({units.duration(seconds)})")
         self._write(PlanRecord(step=step, plan=dict(plan), seconds=seconds))
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from shoal.jobs.timeline import Recording
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
+from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecord
 
 log = logging.getLogger(__name__)
@@ -203,7 +205,7 @@ class _Run:
             if isinstance(error, TrainingError):
                 self.saver.close()  # every rank raised it, so all of them can finish the save under way
             said = str(error) if isinstance(error, ShoalError) else type(error).__name__
-            self._finish(f"failed: {said}")
+            self._finish(f"{FAILED} {said}")
             raise
         return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, self._finish(reason))
 
@@ -284,4 +286,6 @@ class _Run:
             parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),
             peak_flops=peak,
             config=describe(self.job, self.settled.origins),
+            total=self.settled.total,
+            time=time.time(),
         )

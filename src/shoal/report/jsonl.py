@@ -30,7 +30,7 @@ def open_for_append(path: Path) -> io.FileIO:
     file.seek(0)
     content = file.read()
     tail = content[content.rfind(b"\n") + 1 :]
-    if tail and _parse(tail) is not None:
+    if tail and parse(tail) is not None:
         file.write(b"\n")
     elif tail:
         file.truncate(len(content) - len(tail))
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     lines = path.read_bytes().split(b"\n")
     objects, damaged = [], []
     for number, line in enumerate(lines, start=1):
-        parsed = _parse(line)
+        parsed = parse(line)
         if parsed is not None:
             objects.append(parsed)
         elif line and number < len(lines):
@@ -84,7 +84,8 @@ def as_float(value: Any) -> Any:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Returns the object of a line; None where it is no JSON object."""
     try:
         parsed = json.loads(line)
     except ValueError:

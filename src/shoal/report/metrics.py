@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from shoal.errors import UserError
 
@@ -24,6 +24,8 @@ class RunRecord:
     parameters: number of parameters of the whole model.
     peak_flops: measured peak of matrix products of all ranks together, FLOP/s.
     config: {"value": ..., "origin": "default" | "file" | "cli" | "planner"} by dotted key.
+    total: number of steps of the whole run; None where it is not known.
+    time: Unix time at which the attempt began.
     """
 
     host: str
@@ -33,6 +35,8 @@ class RunRecord:
     parameters: int
     peak_flops: float
     config: dict[str, dict[str, Any]]
+    total: int | None = None
+    time: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,15 +220,15 @@ def read_metrics(path: Path | str) -> RunRecords:
             f"{path} does not exist: {path.parent} is not the directory of a run. Give the directory of a run"
         )
     objects, damaged = read_lines(path)
-    records = [record for record in map(_decode, objects) if record is not None]
+    records = [record for record in map(decode, objects) if record is not None]
     unknown = len(objects) - len(records)
     notes = [WarningRecord(message=f"{path.name}: line {number} is damaged and was left out") for number in damaged]
     if unknown:
         notes.append(WarningRecord(message=f"{path.name}: {unknown} records of an unknown form were left out"))
-    return _assemble(records, notes)
+    return assemble(records, notes)
 
 
-def _decode(line: dict[str, Any]) -> Record | None:
+def decode(line: dict[str, Any]) -> Record | None:
     """Returns the record of a line; None for an unknown kind, or where a field is missing."""
     record_type = KINDS.get(line.get("kind", ""))
     if record_type is None:
@@ -238,7 +242,8 @@ def _decode(line: dict[str, Any]) -> Record | None:
     return None if lacking else record_type(**values)
 
 
-def _assemble(records: Sequence[Record], notes: Sequence[WarningRecord]) -> RunRecords:
+def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> RunRecords:
+    """Returns the run of `records`, which are all that were written, in order."""
     attempts: list[list[Record]] = [[]]
     for record in records:
         if isinstance(record, RunRecord):
@@ -286,12 +291,7 @@ def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:
     return kept
 
 
-class _HasStep(Protocol):
-    @property
-    def step(self) -> int: ...
-
-
-HasStep = TypeVar("HasStep", bound=_HasStep)
+HasStep = TypeVar("HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord)
 
 
 def _last_of_a_step(records: Sequence[HasStep]) -> tuple[HasStep, ...]:

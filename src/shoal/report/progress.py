@@ -83,8 +83,8 @@ class Progress:
             return
         line = status_line(record, self._total, self._pace, self._console.width)
         room = min(BAR_WIDTH, self._console.width - len(line) - 2)
-        bar = _bar(record.step, self._total, room) if room >= SHORTEST_BAR else Text()
-        self._live.update(_fitting(bar.append(line)), refresh=True)
+        bar = progress_bar(record.step, self._total, room) if room >= SHORTEST_BAR else Text()
+        self._live.update(_fitting(bar.append(f"{'  ' * bool(bar)}{line}")), refresh=True)
 
 
 class Pace:
@@ -146,11 +146,12 @@ def status_line(record: StepRecord, total: int | None, pace: Pace, width: int | 
     return line
 
 
-def _bar(step: int, total: int | None, width: int) -> Text:
+def progress_bar(step: int, total: int | None, width: int) -> Text:
+    """Returns a bar of `width` characters; an empty text where the number of steps is not known."""
     if not total:
         return Text()
     filled = min(width, width * step // total)
-    return Text.assemble(("━" * filled, "cyan"), ("━" * (width - filled), "bright_black"), "  ")
+    return Text.assemble(("━" * filled, "cyan"), ("━" * (width - filled), "bright_black"))
 
 
 def print_summary(records: RunRecords, stream: TextIO) -> None:
