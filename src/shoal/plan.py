@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -18,6 +19,9 @@ MOST_RANKS, MOST_RANKS_OF_A_HOST = 1 << 20, 4096
 
 Option = str | Mapping[str, Any]
 """A name, or a table {name = ..., parameter = ...}."""
+
+UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
+UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 
 
 @dataclass(frozen=True)
@@ -230,3 +234,13 @@ def check_parameters(field: str, option: Option, made: Callable[..., Any]) -> No
 def option_parameters(option: Option) -> dict[str, Any]:
     """Returns the parameters of an option without its name; empty for a plain string."""
     return {} if isinstance(option, str) else {key: value for key, value in option.items() if key != "name"}
+
+
+def nbytes(value: Any, what: str) -> int:
+    """Reads the bytes of "12GiB", "500MB" or a plain number; UserError names `what` otherwise."""
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
+    if isinstance(value, bool) or not found or found[2] not in UNITS or found[1].count(".") > 1 or found[1] == ".":
+        raise UserError(
+            f'{what} = {value!r}: give bytes, or a text such as "12GiB" ({", ".join(unit for unit in UNITS if unit)})'
+        )
+    return int(float(found[1]) * UNITS[found[2]])

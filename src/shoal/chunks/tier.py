@@ -7,7 +7,6 @@ without one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,10 +17,8 @@ import torch
 from shoal.comm.ledger import Ledger
 from shoal.device import allocated, asked_for, forget_most_allocated, free_memory
 from shoal.errors import BudgetExceeded, UserError, check_names
-from shoal.plan import Option
+from shoal.plan import Option, nbytes
 
-UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
-UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 MOVING = "weights in use"
 """Role of what an Executor moves."""
 UPDATES = ("auto", "at once", "deferred", "streamed")
@@ -105,16 +102,6 @@ def _disk(option: Any) -> DiskBudget:
         )
     check_names("plan.memory.disk has no key", table, ["path", "size"])
     return DiskBudget(Path(table["path"]), nbytes(table["size"], "plan.memory.disk.size") if "size" in table else None)
-
-
-def nbytes(value: Any, what: str) -> int:
-    """Reads the bytes of "12GiB", "500MB" or a plain number; UserError names `what` otherwise."""
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(value))
-    if isinstance(value, bool) or not found or found[2] not in UNITS or found[1].count(".") > 1 or found[1] == ".":
-        raise UserError(
-            f'{what} = {value!r}: give bytes, or a text such as "12GiB" ({", ".join(unit for unit in UNITS if unit)})'
-        )
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import ckpt
+from shoal.cli import ckpt, jobs
 from shoal.cli.ckpt import JobFile
 from shoal.errors import UserError
 from shoal.jobs.imports import imports
@@ -38,6 +38,7 @@ def options(
 
 
 app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(jobs.app, name="jobs")
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
@@ -118,13 +119,14 @@ def run(
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments, after --.", metavar="[-- ARGS...]")] = None,
     nproc: Nproc = None,
     roles: Roles = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")] = False,
 ) -> None:
     """Starts a script on N local ranks, or in the roles of a TF_CONFIG cluster."""
     _one_of(nproc, roles)
     with imports():
         from shoal.cli.start import start_script
 
-    raise typer.Exit(start_script(script, args or [], nproc, roles))
+    raise typer.Exit(start_script([*(["-m"] if module else []), str(script), *(args or [])], nproc, roles))
 
 
 def _one_of(nproc: int | None, roles: str | None) -> None:

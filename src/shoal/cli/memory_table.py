@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.chunks.search import Candidate
-from shoal.chunks.tier import nbytes
 from shoal.cli.mesh_table import mesh_table, who_holds_what
 from shoal.jobs.plan import Answer, needed, plan_memory
+from shoal.plan import nbytes
 from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units
 

@@ -60,12 +60,12 @@ def _trainers(counts: Mapping[str, int]) -> int:
     return sum(count for role, count in counts.items() if role in TRAINERS)
 
 
-def start_script(script: Path, args: Sequence[str], nproc: int | None, roles: str | None = None) -> int:
-    """Runs a script on `nproc` local ranks (see `default_ranks`), or in `roles` as `start_job`; returns the exit
-    code."""
+def start_script(program: list[str], nproc: int | None, roles: str | None = None) -> int:
+    """Runs a script or module on `nproc` local ranks (see `launch`, `default_ranks`), or in `roles` as `start_job`;
+    returns the exit code."""
     if roles is not None:
-        return launch_roles([str(script), *args], parse_roles(roles))
-    return launch([str(script), *args], nproc if nproc is not None else default_ranks())
+        return launch_roles(program, parse_roles(roles))
+    return launch(program, nproc if nproc is not None else default_ranks())
 
 
 def start_demo(nproc: int, directory: Path | None) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shoal.errors import UserError, check_numbers
+from shoal.jobs.cluster.table import Cluster
 from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
@@ -145,13 +146,14 @@ class Job:
     data: Data = field(default_factory=Data)
     plan: Plan = field(default_factory=Plan)
     run: Run = field(default_factory=Run)
+    cluster: Cluster = field(default_factory=Cluster)
 
     def __post_init__(self) -> None:
         for section, table in tables(self).items():
             check_numbers(section, table)
 
 
-SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run}
+SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run, "cluster": Cluster}
 """The tables with fixed keys; the keys of `[model]` depend on the model."""
 
 

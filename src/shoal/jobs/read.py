@@ -31,15 +31,19 @@ def load_job(path: str | Path, assignments: Sequence[str] = ()) -> tuple[Job, Or
     `run.dir` is by default `runs/` and the file's name. Raises UserError with the key, the value and what is expected.
     """
     path = Path(path)
+    return parse_job(read_toml(path), assignments, where=str(path), default_dir=f"runs/{path.stem}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Returns the tables of a TOML file. Raises UserError where it cannot be read."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"no such job file: {path} (from {Path.cwd()})") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the job file {path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:  # also for a number of thousands of digits, or deeply nested lists
         raise UserError(f"the job file {path} is not TOML: {error}") from error
-    return parse_job(content, assignments, where=str(path), default_dir=f"runs/{path.stem}")
 
 
 def parse_job(

@@ -19,6 +19,8 @@ def to_toml(job: Job, origins: Origins) -> str:
     """Returns the job as the text of a TOML file, for `load_job`; each line ends with the value's origin."""
     lines = []
     for section, table in tables(job).items():
+        if not table:  # no scheduler is asked for anything
+            continue
         lines.append(f"[{section}]")
         for key, value in table.items():
             lines.append(f"{_key(key)} = {_value(value)}  # {origins.get(f'{section}.{key}', 'default')}")

@@ -24,14 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from shoal.chunks import Gather
-from shoal.chunks.tier import nbytes
 from shoal.device import is_accelerator, synchronize
 from shoal.errors import UserError, did_you_mean
 from shoal.module.build import build
 from shoal.optim.groups import OptimizerFactory
 from shoal.pipeline import Schedule, balance, kept, steady
 from shoal.pipeline.units import Unit, pieces_of, units_of
-from shoal.plan import Plan, option_name, option_parameters
+from shoal.plan import Plan, nbytes, option_name, option_parameters
 from shoal.planner.dry_run import run
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time as clock
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,12 @@ class Event:
     """Something that happened beside training.
 
     time: Unix time, which is that of the step before where the record has none; None before the first step.
-    step: the last step before it.
+    step: the last step before it; None where only a scheduler knows of it.
     bad: a warning or a failure.
     """
 
     time: float | None
-    step: int
+    step: int | None
     text: str
     bad: bool = False
 
@@ -57,6 +58,13 @@ def events_of(records: Iterable[Record]) -> list[Event]:
             )
             found.append(Event(time, getattr(record, "step", step), tell(record), bad))
     return found
+
+
+def event_line(event: Event) -> str:
+    """Formats an event as a line: its time, step and text."""
+    at = "" if event.time is None else clock.strftime("%m-%d %H:%M:%S", clock.localtime(event.time))
+    step = "" if event.step is None else f"step {event.step}"
+    return f"{at:14}  {step:11} " + event.text.replace("\n", " ")
 
 
 def plan_text(plan: dict[str, Any]) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 from .jsonl import parse
 from .metrics import Record, decode
 
+TAIL = 1 << 16
+"""Bytes at the end of a record among which its last step is looked for."""
+
 
 class Follower:
     """The records that `path` has so far.
@@ -44,3 +47,15 @@ class Follower:
             else:
                 self.damaged += 1
         return bool(whole)
+
+
+def last_step(path: Path) -> int | None:
+    """Returns the last step in a record, from its end alone; None where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    steps = (parsed for line in reversed(lines) if (parsed := parse(line)) is not None and parsed.get("kind") == "step")
+    return next((step["step"] for step in steps), None)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
-from .events import Event, plan_text
+from .events import Event, event_line, plan_text
 from .jsonl import read_lines
 from .metrics import RunRecords
 from .progress import Pace, progress_bar, status_line
@@ -203,10 +202,9 @@ def _cells(row: RankRow) -> list[str]:
 
 
 def _event(event: Event) -> Text:
-    at = "" if event.time is None else time.strftime("%m-%d %H:%M:%S", time.localtime(event.time))
-    return Text.assemble(
-        (f"{at:14}  step {event.step:<6} ", "bright_black"), (event.text.replace("\n", " "), "red" if event.bad else "")
-    )
+    line = Text(event_line(event), "red" if event.bad else "")
+    line.stylize("bright_black", 0, len(event_line(replace(event, text=""))))
+    return line
 
 
 def _labelled(label: str, text: str) -> Text:

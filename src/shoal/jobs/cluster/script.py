@@ -1,0 +1,49 @@
+"""The shell script of a job: its directory, variables and commands, around the one that trains."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import UserError
+from shoal.jobs.cluster.request import Request
+from shoal.jobs.cluster.table import Cluster
+
+_FORWARD = """\
+child=$!
+trap 'kill -TERM "$child"' TERM INT  # bash would keep the signal, and the ranks could not save
+wait "$child" && code=0 || code=$?
+while kill -0 "$child" 2>/dev/null; do wait "$child" && code=0 || code=$?; done
+[ "$code" -eq 0 ] || exit "$code\""""
+
+
+def script(cluster: Cluster, command: Sequence[str], directory: Path | None = None) -> str:
+    """Returns a script that runs `command` between the cluster's `setup` and `finish`.
+
+    It ends with the first command that fails, with its exit code. SIGTERM reaches the ranks, which save a checkpoint.
+    directory: where it runs; by default where it is started.
+    """
+    run = shlex.join([*limited(cluster), *command])
+    if not cluster.finish:
+        return "\n".join([*beginning(cluster, directory), f"exec {run}", ""])
+    return "\n".join([*beginning(cluster, directory), f"{run} &", _FORWARD, *cluster.finish, ""])
+
+
+def beginning(cluster: Cluster, directory: Path | None) -> list[str]:
+    """Returns the lines before the command that trains."""
+    there = [] if directory is None else [f"cd {shlex.quote(str(directory))}"]
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in (cluster.env or {}).items()]
+    return ["#!/bin/bash", "set -e", *there, *exports, *(cluster.setup or [])]
+
+
+def limited(cluster: Cluster) -> list[str]:
+    """Returns the command that ends another one after `cluster.time`, where no scheduler does."""
+    return [] if cluster.seconds is None else ["timeout", "--kill-after=60", str(cluster.seconds)]
+
+
+def local_script(request: Request, file: str | None = None) -> str:
+    """Returns the script of a run on this host. Raises UserError where the job asks for more."""
+    if request.cluster.hosts > 1:
+        raise UserError(f"cluster.nodes = {request.cluster.hosts}, and this is one host: give --set cluster.nodes=1")
+    return script(request.cluster, request.host(file), request.directory)

@@ -1,0 +1,156 @@
+"""The scripts of a local run and of sbatch: run by bash, with commands of our own in place of shoal and srun."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UserError
+from shoal.jobs.cluster.ray_job import specification
+from shoal.jobs.cluster.render import TARGETS, render
+from shoal.jobs.cluster.request import Request
+from shoal.jobs.cluster.script import local_script
+from shoal.jobs.cluster.table import Cluster
+
+pytestmark = pytest.mark.fast
+Put = Callable[[str, str], None]
+
+
+def bash(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.sh"
+    path.write_text(script)
+    return subprocess.run(["bash", str(path)], capture_output=True, text=True, cwd=tmp_path, check=False)
+
+
+def test_a_local_script_runs_in_its_directory_with_its_variables(request_of, commands: Put, job_file, tmp_path) -> None:
+    commands("shoal", 'pwd; echo "$GREETING"; printf "%s\\n" "$@"')
+    done = bash(local_script(request_of(nodes=1)), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    sets = ["--set", "cluster.nodes=1", "--nproc", "2"]
+    inside = ["train", str(job_file), *sets]
+    assert done.stdout.splitlines() == ["set up", str(job_file.parent), "it's on", *inside, "finished"]
+
+
+@pytest.mark.parametrize("finish", ["[]", '["echo finished"]'])
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_script_ends_as_its_command_does(request_of, commands: Put, tmp_path, finish: str, code: int) -> None:
+    commands("shoal", f"exit {code}")
+    done = bash(local_script(request_of(nodes=1, finish=finish)), tmp_path)
+    assert done.returncode == code
+    assert ("finished" in done.stdout) == (code == 0 and finish != "[]")
+
+
+def test_nothing_is_trained_where_the_set_up_fails(request_of, commands: Put, tmp_path) -> None:
+    commands("shoal", "echo trained")
+    done = bash(local_script(request_of(nodes=1, setup='["false"]')), tmp_path)
+    assert done.returncode == 1 and "trained" not in done.stdout
+
+
+@pytest.mark.parametrize("finish", ["[]", '["echo finished"]'])
+def test_sigterm_reaches_the_ranks_which_end_in_their_own_time(
+    request_of, commands: Put, tmp_path, finish: str
+) -> None:
+    commands("shoal", 'trap "sleep 0.2; echo saved; exit 143" TERM; echo began; while :; do sleep 0.01; done')
+    path = tmp_path / "script.sh"
+    path.write_text(local_script(request_of(nodes=1, finish=finish, setup="[]")))
+    process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "began\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "saved\n" and process.returncode == 143
+
+
+def test_a_time_limit_without_a_scheduler(request_of, commands: Put, tmp_path) -> None:
+    commands("shoal", 'trap "exit 7" TERM; while :; do sleep 0.01; done')
+    began = time.monotonic()
+    assert bash(local_script(request_of(nodes=1, time="1", setup="[]")), tmp_path).returncode == 124
+    assert 1 <= time.monotonic() - began < 20
+
+
+def test_the_script_for_sbatch(request_of, job_file) -> None:
+    lines = render(request_of(), "slurm").splitlines()
+    assert lines[:15] == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=my-job",
+        "#SBATCH --output=/data/runs/first/logs/slurm-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --cpus-per-task=4",
+        "#SBATCH --mem=16384M",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --time=1-12:00:00",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --signal=TERM@120",
+        "#SBATCH --requeue",
+        "#SBATCH --account=lab",
+        "set -e",
+    ]
+    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=4 shoal train '{job_file}' || code=$?" in lines
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (143, True)])
+def test_ranks_that_the_time_limit_stopped_queue_again(
+    request_of, commands: Put, tmp_path, code: int, requeued: bool
+) -> None:
+    commands("srun", f'echo "secret $SHOAL_SECRET"; exit {code}')
+    commands("scontrol", 'echo "scontrol $@"')
+    done = bash(f"export SLURM_JOB_ID=77\n{render(request_of(), 'slurm')}", tmp_path)
+    assert done.returncode == code and re.search(r"^secret [0-9a-f]{64}$", done.stdout, re.M)
+    assert ("scontrol requeue 77" in done.stdout) == requeued
+    assert ("finished" in done.stdout) == (code == 0)
+    assert "SHOAL_SECRET=" in render(request_of(), "slurm") and not re.search(
+        "[0-9a-f]{64}", render(request_of(), "slurm")
+    )
+
+
+def test_a_directory_that_sbatch_would_misread(request_of) -> None:
+    def options(run_dir: str) -> str:
+        return render(replace(request_of(), run_dir=Path(run_dir)), "slurm")
+
+    assert '#SBATCH --output="/a b/50%%/logs/slurm-%j.out"' in options("/a b/50%")
+    with pytest.raises(UserError, match="cannot be written into a line of #SBATCH"):
+        options('/a"b')
+
+
+def test_the_specification_for_ray(request_of, commands: Put, tmp_path) -> None:
+    commands("shoal", 'echo "shoal $@"')
+    asked = specification(request_of(nodes=1))
+    assert json.loads(render(request_of(nodes=1), "ray")) == asked
+    assert (asked["entrypoint_num_cpus"], asked["entrypoint_num_gpus"], asked["entrypoint_memory"]) == (
+        9,
+        2,
+        16 * 2**30,
+    )
+    done = subprocess.run(asked["entrypoint"], shell=True, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[0] == "set up" and "--nproc 2" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["local", "ray"])
+def test_one_host_refuses_to_be_two(request_of, target: str) -> None:
+    with pytest.raises(UserError, match=r"cluster.nodes = 2.*nodes=1"):
+        render(request_of(), target)
+
+
+def test_an_unknown_target(request_of) -> None:
+    with pytest.raises(UserError, match=r'there is no such target.*Did you mean "kubernetes"'):
+        render(request_of(), "kubernets")
+    assert list(TARGETS) == ["local", "slurm", "ray", "kubernetes", "jobset", "trainjob"]
+
+
+def test_a_module(job_file, tmp_path) -> None:
+    request = Request("m", Cluster(), 3, Path("runs/m"), tmp_path, module=("trainer.task", "--steps", "3"))
+    assert request.host() == ["shoal", "run", "--nproc", "3", "-m", "trainer.task", "--", "--steps", "3"]
+    assert "srun --kill-on-bad-exit=1 python -m trainer.task --steps 3 ||" in render(request, "slurm")
+    served = replace(request, parameter_servers=2)
+    assert "shoal run --roles ps=2,worker=3 -m trainer.task -- --steps 3" in render(served, "local")
+    for target in ("slurm", "kubernetes"):
+        with pytest.raises(UserError, match="leave ps_count out"):
+            render(replace(served, cluster=replace(served.cluster, image="lab/shoal")), target)
