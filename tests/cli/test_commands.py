@@ -116,6 +116,16 @@ def test_a_mistake_is_its_message_alone(shoal, job_file, arguments, message):
     assert not (job_file.parent / "run").exists()
 
 
+def test_a_module_runs_on_a_rank(shoal, tmp_path, monkeypatch):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer/task.py").write_text(
+        "import os, pathlib, sys\npathlib.Path(sys.argv[1] + os.environ['RANK']).write_text(' '.join(sys.argv[2:]))"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert shoal("run", "--nproc", 1, "-m", "trainer.task", "--", "rank", "--steps", "3").code == 0
+    assert (tmp_path / "rank0").read_text() == "--steps 3"
+
+
 def test_an_unknown_option_is_a_usage_error(shoal):
     answer = shoal("train", "job.toml", "--ste=1")
     assert answer.code == 2

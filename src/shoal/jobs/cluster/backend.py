@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -89,12 +90,17 @@ def submit(request: Request, on: str) -> Submitted:
             f"{record} has the job {before.number} of {before.backend}, which {state.word}: stop it by "
             f"`shoal jobs stop {record}`, or give another run.dir"
         )
+    new = not record.exists()
     try:
         (record / "logs").mkdir(parents=True, exist_ok=True)
         file = None if request.file is None else _copy(request.file, record / "job.toml")
         number, about = chosen.submit(request, file)
         job = Submitted(on, number, request.name, record, time.time(), about)
         put(record / NAME, json.dumps({**asdict(job), "run_dir": str(record)}))
+    except UserError:
+        if new:  # a refusal leaves nothing behind
+            shutil.rmtree(record)
+        raise
     except OSError as error:
         raise UserError(f"the run directory {record} cannot be written: {error}. Choose another run.dir") from error
     return job
