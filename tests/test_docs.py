@@ -14,6 +14,9 @@ import pytest
 from shoal.doors import deepspeed_keys, patrickstar
 from shoal.exchange import algorithm
 from shoal.exchange.named import ALGORITHMS
+from shoal.jobs.cluster.render import TARGETS, render
+from shoal.jobs.cluster.request import read_request
+from shoal.jobs.cluster.table import Cluster
 from shoal.jobs.config import SECTIONS
 from shoal.jobs.read import load_job
 from shoal.models import PRESETS
@@ -127,3 +130,25 @@ def test_the_page_of_the_doors_says_of_every_key_what_becomes_of_it(section, key
     ]
     said = {name: (fate, why.strip("| ")) for names, fate, why in rows for name in re.findall(r"`([\w.]+)`", names)}
     assert said == {name: (key.fate, key.why) for name, key in keys.items()}
+
+
+@pytest.mark.fast
+def test_the_page_of_jobs_has_a_job_for_every_target_and_every_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "jobs.md"
+    for language, suffix in (("toml", "toml"), ("json", "json")):
+        (text,) = blocks(page, language)
+        (tmp_path / f"job.{suffix}").write_text(text)
+    job = read_request(tmp_path / "job.toml")
+    for target in TARGETS:
+        one_host = ["cluster.nodes=1"] if target in ("local", "ray") else []
+        assert render(read_request(tmp_path / "job.toml", one_host), target)
+    module = read_request(tmp_path / "job.json")
+    assert (job.ranks, module.ranks, module.cluster.hosts) == (8, 2, 3)
+    table = page.read_text().split("## Which target")[1].split("\n## ")[0]
+    named = {
+        name
+        for line in table.splitlines()
+        for name in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    }
+    assert {each.name for each in fields(Cluster)} == named
