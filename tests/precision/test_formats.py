@@ -7,6 +7,7 @@ import torch
 
 from shoal import Engine, UserError
 from shoal.models import regression
+from shoal.precision import named
 from shoal.precision.formats import FORMATS, multiplies
 from tests.exchange import teacher
 
@@ -43,3 +44,11 @@ def test_tf32_on_a_cpu_is_fp32():
         running = Engine(teacher.student, regression, teacher.ADAMW, global_batch=16, precision=name)
         losses[name] = [running.step(batch).loss for batch in running.batches(teacher.data(), steps=3)]
     assert losses["tf32"] == losses["fp32"]
+
+
+@pytest.mark.parametrize("name", ["tf32", "fp32", "bf16"])
+def test_only_tf32_turns_its_products_on(name, monkeypatch):
+    turned_on = list[torch.device]()
+    monkeypatch.setattr(named, "allow_tf32", turned_on.append)
+    running = Engine(teacher.student, regression, teacher.ADAMW, global_batch=16, precision=name)
+    assert turned_on == ([running.device] if name == "tf32" else [])
