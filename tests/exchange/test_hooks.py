@@ -160,6 +160,11 @@ def test_hooks_where_no_whole_gradient_is_kept(size, plan):
         run_ranks(train, size, plan)
 
 
+def test_a_hook_that_leaves_the_sum_is_not_refused_on_several_ranks():
+    seen = run_ranks(partial(train, after={"words.weight": mask_in_place}), 2, {})
+    check(seen, run_ranks(partial(train, after={"words.weight": mask_in_place}), 1, {})[0])
+
+
 def test_hooks_see_rows_of_sparse_embeddings():
     check(run_ranks(partial(train, sparse=True), 2, {}), plain())
 

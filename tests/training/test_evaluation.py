@@ -1,7 +1,8 @@
-"""Several measures of one evaluation come from the same forwards."""
+"""Several measures of one evaluation come from the same forwards; what evaluations and steps say of their time."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal import Engine, Plan
+from shoal.comm import World
+from shoal.training import evaluation
 from tests.pool import run_ranks
 
 SAMPLES = [{"x": torch.randn(3, generator=torch.Generator().manual_seed(i))} for i in range(13)]
+SGD = partial(torch.optim.SGD, lr=0.1)
 calls: list[int] = []
 
 
@@ -49,7 +53,7 @@ def evaluated(world, plan: dict[str, Any]) -> list[tuple[float, ...]]:
     def model() -> nn.Module:
         return nn.Sequential(Counting(3, 3), Counting(3, 3)) if "pp" in plan else Counting(3, 3)
 
-    engine = Engine(model, square, partial(torch.optim.SGD, lr=0.1), Plan(**plan), global_batch=4, world=world)
+    engine = Engine(model, square, SGD, Plan(**plan), global_batch=4, world=world)
     alone = tuple(engine.evaluate(SAMPLES, measure=each).loss for each in (square, negative, spoiling, taking))
     found = [alone]
     for measures in ((), (negative,), (spoiling, negative), (taking, negative)):
@@ -68,3 +72,33 @@ def test_measures_taken_in_one_pass_are_those_taken_alone(plan):
         assert three[:3] == (loss, size, share)
         # a forward more where a measure has written to what the model gave, but of a pipeline's, which give copies
         assert three[-1] == (1 if "pp" in plan else 2) * one[-1]
+
+
+@pytest.mark.parametrize(("every", "lines"), [(3600.0, 0), (0.0, 4)])
+def test_a_long_evaluation_says_how_far_it_is(every, lines, caplog, monkeypatch):
+    monkeypatch.setattr(evaluation, "TELL", every)
+    running = Engine(lambda: nn.Linear(3, 2), square, SGD, global_batch=8, microbatch=4)
+    with caplog.at_level("INFO"):
+        found = running.evaluate(SAMPLES)
+    said = [each.message for each in caplog.records]
+    assert len(said) == lines and said[-1:] == ["evaluating: 3 of 4 microbatches"][:lines]
+    assert 0 < found.seconds < 60
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(pp=2, schedule="2bw")])
+def test_a_step_says_how_long_it_took(plan):
+    for seconds, wall in run_ranks(_timed, plan.size, plan):
+        assert 0 < seconds <= wall
+
+
+def _timed(world: World, plan: Plan) -> tuple[float, float]:
+    running = Engine(
+        lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), square, SGD, plan,
+        global_batch=8, microbatch=2, world=world,
+    )  # fmt: skip
+    batch = next(running.batches(SAMPLES))
+    started = time.perf_counter()
+    result = running.step(batch)
+    wall = time.perf_counter() - started
+    running.close()
+    return result.seconds, wall
