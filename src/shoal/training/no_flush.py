@@ -32,7 +32,7 @@ from torch import Tensor
 from shoal.chunks.versions import Versions
 from shoal.comm import Group, Lane
 from shoal.data import Batch
-from shoal.device import CPU, is_accelerator
+from shoal.device import CPU, is_accelerator, record_use
 from shoal.errors import UserError
 from shoal.exchange import Holds
 from shoal.parallel.axis import Axis
@@ -260,6 +260,7 @@ class NoFlushRunner:
         step.asked.wait("ballot")
         assert step.answer is not None and step.agreed is not None
         step.agreed.wait("ballot")
+        record_use(step.answer.totals, step.answer.squares)  # they were made on the lane's stream
         self.settle()
         answer, number, trained = step.answer, step.batch.step, self._trained
         clipped = self._clip.clip(number, answer.totals[1], answer.squares, float(step.sums[-1]))
