@@ -21,14 +21,12 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("gpt", {"dp": 2, "zero": 3}),
     "stages": ("gpt", {"pp": 2}),
 }
-FIRST = ("recompute", "zero3")
-"""The others are for the matrix."""
 RESULT = 1024
 """Bytes beside what the first step needs: the numbers of the step before, which nobody has read."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.matrix) for name in PLANS]
+    "name", [pytest.param(name, marks=() if name == "recompute" else pytest.mark.matrix) for name in PLANS]
 )
 def test_what_a_refusal_asks_for_is_enough_and_is_kept(name):
     case, plan = PLANS[name]

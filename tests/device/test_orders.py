@@ -52,6 +52,8 @@ ROWS |= {f"weight-{each}": (partial(orders.a_weight_that_travels, each), 2) for 
 THREADS = {"dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}, "2bw": {"pp": 2, "schedule": "2bw"}}
 THREADS |= {"async": {"dp": 2, "exchange": {"name": "async_average", "interval_ms": 0.0, "bound": 1}}}
 ROWS |= {f"threads-{name}": (partial(orders.ranks_that_are_threads, plan), 1) for name, plan in THREADS.items()}
+ALIKE = ("pp-given-up", "weight-1f1b", "threads-dp", "threads-2bw", "threads-async")
+"""Rows of mechanisms that others have too: for the matrix."""
 WAITS = {
     "answers": (1, (6,)),  # three products, before and after
     "rate_of_a_link": (1, (10,)),  # five copies
@@ -68,7 +70,7 @@ def on_the_cpu(name: str) -> list[list[float]]:
 
 
 @simulated
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.matrix if name in ALIKE else ()) for name in ROWS])
 def test_it_is_as_on_the_cpu_and_nothing_is_unordered(name):
     use, size = ROWS[name]
     runs = simulate_ranks(uses.used, size, "cuda", use)
