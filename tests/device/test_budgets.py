@@ -21,6 +21,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("gpt", {"dp": 2, "zero": 3}),
     "stages": ("gpt", {"pp": 2}),
 }
+"""All but one are for the matrix."""
 RESULT = 1024
 """Bytes beside what the first step needs: the numbers of the step before, which nobody has read."""
 

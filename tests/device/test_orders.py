@@ -70,7 +70,9 @@ def on_the_cpu(name: str) -> list[list[float]]:
 
 
 @simulated
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.matrix if name in ALIKE else ()) for name in ROWS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix if name in ALIKE else ()) for name in ROWS]
+)
 def test_it_is_as_on_the_cpu_and_nothing_is_unordered(name):
     use, size = ROWS[name]
     runs = simulate_ranks(uses.used, size, "cuda", use)
