@@ -1,0 +1,245 @@
+"""What happens to the members of a job, and what is decided about them.
+
+Every event has the `time` at which the coordinator learned of it, in Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shoal.elastic.records import NAME, kinds
+from shoal.errors import UserError
+from shoal.plan import MOST_RANKS_OF_A_HOST
+
+MOST_NODES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A member has come, or has come back over a new connection.
+
+    ranks: the number of ranks that it will start.
+    host, port: where its supervisor listens, in case that it becomes the coordinator.
+    running: the generation whose ranks run there, 0 for none.
+    """
+
+    time: float
+    name: str
+    ranks: int
+    host: str
+    port: int
+    running: int = 0
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name) or not 1 <= self.ranks <= MOST_RANKS_OF_A_HOST or not 0 < self.port < 1 << 16:
+            raise ValueError(f"no member: {self.name!r:.80}, {self.ranks} ranks, port {self.port}")
+
+
+@dataclass(frozen=True)
+class Left:
+    """A member is gone.
+
+    proven: its supervisor, and with it its ranks, are known to have ended. Silence proves nothing: the member may live
+        behind a cut link, where it ends its ranks by itself.
+    """
+
+    time: float
+    name: str
+    proven: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The ranks of a member have ended.
+
+    outcome: "finished" (the training is complete), "stopped" (as they were asked to), "failed" (one of them is at
+        fault) or "lost" (they failed because ranks elsewhere were gone).
+    code: the exit code of a failure.
+    step: the last step that they committed, -1 where that is not known.
+    """
+
+    time: float
+    name: str
+    generation: int
+    outcome: str
+    code: int
+    step: int
+    message: str
+
+    def __post_init__(self) -> None:
+        if self.outcome not in ("finished", "stopped", "failed", "lost"):
+            raise ValueError(f"outcome {self.outcome!r:.80}")
+
+
+@dataclass(frozen=True)
+class Draining:
+    """A member will leave (SIGTERM, the notice of a spot instance): its ranks end at a step boundary."""
+
+    time: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The whole job is asked to end with a checkpoint, by the signal `number`."""
+
+    time: float
+    number: int
+
+
+@dataclass(frozen=True)
+class TookOver:
+    """The member `name` coordinates from now on, in place of `former`.
+
+    proven: as in Left.
+    number: the newest generation that any member knows of.
+    """
+
+    time: float
+    name: str
+    former: str
+    proven: bool
+    number: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+    time: float
+
+
+Event = Joined | Left | Ended | Draining | Asked | TookOver | Tick
+EVENTS = kinds((Joined, Left, Ended, Draining, Asked, TookOver, Tick))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A member's place in a generation: it has the ranks from `first` to `first + ranks - 1`."""
+
+    name: str
+    ranks: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An agreed membership. `number` counts them; `why` it was formed; `step` the last one committed before, or -1."""
+
+    number: int
+    places: tuple[Place, ...]
+    why: str
+    step: int = -1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(place.ranks for place in self.places)
+
+    @property
+    def names(self) -> list[str]:
+        """The members, in the order of their ranks."""
+        return [place.name for place in self.places]
+
+
+def seated(members: Sequence[Joined]) -> tuple[Place, ...]:
+    """Returns the places of members in this order."""
+    firsts = accumulate((each.ranks for each in members), initial=0)
+    return tuple(Place(each.name, each.ranks, first) for each, first in zip(members, firsts, strict=False))
+
+
+@dataclass(frozen=True)
+class Form:
+    """All members of the generation start their ranks."""
+
+    generation: Generation
+    events: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """All members of the generation end their ranks: at a step boundary with a checkpoint (`drain`), or at once."""
+
+    generation: int
+    drain: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The member is not counted any more: its connection is closed, and what it says is not heard."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """A member that drained may go."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StepDown:
+    """This coordinator may be on the smaller side of a cut network: it decides nothing any more."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The job is over, with this exit code."""
+
+    code: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """A line for the log."""
+
+    text: str
+
+
+Decision = Form | Stop | Drop | Release | StepDown | Finish | Say
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes and times by which a membership is decided.
+
+    minimum, maximum: numbers of nodes. Further ones wait until there is room.
+    settle: seconds without a new member after which a generation is formed or grows.
+    rejoin: seconds for the members to find a coordinator that took over.
+    kill, drain: seconds for ranks to end, at once and at a step boundary.
+    window: seconds in which the failures of a member are counted; at the k-th, from the second on, it is put aside for
+        min(2^k, longest) seconds.
+    fruitless: the job ends after so many failed generations in a row that have come no further than those before.
+    """
+
+    minimum: int = 1
+    maximum: int = MOST_NODES
+    settle: float = 1.0
+    rejoin: float = 2.0
+    kill: float = 5.0
+    drain: float = 60.0
+    window: float = 600.0
+    longest: float = 300.0
+    fruitless: int = 3
+
+
+def node_limits(text: str) -> tuple[int, int]:
+    """Returns the least and the largest number of nodes that "2", "1:4" or "2:" names. Raises UserError for others."""
+    low, colon, high = text.partition(":")
+    try:
+        minimum = int(low)
+        maximum = (int(high) if high else MOST_NODES) if colon else minimum
+    except ValueError:
+        minimum = maximum = 0
+    if not 1 <= minimum <= maximum <= MOST_NODES:
+        raise UserError(f"--nodes {text}: give numbers of nodes, the least and the largest, like 2, 1:4 or 2:")
+    return minimum, maximum

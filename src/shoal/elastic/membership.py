@@ -1,0 +1,300 @@
+"""The membership of a job as a state machine: events in, decisions out.
+
+    gathering --form--> running --a reason--> stopping --all ranks have ended--> gathering ... over
+
+It has no clock, socket, file or thread: every event carries its time, and the same events give the same state and the
+same decisions. So a journal replays it, a standby follows it, and a test tries it with thousands of members.
+
+Two rules keep two generations from running at once. The next one is formed only when every member of the last has said
+that its ranks have ended, or is gone (a silent member ends its ranks by itself, see `lease`). And where members are
+silent, which may be a cut link, only the side with more of the last generation's members goes on; where both have as
+many, the side whose coordinator was there before.
+"""
+
+from __future__ import annotations
+
+from signal import SIGTERM
+
+from shoal.elastic.backoff import Backoff
+from shoal.elastic.events import (
+    Asked,
+    Decision,
+    Draining,
+    Drop,
+    Ended,
+    Event,
+    Finish,
+    Form,
+    Generation,
+    Joined,
+    Left,
+    Limits,
+    Release,
+    Say,
+    StepDown,
+    Stop,
+    TookOver,
+    seated,
+)
+from shoal.elastic.quorum import outnumbered
+from shoal.errors import CheckpointError, LaunchError, TrainingError, UserError
+
+GATHERING, RUNNING, STOPPING, OVER = "gathering", "running", "stopping", "over"
+_FATAL = (UserError.exit_code, TrainingError.exit_code, CheckpointError.exit_code)
+"""Exit codes of failures that a new start would meet again."""
+
+
+class Membership:
+    """The members of a job and their generation.
+
+    phase: one of GATHERING, RUNNING, STOPPING, OVER.
+    generation: the newest one; its ranks run unless the phase is GATHERING.
+    members: those that are connected, by name.
+    named: the members of the generation.
+    pending: those of them whose ranks have not ended.
+    backoff: who is put aside.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.phase = GATHERING
+        self.generation: Generation | None = None
+        self.members: dict[str, Joined] = {}
+        self.pending: set[str] = set()
+        self.now = 0.0
+        self._newest = self._number = 0  # numbers of the newest generation that anybody knows of, and of this one
+        self._order: dict[str, int] = {}  # members keep their place in it when they come back
+        self.named: frozenset[str] = frozenset()
+        self._ended: dict[str, Ended] = {}
+        self._hurt: Ended | None = None  # the first of them for which the others cannot go on
+        self._gone: dict[str, bool] = {}  # members of the generation, and whether that is proven
+        self._awaited: set[str] = set()  # those that have not found the coordinator that took over
+        self._strict = False  # it took over because of silence
+        self.backoff = Backoff(limits.window, limits.longest)
+        self._draining: set[str] = set()
+        self._asked = 0
+        self._stop: Stop | None = None
+        self._came = self._idle = 0.0  # when the last member came; when the last ranks had ended
+        self._deadline = self._rejoined = float("inf")
+        self._step = self._best = -1  # last committed steps: of the last generation, of all
+        self._fruitless = 0
+        self._history: list[str] = []
+        self._said: list[str] = []
+
+    def apply(self, event: Event) -> list[Decision]:
+        """Takes in an event and returns what is decided because of it, in order."""
+        if self.phase == OVER:
+            return []
+        self.now = max(self.now, event.time)
+        decided: list[Decision] = []
+        if isinstance(event, Joined):
+            decided = self._join(event)
+        elif isinstance(event, Left):
+            self._leave(event)
+        elif isinstance(event, Ended):
+            self._end(event)
+        elif isinstance(event, Draining):
+            decided = self._drain(event.name)
+        elif isinstance(event, Asked):
+            self._asked = event.number
+        elif isinstance(event, TookOver):
+            decided = self._take_over(event)
+        decided += self._go_on()
+        said, self._said = self._said, []
+        return [*map(Say, said), *decided]
+
+    def due(self, now: float) -> bool:
+        """Whether time alone changes something between the last event and `now`: then a Tick is to be applied."""
+        times = (self._came + self.limits.settle, self._deadline, self._rejoined, *self.backoff.until.values())
+        return self.phase != OVER and any(self.now < time <= now for time in times)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Membership) and vars(self) == vars(other)
+
+    def _join(self, event: Joined) -> list[Decision]:
+        name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
+        if name not in self.members and name not in self._awaited:
+            self._note(f"{name} {'came back' if name in self._order else 'joined'} with {event.ranks} rank(s)")
+        self._order.setdefault(name, len(self._order))
+        self.members[name] = event
+        self._awaited.discard(name)
+        self._gone.pop(name, None)
+        if current and event.running == self._number and name not in self._ended:  # only the connection was lost
+            self.pending.add(name)
+            return [self._stop] if self.phase == STOPPING and self._stop is not None else []
+        if name in self.pending:
+            self._end(Ended(self.now, name, self._number, "lost", 0, -1, "it was cut off and ended its ranks"))
+        self._came = self.now
+        return []
+
+    def _leave(self, event: Left) -> None:
+        name = event.name
+        was = self.members.pop(name, None) is not None or name in self.pending
+        self._draining.discard(name)
+        if name in self.named and (was or name in self._gone):
+            self._lose(name, event.proven)
+        if was:
+            self._note(f"{name} is gone: {event.why}")
+
+    def _end(self, event: Ended) -> None:
+        if event.generation == self._number and event.name in self.pending:
+            self.pending.discard(event.name)
+            self._ended[event.name] = event
+            if event.outcome in ("failed", "lost") or (event.outcome == "stopped" and self.phase == RUNNING):
+                self._hurt = self._hurt or event
+            if event.outcome == "failed":
+                self._note(f"{event.name}: {event.message}")
+
+    def _drain(self, name: str) -> list[Decision]:
+        if name not in self.members:
+            return []
+        self._note(f"{name} drains")
+        if self.phase in (RUNNING, STOPPING) and name in self.named:
+            self._draining.add(name)
+            return []
+        del self.members[name]
+        return [Release(name), *self._last_one_left()]
+
+    def _take_over(self, event: TookOver) -> list[Decision]:
+        self._newest = max(self._newest, event.number)
+        self._note(f"{event.name} coordinates in place of {event.former}")
+        self.members.clear()
+        self._draining.clear()
+        self._came = self.now
+        if self.generation is None:
+            return []
+        if (former := event.former) in self.named:
+            self._lose(former, event.proven)
+        self._awaited = {name for name in self.named if name not in self._gone}
+        self._strict = not event.proven
+        self._rejoined = self.now + self.limits.rejoin
+        return self._begin_to_stop(f"{former}, which coordinated, is gone", drain=False)
+
+    def _go_on(self) -> list[Decision]:
+        decided: list[Decision] = []
+        if self.phase == RUNNING:
+            decided += self._look_for_a_reason()
+        if self.phase == STOPPING:
+            decided += self._hurry()
+            decided += self._all_have_ended() if not self.pending and not self._awaited else []
+        if self.phase == GATHERING:
+            decided += self._form()
+        return decided
+
+    def _look_for_a_reason(self) -> list[Decision]:
+        """Ends the running generation where a member is gone, has failed, leaves or waits to join."""
+        if self._gone:
+            return self._begin_to_stop(f"{', '.join(self._gone)} is gone", drain=False)
+        if self._hurt is not None:
+            return self._begin_to_stop(f"ranks of {self._hurt.name} ended: {self._hurt.message}", drain=False)
+        if not self.pending:
+            return [self._over(Finish(0, "the training is complete"))]
+        if self._asked:
+            return self._begin_to_stop("the job was told to end", drain=True)
+        if leaving := self._draining & self.named:
+            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", drain=True)
+        if len(self.named) < self.limits.maximum and self.now >= self._came + self.limits.settle:
+            new = [name for name in self.members if name not in self.named and self._can_train(name)]
+            if new:
+                return self._begin_to_stop(f"{', '.join(new[:4])}{' ...' * (len(new) > 4)} joins", drain=True)
+        return []
+
+    def _begin_to_stop(self, why: str, *, drain: bool) -> list[Decision]:
+        self.phase = STOPPING
+        self._stop = Stop(self._number, drain, why)
+        self._deadline = self.now + (self.limits.drain if drain else self.limits.kill)
+        return [self._stop] if self.pending else []
+
+    def _hurry(self) -> list[Decision]:
+        """Ends at once what does not come to a step boundary any more; gives up members that do not answer."""
+        assert self._stop is not None
+        if self._awaited and self.now >= self._rejoined:
+            for name in sorted(self._awaited):
+                self._note(f"{name} is gone: it did not find the coordinator that took over")
+                self._lose(name, False)
+        if self._stop.drain and self.pending and (self._gone or self._hurt or self.now >= self._deadline):
+            return self._begin_to_stop(self._stop.why, drain=False)
+        late = sorted(self.pending - self._awaited) if self.now >= self._deadline else []
+        for name in late:
+            self._note(f"{name} is gone: its ranks do not end")
+            del self.members[name]
+            self._lose(name, False)
+        return [Drop(name, "its ranks do not end") for name in late]
+
+    def _lose(self, name: str, proven: bool) -> None:
+        if name not in self._ended and name not in self._gone:
+            self._fail(name)
+        self._gone[name] = proven
+        self.pending.discard(name)
+        self._awaited.discard(name)
+
+    def _all_have_ended(self) -> list[Decision]:
+        """Decides, once no rank of the generation runs any more, whether and with whom the job goes on."""
+        failed = [each for each in self._ended.values() if each.outcome == "failed"]
+        for each in failed:
+            self._fail(each.name)
+            if each.code in _FATAL:
+                return [self._over(Finish(each.code, each.message))]
+        if self._ended and all(each.outcome == "finished" for each in self._ended.values()):
+            return [self._over(Finish(0, "the training is complete"))]
+        if self._asked:
+            return [self._over(Finish(128 + self._asked, "the job was told to end"))]
+        self._step = max((each.step for each in self._ended.values()), default=-1)
+        self._fruitless = self._fruitless + 1 if failed and self._step <= self._best else 0
+        self._best = max(self._best, self._step)
+        if self._fruitless >= self.limits.fruitless:
+            why = f"{self._fruitless} generations in a row failed without a further step. The last: {failed[0].message}"
+            return [self._over(Finish(failed[0].code or LaunchError.exit_code, why))]
+        return self._let_go()
+
+    def _let_go(self) -> list[Decision]:
+        """Releases the members that drained, and waits for the next generation."""
+        leaving = sorted(self._draining & self.named)
+        for name in leaving:
+            self.members.pop(name, None)
+        self._gone |= dict.fromkeys(leaving, True)
+        self._draining.clear()
+        self.phase, self._idle = GATHERING, self.now
+        self._deadline = self._rejoined = float("inf")
+        return [*(Release(name) for name in leaving), *(self._last_one_left() if leaving else [])]
+
+    def _last_one_left(self) -> list[Decision]:
+        return [] if self.members else [self._over(Finish(128 + SIGTERM, "no node is left"))]
+
+    def _form(self) -> list[Decision]:
+        if why := outnumbered(self.named, self._gone, self._strict):
+            return [self._over(StepDown(why))]
+        if self._asked:
+            return [self._over(Finish(128 + self._asked, "the job was told to end"))]
+        if len(self.members) < self.limits.minimum:
+            return []
+        settling = self._came >= self._idle and self.now < self._came + self.limits.settle
+        if settling and len(self.members) < self.limits.maximum:
+            return []
+        able = [name for name in self.members if self._can_train(name)]
+        if len(able) < self.limits.minimum:
+            return []
+        able.sort(key=lambda name: (name not in self.named, self._order[name]))  # who trains already goes on
+        chosen = sorted(able[: self.limits.maximum], key=self._order.__getitem__)
+        why = self._stop.why if self._stop is not None else "the first"
+        self._number = self._newest = self._newest + 1
+        self.generation = Generation(self._number, seated([self.members[name] for name in chosen]), why, self._step)
+        self.phase, self.named, self.pending = RUNNING, frozenset(chosen), set(chosen)
+        self._ended, self._hurt, self._gone, self._strict = {}, None, {}, False
+        events, self._history = tuple(self._history[-20:]), []
+        return [Form(self.generation, events)]
+
+    def _can_train(self, name: str) -> bool:
+        return name not in self._draining and self.backoff.left(name, self.now) <= 0
+
+    def _fail(self, name: str) -> None:
+        self._note(self.backoff.failed(name, self.now))
+
+    def _note(self, text: str) -> None:
+        if text:
+            self._history.append(text)
+            self._said.append(text)
+
+    def _over(self, decision: Finish | StepDown) -> Finish | StepDown:
+        self.phase = OVER
+        return decision

@@ -1,0 +1,336 @@
+"""The membership as a state machine: worked examples, and random histories that never break its rules."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.elastic.events import (
+    Asked,
+    Decision,
+    Draining,
+    Drop,
+    Ended,
+    Event,
+    Finish,
+    Form,
+    Generation,
+    Joined,
+    Left,
+    Limits,
+    Place,
+    Release,
+    Say,
+    StepDown,
+    Stop,
+    Tick,
+    TookOver,
+    node_limits,
+)
+from shoal.elastic.journal import replay
+from shoal.elastic.membership import GATHERING, OVER, RUNNING, STOPPING, Membership
+from shoal.elastic.quorum import outnumbered
+from shoal.errors import UserError
+
+pytestmark = pytest.mark.fast
+
+
+def joined(time: float, name: str, ranks: int = 1, running: int = 0) -> Joined:
+    return Joined(time, name, ranks, "10.0.0.1", 4000, running)
+
+
+def ended(time: float, name: str, generation: int, outcome: str = "stopped", code: int = 0, step: int = -1) -> Ended:
+    return Ended(time, name, generation, outcome, code, step, "it failed" if outcome == "failed" else "")
+
+
+def apply(machine: Membership, *events: Event) -> list[Decision]:
+    """All decisions, without what is only said."""
+    return [each for event in events for each in machine.apply(event) if not isinstance(each, Say)]
+
+
+def formed(decisions: list[Decision]) -> Generation:
+    (found,) = [each.generation for each in decisions if isinstance(each, Form)]
+    return found
+
+
+def running(*names: str, limits: Limits | None = None) -> Membership:
+    machine = Membership(limits or Limits())
+    apply(machine, *(joined(0.0, name) for name in names), Tick(1.0))
+    assert machine.phase == RUNNING
+    return machine
+
+
+def test_members_that_come_together_form_one_generation_with_unequal_sizes():
+    machine = Membership(Limits(minimum=2, maximum=4))
+    assert apply(machine, joined(0.0, "a", 3), Tick(5.0)) == []  # one is too few, however long it waits
+    assert apply(machine, joined(6.0, "b", 1), joined(6.5, "c", 2), Tick(7.0)) == []
+    generation = formed(apply(machine, Tick(7.5)))
+    assert generation.places == (Place("a", 3, 0), Place("b", 1, 3), Place("c", 2, 4))
+    assert (generation.number, generation.size) == (1, 6)
+
+
+def test_the_largest_number_of_nodes_is_not_waited_for_longer():
+    machine = Membership(Limits(maximum=2))
+    assert formed(apply(machine, joined(0.0, "a"), joined(0.0, "b"))).names == ["a", "b"]
+    assert apply(machine, joined(3.0, "c"), Tick(9.0)) == []  # kept in reserve
+    assert apply(machine, Left(10.0, "a", True, "")) == [Stop(1, False, "a is gone")]
+    assert formed(apply(machine, ended(11.0, "b", 1, "lost"))).names == ["b", "c"]
+    assert apply(machine, joined(12.0, "a"), Tick(20.0)) == []  # who trains goes on
+
+
+def test_a_late_joiner_comes_in_at_a_step_boundary():
+    machine = running("a")
+    assert apply(machine, joined(5.0, "b")) == []
+    assert apply(machine, Tick(6.0)) == [Stop(1, True, "b joins")]
+    generation = formed(apply(machine, ended(6.2, "a", 1, step=40)))
+    assert (generation.number, generation.names, generation.step) == (2, ["a", "b"], 40)
+
+
+def test_a_member_that_drains_is_released_and_the_others_go_on():
+    machine = running("a", "b")
+    assert apply(machine, Draining(5.0, "a")) == [Stop(1, True, "a leaves")]
+    assert apply(machine, ended(6.0, "a", 1)) == []
+    decisions = apply(machine, ended(6.1, "b", 1))
+    assert decisions[0] == Release("a") and formed(decisions).names == ["b"]
+    assert apply(machine, Draining(7.0, "b"), ended(8.0, "b", 2))[-1] == Finish(143, "no node is left")
+
+
+def test_a_failure_while_draining_ends_the_others_at_once():
+    machine = running("a", "b", "c")
+    assert apply(machine, Draining(5.0, "a")) == [Stop(1, True, "a leaves")]
+    assert apply(machine, ended(6.0, "b", 1, "failed", 1)) == [Stop(1, False, "a leaves")]
+
+
+def test_ranks_that_do_not_end_cost_their_member_its_place():
+    machine = running("a", "b", "c")
+    apply(machine, ended(5.0, "a", 1, "failed", 1, step=3), ended(5.1, "b", 1, "lost", step=3))
+    decisions = apply(machine, Tick(10.0))
+    assert decisions[0] == Drop("c", "its ranks do not end") and formed(decisions).names == ["a", "b"]
+
+
+def test_a_drain_that_takes_too_long_is_not_waited_for():
+    machine = running("a", "b")
+    assert apply(machine, Draining(5.0, "a"), Tick(65.0)) == [Stop(1, True, "a leaves"), Stop(1, False, "a leaves")]
+
+
+def test_a_member_that_fails_again_is_put_aside_longer_each_time():
+    machine = running("a", "b", limits=Limits(fruitless=99))
+    time, times = 10.0, []
+    for number in range(1, 5):
+        decisions = apply(
+            machine, ended(time, "a", number, "failed", 1, step=number), ended(time, "b", number, "lost", step=number)
+        )
+        generation = formed(decisions)
+        times.append(machine.backoff.left("a", time))
+        if number > 1:
+            assert generation.names == ["b"]
+            time += times[-1]
+            assert machine.due(time)
+            apply(machine, Tick(time), ended(time, "b", machine.generation.number, step=number))
+            assert machine.generation.names == ["a", "b"]
+            machine.generation = Generation(number + 1, machine.generation.places, "")
+            machine._number = machine._newest = number + 1
+        time += 1
+    assert times == [0, 4, 8, 16]
+
+
+def test_mistakes_of_the_user_and_training_that_comes_no_further_end_the_job():
+    machine = running("a", "b")
+    mistakes = [ended(2.0, name, 1, "failed", 2) for name in "ab"]
+    assert apply(machine, *mistakes)[-1] == Finish(2, "it failed")
+    machine = running("a", limits=Limits(longest=0.0))
+    for number in (1, 2):
+        assert formed(apply(machine, ended(2.0, "a", number, "failed", 1, step=7))).number == number + 1
+    apply(machine, ended(2.0, "a", 3, "failed", 1, step=7))
+    (end,) = apply(machine, ended(2.0, "a", 4, "failed", 1, step=7))
+    assert isinstance(end, Finish) and end.code == 1 and machine.phase == OVER
+
+
+def test_a_complete_training_and_one_that_is_told_to_end():
+    machine = running("a", "b")
+    assert apply(machine, ended(2.0, "a", 1, "finished")) == []
+    assert apply(machine, ended(2.1, "b", 1, "finished")) == [Finish(0, "the training is complete")]
+    machine = running("a")
+    assert apply(machine, Asked(3.0, 2)) == [Stop(1, True, "the job was told to end")]
+    assert apply(machine, ended(4.0, "a", 1)) == [Finish(130, "the job was told to end")]
+
+
+def test_a_lost_connection_alone_ends_nothing_but_lost_ranks_do():
+    machine = running("a", "b")
+    assert apply(machine, joined(3.0, "b", running=1), Tick(9.0)) == []
+    assert apply(machine, joined(10.0, "b", running=0))[0] == Stop(
+        1, False, "ranks of b ended: it was cut off and ended its ranks"
+    )
+
+
+def test_silence_leaves_only_the_larger_side_and_a_tie_to_who_coordinated():
+    names = ["a", "b", "c", "d"]
+    assert outnumbered(names, {}, False) == ""
+    assert outnumbered(names, {"b": True, "c": True, "d": True}, False) == ""  # those have ended
+    assert outnumbered(names, {"c": False, "d": False}, False) == ""
+    assert "no more than half" in outnumbered(names, {"a": False, "b": False}, True)
+    assert "less than half" in outnumbered(names, {"b": False, "c": False, "d": False}, False)
+    for sides in range(1, 15):  # every cut in two, with the coordinator on either side: one side goes on at most
+        here = {name for bit, name in enumerate(names) if sides >> bit & 1}
+        there = set(names) - here
+        goes_on = [not outnumbered(names, dict.fromkeys(there, False), False)]
+        goes_on.append(not outnumbered(names, dict.fromkeys(here, False), True))
+        assert sum(goes_on) <= 1
+
+
+def test_a_coordinator_with_the_smaller_side_steps_down():
+    machine = running("a", "b", "c")
+    apply(machine, Left(5.0, "b", False, "silent"), Left(5.0, "c", False, "silent"))
+    (decision,) = apply(machine, ended(5.1, "a", 1, "lost"))
+    assert isinstance(decision, StepDown) and machine.phase == OVER
+
+
+def test_a_standby_goes_on_with_those_that_find_it():
+    machine = running("a", "b", "c", "d")
+    (stop,) = apply(machine, TookOver(5.0, "b", "a", True, 1))
+    assert isinstance(stop, Stop) and machine.phase == STOPPING
+    assert apply(machine, joined(5.1, "b", running=1), joined(5.1, "c")) == [stop]
+    assert apply(machine, ended(5.5, "b", 1, "lost", step=9)) == []  # d may still run ranks
+    generation = formed(apply(machine, Tick(7.0)))
+    assert (generation.number, generation.names, generation.step) == (2, ["b", "c"], 9)
+
+
+def test_a_standby_that_knows_of_a_newer_generation_does_not_use_its_number():
+    machine = running("a", "b")
+    apply(machine, TookOver(5.0, "b", "a", True, 7), joined(5.1, "b"))
+    assert formed(apply(machine, Tick(7.0))).number == 8
+
+
+def test_how_many_nodes():
+    assert node_limits("1:4") == (1, 4) and node_limits("3") == (3, 3) and node_limits("2:")[0] == 2
+    for wrong in ("", "0", "4:1", "a:b", "1:2:3", "-1", "1:99999999"):
+        with pytest.raises(UserError, match="--nodes"):
+            node_limits(wrong)
+
+
+@dataclass
+class Node:
+    """A node as it really is: `running` the generation of its ranks."""
+
+    ranks: int
+    connected: bool = False
+    running: int = 0
+
+
+@dataclass
+class History:
+    """A machine among nodes that do at random what nodes do."""
+
+    seed: int
+    limits: Limits
+    nodes: dict[str, Node] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.machine = Membership(self.limits)
+        self.nodes = {f"n{i}": Node(self.random.randint(1, 5)) for i in range(self.random.randint(1, 6))}
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+        before = self.machine.generation.number if self.machine.generation else 0
+        for decision in self.machine.apply(event):
+            self.decisions.append(decision)
+            if isinstance(decision, Form):
+                self.check(decision.generation, before)
+                for name in decision.generation.names:
+                    self.nodes[name].running = decision.generation.number
+            elif isinstance(decision, Drop):
+                self.nodes[decision.name].connected = False
+                self.nodes[decision.name].running = 0  # it ends its ranks once it is cut off
+            elif isinstance(decision, Release):
+                self.nodes[decision.name].connected = False
+
+    def check(self, generation: Generation, before: int) -> None:
+        assert generation.number > before
+        assert not any(node.running for node in self.nodes.values()), "two generations at once"
+        assert self.limits.minimum <= len(generation.places) <= self.limits.maximum
+        assert all(self.nodes[name].connected for name in generation.names)
+        assert [place.ranks for place in generation.places] == [self.nodes[name].ranks for name in generation.names]
+        assert [place.first for place in generation.places] == [
+            sum(each.ranks for each in generation.places[:i]) for i in range(len(generation.places))
+        ]
+        for name in generation.names:
+            assert self.machine.backoff.left(name, self.time) <= 0
+
+    def step(self) -> None:
+        self.time += self.random.choice([0.0, 0.1, 0.5, 2.0, 70.0])
+        name = self.random.choice(list(self.nodes))
+        node, chance = self.nodes[name], self.random.random()
+        if self.machine.due(self.time) and chance < 0.6:
+            self.tell(Tick(self.time))
+        elif not node.connected:
+            node.connected = True
+            self.tell(joined(self.time, name, node.ranks, node.running))
+        elif chance < 0.25 and node.running:
+            outcome = self.random.choice(["failed", "lost", "stopped", "stopped", "finished"])
+            running, node.running = node.running, 0
+            self.tell(ended(self.time, name, running, outcome, 1 if outcome == "failed" else 0, step=len(self.events)))
+        elif chance < 0.45:
+            node.connected, node.running = False, 0
+            self.tell(Left(self.time, name, self.random.random() < 0.7, "its connection was closed"))
+        elif chance < 0.55:
+            self.tell(Draining(self.time, name))
+        elif chance < 0.62:  # the connection breaks for a moment
+            self.tell(joined(self.time, name, node.ranks, node.running))
+        elif chance < 0.66:
+            for each in self.nodes.values():
+                each.connected = False
+            newest = self.machine.generation.number if self.machine.generation else 0
+            node.running = 0
+            other = self.random.choice(list(self.nodes))
+            self.tell(TookOver(self.time, other, name, True, newest + self.random.randint(0, 1)))
+            for each, late in self.nodes.items():  # who does not come in time has ended its ranks by then
+                if each != name and self.random.random() < 0.7:
+                    late.connected = True
+                    self.tell(joined(self.time, each, late.ranks, late.running))
+                else:
+                    late.running = 0
+        else:
+            self.tell(Tick(self.time))
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 3))
+def test_no_history_runs_two_generations_at_once_and_a_journal_gives_the_same_machine(seed, minimum, more):
+    history = History(seed, Limits(minimum=minimum, maximum=minimum + more))
+    for _ in range(120):
+        if history.machine.phase == OVER:
+            break
+        history.step()
+    assert replay(history.limits, history.events) == history.machine
+    half = Membership(history.limits)
+    said = [each for event in history.events for each in half.apply(event)]
+    assert said == history.decisions
+
+
+@settings(max_examples=150)
+@given(st.integers(0, 2**32))
+def test_whatever_happened_the_job_goes_on_once_members_behave(seed):
+    history = History(seed, Limits(minimum=1, maximum=3))
+    for _ in range(60):
+        history.step()
+    for _ in range(200):
+        if history.machine.phase in (OVER, RUNNING):
+            break
+        history.time += 5.0
+        for name, node in history.nodes.items():
+            if not node.connected:
+                node.connected = True
+                history.tell(joined(history.time, name, node.ranks, node.running))
+            if history.machine.phase == STOPPING and node.running:
+                running, node.running = node.running, 0
+                history.tell(ended(history.time, name, running, step=10**6 + int(history.time)))
+        history.tell(Tick(history.time))
+    assert history.machine.phase in (OVER, RUNNING) and history.machine.phase != GATHERING
