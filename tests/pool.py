@@ -36,7 +36,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 from shoal.comm.world import Seat, World
-from shoal.launch.store import serve_on_loopback
+from shoal.launch.store import serve_on
 
 TIMEOUT = 240.0  # seconds a call may take, on cores that have other work too
 GRACE = 5.0  # seconds that the other ranks have to end once one has failed; a collective's autopsy takes 2
@@ -163,7 +163,7 @@ class Rank:
 
 @cache
 def _server() -> dist.TCPStore:
-    return serve_on_loopback()
+    return serve_on("127.0.0.1")
 
 
 def _submit(ranks: list[Rank], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal.errors import UserError
-from shoal.launch import launch, local
+from shoal.launch import launch, process
 
 LAUNCHER = "import sys; from shoal.launch import launch; sys.exit(launch(sys.argv[2:], int(sys.argv[1])))"
 
@@ -131,7 +131,7 @@ def test_a_rank_that_leaves_is_named(script, capfd) -> None:
 
 
 def test_a_failed_rank_stuck_in_its_exit_handlers_does_not_hold_the_run(script, capfd, monkeypatch) -> None:
-    monkeypatch.setattr(local, "PEER_GRACE", 0.2)
+    monkeypatch.setattr(process, "PEER_GRACE", 0.2)
     program = script("import atexit\natexit.register(time.sleep, 600)\nraise KeyError('stuck')\n")
     assert launch(program, 1) == 1
     assert "KeyError: 'stuck'" in capfd.readouterr().err

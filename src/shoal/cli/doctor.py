@@ -27,7 +27,7 @@ from shoal.comm import Link
 from shoal.device import WITHOUT_ACCELERATORS, accelerators, any_device, hardware_name, total_memory, why_no_accelerator
 from shoal.errors import ShoalError
 from shoal.launch import launch
-from shoal.launch.local import usable_cores
+from shoal.launch.process import usable_cores
 from shoal.launch.scratch import scratch
 from shoal.report import units
 

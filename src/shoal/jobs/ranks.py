@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.device import accelerators
 from shoal.jobs.config import Job, Origins, put
 from shoal.jobs.plans import check_plans
-from shoal.launch.local import usable_cores
+from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
 
 

@@ -29,11 +29,12 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 """Addresses that only ranks of this host can use; its host name may resolve to another interface."""
 
 
-def serve_on_loopback(port: int = 0) -> dist.TCPStore:
-    """Starts a store's server on `port` (0: a free one) of 127.0.0.1 only; torch's default is every interface."""
-    listener = socket.create_server(("127.0.0.1", port))
+def serve_on(host: str, port: int = 0) -> dist.TCPStore:
+    """Starts a store's server on `port` (0: a free one) of the address `host` only; torch's default is every
+    interface."""
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = None) -> SignedStore | None:
@@ -123,7 +124,7 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
         timeout -= _await_name(identity, host, timeout)
         try:
             if host in _LOOPBACK:
-                return serve_on_loopback(port)
+                return serve_on("127.0.0.1", port)
             return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         except (OSError, RuntimeError) as error:
             raise LaunchError(

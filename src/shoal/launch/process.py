@@ -1,0 +1,231 @@
+"""The processes of a host's ranks: started, looked at, signalled and ended together.
+
+Each is in a session of its own and is killed by the kernel if its launcher dies, so that nothing is left of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import LaunchError, UserError
+from shoal.launch.failure import Failure, read_failure
+from shoal.launch.verdict import Ending
+
+PEER_GRACE = 1.2
+"""Seconds for the others once a rank has failed: a collective takes half a second to find out which rank is missing."""
+MISTAKE_GRACE = 8.0
+"""Seconds for the others after a UserError, so that all of them raise it and it is reported once."""
+_TERM_GRACE = 0.4  # seconds between SIGTERM and SIGKILL
+POLL = 0.02
+"""Seconds between two looks at the processes."""
+
+
+@dataclass(frozen=True)
+class Seats:
+    """The places of a host's ranks in a world.
+
+    first, here, size: the number of the first one, how many they are, and the number of all ranks.
+    store: host and port of the store's server.
+    generation: counts the worlds of a job.
+    """
+
+    first: int
+    here: int
+    size: int
+    store: tuple[str, int]
+    generation: int = 0
+
+    def variables(self, local_rank: int, scratch: Path) -> dict[str, str]:
+        """Returns the variables of a rank: SHOAL_*, and torchrun's, so that a script may call `init_process_group`,
+        which then takes our store for the agent's."""
+        host, port = self.store
+        names = {
+            "RANK": self.first + local_rank,
+            "SIZE": self.size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_SIZE": self.here,
+            "GENERATION": self.generation,
+            "STORE": f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+            "LAUNCHER": os.getpid(),
+            "FAILURE_FILE": scratch / f"rank{self.first + local_rank}.json",
+        }
+        plain = {
+            "RANK": names["RANK"],
+            "WORLD_SIZE": self.size,
+            "LOCAL_RANK": local_rank,
+            "LOCAL_WORLD_SIZE": self.here,
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": self.generation,
+        }
+        ours = {f"SHOAL_{name}": str(value) for name, value in names.items()}
+        return ours | {name: str(value) for name, value in plain.items()}
+
+
+class Team:
+    """The ranks of `seats` on this host, which run `program` (see `local.launch`).
+
+    folder: for their reports of failures.
+    logs: the folder for the output of all ranks but rank 0, which has the terminal. `prefix`: before a log's name.
+    env: their variables, beside those of their places.
+    threads: OMP_NUM_THREADS of a rank; by default the environment's, or else the cores divided evenly.
+
+    Raises LaunchError where one cannot be started; the others are ended.
+    """
+
+    def __init__(
+        self,
+        program: list[str],
+        seats: Seats,
+        folder: Path,
+        logs: Path,
+        *,
+        env: Mapping[str, str],
+        threads: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.ranks: list[_Rank] = []
+        self._failed: set[int] = set()
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            for local_rank in range(seats.here):
+                variables = {**env, **seats.variables(local_rank, folder)}
+                variables.update(_threads(variables, seats.here, threads))
+                rank = seats.first + local_rank
+                log = logs / f"{prefix}rank{rank}.log" if rank else None
+                self.ranks.append(_Rank(rank, program, variables, log))
+        except OSError as error:
+            self.end()
+            raise LaunchError(
+                f"rank {seats.first + len(self.ranks)} of {seats.size} cannot be started: {error}. Try fewer ranks."
+            ) from error
+
+    @property
+    def running(self) -> bool:
+        """True while a rank's process runs."""
+        return any(rank.running for rank in self.ranks)
+
+    def failures(self) -> list[_Rank]:
+        """Returns the ranks that have failed since the last call."""
+        new = [rank for rank in self.ranks if rank.rank not in self._failed and rank.failed]
+        self._failed |= {rank.rank for rank in new}
+        return new
+
+    def signal(self, signum: int) -> None:
+        for rank in self.ranks:
+            rank.signal(signum)
+
+    def kill(self) -> None:
+        """Kills the ranks that still run, and the processes that they have started; does not wait."""
+        for rank in self.ranks:
+            rank.stopped = rank.stopped or rank.running
+            rank.signal_group(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Ends the ranks that still run, with SIGTERM and then SIGKILL, and the processes that any rank left behind."""
+        left = [rank for rank in self.ranks if rank.running]
+        for rank in left:
+            rank.stopped = True
+            rank.signal_group(signal.SIGTERM)
+        deadline = time.monotonic() + _TERM_GRACE
+        while any(rank.running for rank in left) and time.monotonic() < deadline:
+            time.sleep(POLL)
+        for rank in self.ranks:
+            rank.signal_group(signal.SIGKILL)
+            rank.process.wait()
+            rank.ended = rank.ended or time.time()
+
+    def endings(self) -> list[Ending]:
+        """Returns how each rank has ended, once `end` was called."""
+        return [rank.ending() for rank in self.ranks]
+
+
+class _Rank:
+    """The process of one rank."""
+
+    def __init__(self, rank: int, program: list[str], variables: dict[str, str], log: Path | None) -> None:
+        self.rank, self.log = rank, log
+        self.failure_file = Path(variables["SHOAL_FAILURE_FILE"])
+        self.ended: float | None = None
+        self.stopped = False
+        command = [sys.executable, "-m", "shoal.launch.rank", *program]
+        with open(log or os.devnull, "wb") as output, _terminal() as terminal:
+            self.process = subprocess.Popen(
+                command,
+                env={**variables, "SHOAL_TERMINAL": str(terminal)},
+                stdin=subprocess.DEVNULL,
+                stdout=output if log else None,
+                stderr=output if log else None,
+                start_new_session=True,
+                pass_fds=(terminal,),
+            )
+
+    @property
+    def running(self) -> bool:
+        """True while the process runs. It is reaped by `Team.end` alone, so that its process and group ids stay valid."""
+        ended = self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended:
+            self.ended = time.time()
+        return self.ended is None
+
+    @property
+    def failed(self) -> bool:
+        if self.failure_file.exists():
+            return True  # also while it hangs in its exit handlers
+        if self.running:
+            return False
+        state = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        return state is not None and state.si_status != 0
+
+    @property
+    def grace(self) -> float:
+        """Seconds for the other ranks to end by themselves once this one has failed."""
+        failure = read_failure(self.failure_file)
+        return MISTAKE_GRACE if failure is not None and failure.exit_code == UserError.exit_code else PEER_GRACE
+
+    def signal(self, signum: int) -> None:
+        if self.running:
+            os.kill(self.process.pid, signum)
+
+    def signal_group(self, signum: int) -> None:
+        """Sends a signal to the rank and the processes it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signum)
+
+    def ending(self) -> Ending:
+        failure: Failure | None = read_failure(self.failure_file)
+        assert self.process.returncode is not None and self.ended is not None
+        return Ending(
+            self.rank, socket.gethostname(), self.process.returncode, self.ended, self.stopped, failure, self.log
+        )
+
+
+@contextmanager
+def _terminal() -> Iterator[int]:
+    """Duplicates this process's stderr, for a rank whose own stderr is a file."""
+    terminal = os.dup(2)
+    try:
+        yield terminal
+    finally:
+        os.close(terminal)
+
+
+def _threads(variables: Mapping[str, str], nproc: int, threads: int | None) -> dict[str, str]:
+    if threads is None and "OMP_NUM_THREADS" in variables:
+        return {}
+    return {"OMP_NUM_THREADS": str(threads or max(1, usable_cores() // nproc))}
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
