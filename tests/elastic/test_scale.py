@@ -52,7 +52,7 @@ def change(machine: Membership, journal: Journal, leaver: str, now: float) -> Co
 def measure(members: int) -> Cost:
     machine, journal = Membership(Limits()), Journal()
     for number in range(members):
-        machine.apply(Joined(0.0, f"node-{number}", 1, "10.0.0.1", 4000))
+        machine.apply(Joined(0.0, f"node-{number}", "id", 1, "10.0.0.1", 4000))
     machine.apply(Tick(1.0))
     assert machine.phase == RUNNING and machine.generation.size == members
     return change(machine, journal, "node-0", 10.0)

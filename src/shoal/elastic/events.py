@@ -20,6 +20,7 @@ MOST_NODES = 1 << 16
 class Joined:
     """A member has come, or has come back over a new connection.
 
+    incarnation: of its supervisor's process; another one under the same name is a member that came back.
     ranks: the number of ranks that it will start.
     host, port: where its supervisor listens, in case that it becomes the coordinator.
     running: the generation whose ranks run there, 0 for none.
@@ -27,6 +28,7 @@ class Joined:
 
     time: float
     name: str
+    incarnation: str
     ranks: int
     host: str
     port: int

@@ -50,8 +50,9 @@ class Membership:
     phase: one of GATHERING, RUNNING, STOPPING, OVER.
     generation: the newest one; its ranks run unless the phase is GATHERING.
     members: those that are connected, by name.
-    named: the members of the generation.
-    pending: those of them whose ranks have not ended.
+    known: the incarnation of every member that there ever was, by name, in the order in which they first came.
+    named, pending, awaited: the members of the generation; those of them whose ranks have not ended; those that have
+        not found the coordinator that took over.
     backoff: who is put aside.
     """
 
@@ -60,21 +61,21 @@ class Membership:
         self.phase = GATHERING
         self.generation: Generation | None = None
         self.members: dict[str, Joined] = {}
+        self.known: dict[str, str] = {}
         self.pending: set[str] = set()
         self.now = 0.0
         self._newest = self._number = 0  # numbers of the newest generation that anybody knows of, and of this one
-        self._order: dict[str, int] = {}  # members keep their place in it when they come back
         self.named: frozenset[str] = frozenset()
         self._ended: dict[str, Ended] = {}
         self._hurt: Ended | None = None  # the first of them for which the others cannot go on
         self._gone: dict[str, bool] = {}  # members of the generation, and whether that is proven
-        self._awaited: set[str] = set()  # those that have not found the coordinator that took over
+        self.awaited: set[str] = set()
         self._strict = False  # it took over because of silence
         self.backoff = Backoff(limits.window, limits.longest)
         self._draining: set[str] = set()
         self._asked = 0
         self._stop: Stop | None = None
-        self._came = self._idle = 0.0  # when the last member came; when the last ranks had ended
+        self._came, self._idle = 0.0, -1.0  # when the last member came; when the last ranks had ended
         self._deadline = self._rejoined = float("inf")
         self._step = self._best = -1  # last committed steps: of the last generation, of all
         self._fruitless = 0
@@ -87,14 +88,14 @@ class Membership:
             return []
         self.now = max(self.now, event.time)
         decided: list[Decision] = []
-        if isinstance(event, Joined):
-            decided = self._join(event)
-        elif isinstance(event, Left):
+        if isinstance(event, Left):
             self._leave(event)
         elif isinstance(event, Ended):
             self._end(event)
         elif isinstance(event, Draining):
             decided = self._drain(event.name)
+        elif isinstance(event, Joined):
+            decided = self._join(event)
         elif isinstance(event, Asked):
             self._asked = event.number
         elif isinstance(event, TookOver):
@@ -113,11 +114,10 @@ class Membership:
 
     def _join(self, event: Joined) -> list[Decision]:
         name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
-        if name not in self.members and name not in self._awaited:
-            self._note(f"{name} {'came back' if name in self._order else 'joined'} with {event.ranks} rank(s)")
-        self._order.setdefault(name, len(self._order))
-        self.members[name] = event
-        self._awaited.discard(name)
+        if name not in self.members and name not in self.awaited:
+            self._note(f"{name} {'came back' if name in self.known else 'joined'} with {event.ranks} rank(s)")
+        self.members[name], self.known[name] = event, event.incarnation
+        self.awaited.discard(name)
         self._gone.pop(name, None)
         if current and event.running == self._number and name not in self._ended:  # only the connection was lost
             self.pending.add(name)
@@ -165,7 +165,7 @@ class Membership:
             return []
         if (former := event.former) in self.named:
             self._lose(former, event.proven)
-        self._awaited = {name for name in self.named if name not in self._gone}
+        self.awaited = {name for name in self.named if name not in self._gone}
         self._strict = not event.proven
         self._rejoined = self.now + self.limits.rejoin
         return self._begin_to_stop(f"{former}, which coordinated, is gone", drain=False)
@@ -176,7 +176,7 @@ class Membership:
             decided += self._look_for_a_reason()
         if self.phase == STOPPING:
             decided += self._hurry()
-            decided += self._all_have_ended() if not self.pending and not self._awaited else []
+            decided += self._all_have_ended() if not self.pending and not self.awaited else []
         if self.phase == GATHERING:
             decided += self._form()
         return decided
@@ -208,13 +208,13 @@ class Membership:
     def _hurry(self) -> list[Decision]:
         """Ends at once what does not come to a step boundary any more; gives up members that do not answer."""
         assert self._stop is not None
-        if self._awaited and self.now >= self._rejoined:
-            for name in sorted(self._awaited):
+        if self.awaited and self.now >= self._rejoined:
+            for name in sorted(self.awaited):
                 self._note(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
         if self._stop.drain and self.pending and (self._gone or self._hurt or self.now >= self._deadline):
             return self._begin_to_stop(self._stop.why, drain=False)
-        late = sorted(self.pending - self._awaited) if self.now >= self._deadline else []
+        late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
         for name in late:
             self._note(f"{name} is gone: its ranks do not end")
             del self.members[name]
@@ -226,7 +226,7 @@ class Membership:
             self._fail(name)
         self._gone[name] = proven
         self.pending.discard(name)
-        self._awaited.discard(name)
+        self.awaited.discard(name)
 
     def _all_have_ended(self) -> list[Decision]:
         """Decides, once no rank of the generation runs any more, whether and with whom the job goes on."""
@@ -239,7 +239,7 @@ class Membership:
             return [self._over(Finish(0, "the training is complete"))]
         if self._asked:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
-        self._step = max((each.step for each in self._ended.values()), default=-1)
+        self._step = max((each.step for each in self._ended.values() if each.step >= 0), default=self._step)
         self._fruitless = self._fruitless + 1 if failed and self._step <= self._best else 0
         self._best = max(self._best, self._step)
         if self._fruitless >= self.limits.fruitless:
@@ -268,14 +268,14 @@ class Membership:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
         if len(self.members) < self.limits.minimum:
             return []
-        settling = self._came >= self._idle and self.now < self._came + self.limits.settle
+        settling = self._came > self._idle and self.now < self._came + self.limits.settle
         if settling and len(self.members) < self.limits.maximum:
             return []
-        able = [name for name in self.members if self._can_train(name)]
+        able = [name for name in self.known if name in self.members and self._can_train(name)]
         if len(able) < self.limits.minimum:
             return []
-        able.sort(key=lambda name: (name not in self.named, self._order[name]))  # who trains already goes on
-        chosen = sorted(able[: self.limits.maximum], key=self._order.__getitem__)
+        taken = set(sorted(able, key=lambda name: name not in self.named)[: self.limits.maximum])  # who trains goes on
+        chosen = [name for name in able if name in taken]
         why = self._stop.why if self._stop is not None else "the first"
         self._number = self._newest = self._newest + 1
         self.generation = Generation(self._number, seated([self.members[name] for name in chosen]), why, self._step)

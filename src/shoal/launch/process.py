@@ -172,7 +172,7 @@ class _Rank:
 
     @property
     def running(self) -> bool:
-        """True while the process runs. It is reaped by `Team.end` alone, so that its process and group ids stay valid."""
+        """True while the process runs. Only `Team.end` reaps it, so that its process and group ids stay valid."""
         ended = self.ended is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended:
             self.ended = time.time()

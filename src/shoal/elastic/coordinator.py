@@ -1,0 +1,300 @@
+"""The coordinator: feeds what members say into the membership and tells them what is decided.
+
+    messages, silence, closed connections --> events --> journal (disk, then standbys) --> membership --> messages
+
+Everything happens in one thread, in the order in which it is journalled. A member that says nothing for SILENCE seconds
+is gone, unproven; one whose connection closes is gone and proven so if its port refuses connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from shoal.elastic.connection import Connection
+from shoal.elastic.events import (
+    Asked,
+    Decision,
+    Draining,
+    Drop,
+    Ended,
+    Event,
+    Finish,
+    Form,
+    Generation,
+    Joined,
+    Left,
+    Release,
+    Say,
+    StepDown,
+    Stop,
+    Tick,
+)
+from shoal.elastic.journal import Journal
+from shoal.elastic.liveness import BEAT, SILENCE, refuses
+from shoal.elastic.membership import RUNNING, Membership
+from shoal.elastic.messages import (
+    Admitted,
+    Ask,
+    Beat,
+    Drain,
+    End,
+    Entry,
+    Heard,
+    Held,
+    Join,
+    Note,
+    Over,
+    Refused,
+    Released,
+    Report,
+    Roster,
+    Start,
+)
+from shoal.elastic.records import Malformed
+from shoal.elastic.waiting import why_it_waits
+
+STANDBYS = 2
+_LOOK = 0.05
+
+
+@dataclass
+class Site:
+    """What the coordinator needs beside the membership.
+
+    name: of the member in whose process it runs.
+    job: what every member is told when it is admitted; the name and the generation are filled in.
+    open_store: opens the store of a generation; returns its host and port.
+    arrange: returns further arguments of the program for so many ranks.
+    say: writes a line to the log.
+    """
+
+    name: str
+    job: Admitted
+    open_store: Callable[[Generation], tuple[str, int]]
+    arrange: Callable[[int], list[str]]
+    say: Callable[[str], None]
+
+
+@dataclass
+class _Peer:
+    """A member's connection, on which it hears nothing before it is admitted. `entries`: lines of the journal that a standby was sent, `held` those that it has."""
+
+    connection: Connection
+    join: Join
+    heard: float = field(default_factory=time.monotonic)
+    admitted: bool = False
+    entries: int = 0
+    held: int = 0
+
+
+class Coordinator:
+    """Coordinates by `machine`, whose events are in `journal`."""
+
+    def __init__(self, machine: Membership, journal: Journal, site: Site) -> None:
+        self.machine, self.journal, self._site = machine, journal, site
+        self._peers: dict[str, _Peer] = {}
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._held = asyncio.Event()
+        self._roster: list[str] = []
+        self._names = {incarnation: name for name, incarnation in machine.known.items()}
+        self.released = False
+        """Whether the member in whose process this runs has drained and leaves."""
+
+    async def run(self) -> Finish | StepDown | None:
+        """Coordinates until the job is over, this side must not go on, or the own member leaves (None)."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                events = [await self._events.get()]
+                while not self._events.empty():
+                    events.append(self._events.get_nowait())
+                self.journal.append(events)
+                decisions: list[Decision] = []
+                for event in events:
+                    decisions += self.machine.apply(event)
+                for event in events:
+                    if isinstance(event, Joined):
+                        self._admit(event.name)
+                await self._replicate()
+                for decision in decisions:
+                    end = self._carry_out(decision)
+                    if end is not None or self.released:
+                        return end
+                self._tell_roster()
+        finally:
+            watching.cancel()
+            await asyncio.gather(*(peer.connection.close() for peer in list(self._peers.values())))
+            self._peers.clear()
+
+    def tell(self, event: Event) -> None:
+        """Takes in an event that this process knows of."""
+        self._events.put_nowait(event)
+
+    async def welcome(self, connection: Connection, join: Join) -> None:
+        """Hears a member until its connection ends."""
+        name = self._name_for(join)
+        try:
+            event = Joined(time.time(), name, join.incarnation, join.ranks, join.host, join.port, join.running)
+        except ValueError as error:
+            connection.send(Refused(str(error)))
+            await connection.close()
+            return
+        if (before := self._peers.get(name)) is not None:
+            before.connection.abort()
+        peer = self._peers[name] = _Peer(connection, join)
+        self.tell(event)
+        try:
+            while True:
+                self._hear(name, peer, await connection.receive())
+        except Malformed as error:
+            self._site.say(f"{name} was hung up on: it sent {error}")
+        except OSError:
+            pass  # what that means is found out below
+        connection.abort()
+        peer.admitted = False
+        self._held.set()  # nobody waits for it
+        await self._lost(name, peer)
+
+    def _hear(self, name: str, peer: _Peer, message: Any) -> None:
+        peer.heard = time.monotonic()
+        if isinstance(message, Beat):
+            peer.connection.send(Heard(message.number))
+        elif isinstance(message, Held):
+            peer.held = message.lines
+            self._held.set()
+        elif isinstance(message, Report):
+            values = message.generation, message.outcome, message.code, message.step, message.message
+            try:
+                self.tell(Ended(time.time(), name, *values))
+            except ValueError as error:
+                raise Malformed(str(error)) from None
+        elif isinstance(message, Drain):
+            self.tell(Draining(time.time(), name))
+        elif isinstance(message, Ask):
+            self.tell(Asked(time.time(), message.number))
+        else:
+            raise Malformed(f"{type(message).__name__} after Join")
+
+    async def _lost(self, name: str, peer: _Peer) -> None:
+        """Finds out whether a member whose connection has ended lives; if so it has a moment to come back."""
+        if self._peers.get(name) is not peer:
+            return
+        proven = await refuses(peer.join.host, peer.join.port)
+        if not proven:
+            await asyncio.sleep(max(0.0, peer.heard + SILENCE - time.monotonic()))
+        if self._peers.get(name) is peer:
+            del self._peers[name]
+            self.tell(Left(time.time(), name, proven, "its process has ended" if proven else "its connection broke"))
+
+    async def _watch(self) -> None:
+        """Notices silence and the passing of time. Time in which this process itself stood still counts for nobody."""
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK)
+            now = time.monotonic()
+            stood = now - before - _LOOK
+            before = now
+            for name, peer in list(self._peers.items()):
+                peer.heard += stood if stood > BEAT else 0.0
+                if now - peer.heard > SILENCE:
+                    del self._peers[name]
+                    peer.connection.abort()
+                    self.tell(Left(time.time(), name, False, f"it was silent for {now - peer.heard:.1f} s"))
+            if self.machine.due(time.time()):
+                self.tell(Tick(time.time()))
+
+    def _name_for(self, join: Join) -> str:
+        """Returns the name that this process has here, else the wished one, with a number where that is taken."""
+        if join.incarnation in self._names:
+            return self._names[join.incarnation]
+        name, number = join.name, 1
+        while name in self._peers or name in self.machine.awaited:
+            number += 1
+            name = f"{join.name}.{number}"
+        self._names[join.incarnation] = name
+        return name
+
+    def _admit(self, name: str) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        peer.admitted, job, machine = True, self._site.job, self.machine
+        number = machine.generation.number if machine.generation and machine.phase == RUNNING else 0
+        number = number if name in machine.named else 0
+        peer.connection.send(Admitted(**{**vars(job), "name": name, "generation": number}))
+        if why := why_it_waits(machine, name):
+            peer.connection.send(Note(why))
+        if self._roster:
+            peer.connection.send(Roster(self._roster))
+
+    def _carry_out(self, decision: Decision) -> Finish | StepDown | None:
+        """Tells a decision; returns it if it is the last."""
+        if isinstance(decision, Form):
+            self._form(decision)
+        elif isinstance(decision, Stop):
+            for name in self.machine.named:
+                self._send(name, End(decision.generation, decision.drain, decision.why))
+        elif isinstance(decision, Drop):
+            if (peer := self._peers.pop(decision.name, None)) is not None:
+                peer.connection.abort()
+        elif isinstance(decision, Release):
+            self._send(decision.name, Released())
+            self.released = self.released or decision.name == self._site.name
+        elif isinstance(decision, Say):
+            self._site.say(decision.text)
+        elif isinstance(decision, Finish):
+            for name in self._peers:
+                self._send(name, Over(decision.code, decision.why))
+            return decision
+        else:
+            return decision
+        return None
+
+    def _form(self, decision: Form) -> None:
+        generation, events = decision.generation, list(decision.events)
+        host, port = self._site.open_store(generation)
+        args = self._site.arrange(generation.size)
+        number, size, nodes = generation.number, generation.size, len(generation.places)
+        self._site.say(f"generation {number}: {size} rank(s) on {nodes} node(s) ({generation.why})")
+        for place in generation.places:
+            start = Start(number, place.first, size, host, port, nodes, generation.why, generation.step, events, args)
+            self._send(place.name, start)
+
+    def _send(self, name: str, message: Any) -> None:
+        if (peer := self._peers.get(name)) is not None and peer.admitted:
+            peer.connection.send(message)
+
+    async def _replicate(self) -> None:
+        """Waits until the standbys hold the journal; one that is silent loses its place meanwhile."""
+        for peer in self._standbys():
+            for line in self.journal.lines[peer.entries :]:
+                peer.connection.send(Entry(line))
+            peer.entries = len(self.journal.lines)
+        until = time.monotonic() + SILENCE
+        while any(peer.held < peer.entries for peer in self._standbys()) and time.monotonic() < until:
+            self._held.clear()
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    await self._held.wait()
+            except TimeoutError:
+                break
+
+    def _standbys(self) -> list[_Peer]:
+        """Returns the members that would coordinate next: the first ones that are connected."""
+        peers = (self._peers.get(name) for name in self.machine.known if name != self._site.name)
+        return list(islice((peer for peer in peers if peer is not None and peer.admitted), STANDBYS))
+
+    def _tell_roster(self) -> None:
+        """Tells everybody who would coordinate next, where that has changed."""
+        own = self._peers.get(self._site.name)
+        candidates = [] if own is None else [own, *self._standbys()]
+        roster = [f"{self._names[each.join.incarnation]} {each.join.host} {each.join.port}" for each in candidates]
+        if roster and roster != self._roster:
+            self._roster = roster
+            for name in self._peers:
+                self._send(name, Roster(roster))

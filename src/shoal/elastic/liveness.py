@@ -1,0 +1,25 @@
+"""How long silence lasts until somebody counts as gone, and what proves that a process has ended."""
+
+from __future__ import annotations
+
+import asyncio
+
+BEAT = 0.25
+"""Seconds between the beats of a member."""
+LEASE = 4 * BEAT
+"""Seconds after the last answered beat at which a supervisor ends its ranks by itself."""
+SILENCE = LEASE + BEAT
+"""Seconds without a word after which a member is gone: its ranks have ended by then."""
+
+
+async def refuses(host: str, port: int) -> bool:
+    """Whether a port refuses connections, which proves that the process that listened there has ended."""
+    try:
+        async with asyncio.timeout(LEASE):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

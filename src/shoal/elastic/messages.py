@@ -1,0 +1,172 @@
+"""Messages between a supervisor and the coordinator: the records that each may send. They travel as frames, see
+connection.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.elastic.records import kinds
+
+
+@dataclass(frozen=True)
+class Join:
+    """Asks to be a member, or to be one again. `name`: the wished one; `newest`: the newest generation known there. The
+    others: see events.Joined."""
+
+    name: str
+    incarnation: str
+    ranks: int
+    host: str
+    port: int
+    running: int
+    newest: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The member lives. Its ranks may run until a second after the last beat that the coordinator has answered."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The member's ranks have ended; see events.Ended."""
+
+    generation: int
+    outcome: str
+    code: int
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """The member wants to leave."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """The whole job is to end with a checkpoint, by the signal `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """The standby holds the first `lines` lines of the journal."""
+
+    lines: int
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """The member's name, and the job.
+
+    generation: the one that runs now, 0 for none. Ranks of another one are to end.
+    program: the arguments for `python`, to be run in the folder `cwd`; logs go to `run_dir`.
+    file, digest: a file that must be there as it is on the coordinator's host, and its SHA-256.
+    minimum, maximum: numbers of nodes.
+    """
+
+    name: str
+    generation: int
+    program: list[str]
+    cwd: str
+    run_dir: str
+    file: str
+    digest: str
+    minimum: int
+    maximum: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The member cannot join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """This supervisor does not coordinate. `host`, `port`: who does; port 0 if it does not know."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Answers the beat of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Starts the member's ranks for a generation.
+
+    first, size: their first number, and the number of all ranks.
+    host, port: the generation's store.
+    nodes: the number of members.
+    why, step, events: why it was formed, the last committed step of the one before (-1 for none), what has happened.
+    args: further arguments of the program.
+    """
+
+    generation: int
+    first: int
+    size: int
+    host: str
+    port: int
+    nodes: int
+    why: str
+    step: int
+    events: list[str]
+    args: list[str]
+
+
+@dataclass(frozen=True)
+class End:
+    """The member's ranks are to end; see events.Stop."""
+
+    generation: int
+    drain: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The next line of the journal, for a standby."""
+
+    line: str
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who coordinates, and in which order others would: "name host port" of each."""
+
+    candidates: list[str]
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Released:
+    """The member has drained and may go."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """The job has ended."""
+
+    code: int
+    why: str
+
+
+FROM_MEMBER = kinds((Join, Beat, Report, Drain, Ask, Held))
+TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Heard, Start, End, Entry, Roster, Note, Released, Over))

@@ -1,0 +1,85 @@
+"""Who coordinates when the coordinator is gone.
+
+Every supervisor knows the candidates in their order: the coordinator and its standbys. A standby takes over at once if
+the processes of all before it are proven to have ended. If they are only silent, it waits until whatever they may still
+decide is over and more than half of the generation's members, which may live, have asked it who coordinates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from shoal.elastic.events import Event, Limits, TookOver
+from shoal.elastic.journal import Journal
+from shoal.elastic.liveness import LEASE, SILENCE
+from shoal.elastic.membership import Membership
+from shoal.elastic.quorum import outnumbered
+
+QUIET = LEASE + SILENCE + LEASE
+"""Seconds without a coordinator after which one that others still hear has noticed that they are gone, too, and its
+ranks have ended."""
+_RECENT = 3.0  # seconds for which somebody who asked who coordinates counts as being on this side
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A supervisor that may coordinate, and where it listens."""
+
+    name: str
+    host: str
+    port: int
+
+    @classmethod
+    def read(cls, text: str) -> Candidate:
+        """Reads "name host port". Raises ValueError for anything else."""
+        name, host, port = text.split(" ")
+        return cls(name, host, int(port))
+
+
+class Succession:
+    """What a supervisor holds in case that it has to coordinate. `limits`: the job's."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.candidates: list[Candidate] = []
+        self.journal, self.machine = Journal(), Membership(limits)
+        self._asked: dict[str, tuple[float, int]] = {}
+        self.deposed = False
+        """Whether this supervisor has coordinated and had to stop: it follows others from then on."""
+
+    def begin(self, limits: Limits) -> None:
+        """Forgets the journal: a coordinator has admitted this member, and sends its own if it wants a standby."""
+        self._limits = limits
+        self.journal, self.machine = Journal(), Membership(limits)
+        self._asked.clear()
+
+    def take(self, line: str) -> int:
+        """Adds a line of the coordinator's journal; returns how many there are. Raises Malformed."""
+        event: Event = self.journal.take(line)
+        self.machine.apply(event)
+        return len(self.journal.lines)
+
+    def asked(self, name: str, newest: int) -> None:
+        """Notes that a member asks who coordinates; `newest`: the newest generation that it knows of."""
+        self._asked[name] = time.monotonic(), newest
+
+    def take_over(self, name: str, ended: Collection[str], quiet: float) -> TookOver | None:
+        """Returns the event with which the supervisor `name` takes over, or None where it must not.
+
+        ended: candidates whose processes are proven to have ended.
+        quiet: seconds since a coordinator was heard.
+        """
+        names = [each.name for each in self.candidates]
+        if self.deposed or name not in names[1:] or not self.journal.lines:
+            return None
+        now = time.monotonic()
+        here = {each: newest for each, (when, newest) in self._asked.items() if now - when < _RECENT} | {name: 0}
+        proven = all(each in ended for each in names[: names.index(name)])
+        if not proven:
+            members = self.machine.named
+            gone = {each: each in ended for each in members if each not in here}
+            if quiet < QUIET or not members or outnumbered(members, gone, took_over=True):
+                return None
+        return TookOver(time.time(), name, names[0], proven, max(here.values()))

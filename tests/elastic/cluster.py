@@ -1,0 +1,120 @@
+"""Supervisors in one process, with real sockets on loopback and ranks that only pretend."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from shoal.comm.signed import derived
+from shoal.elastic.events import Limits
+from shoal.elastic.journal import Journal
+from shoal.elastic.leadership import Leadership, Node
+from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.supervisor import Supervisor
+
+KEY = derived(b"the secret of these tests", "coordinator")
+JOB = Admitted("", 0, ["train.py"], "/", "/", "", "", 1, 8)
+
+
+class Pretended:
+    """Ranks that end when they are told to, or when a test says so."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.ended: Report | None = None
+
+    def end(self, outcome: str, code: int = 0, step: int = -1, message: str = "") -> None:
+        self.ended = self.ended or Report(self.start.generation, outcome, code, step, message)
+
+    def look(self) -> Report | None:
+        return self.ended
+
+    def stop(self) -> None:
+        self.end("stopped", step=10 * self.start.generation)
+
+    def kill(self) -> None:
+        self.end("lost")
+
+
+@dataclass
+class Member:
+    """A supervisor, all that its ranks were started for, and what it said."""
+
+    name: str
+    ranks: int = 1
+    starts: list[Pretended] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    open_store: Callable[[str], int] = lambda host: 1
+
+    def __post_init__(self) -> None:
+        self.node = Node(
+            self.name,
+            secrets.token_hex(8),
+            self.ranks,
+            KEY,
+            self.open_store,
+            lambda program, size: [f"size={size}"],
+            lambda job, lines: Journal(None, lines),
+            lambda job: None,
+            self.said.append,
+        )
+        self.at = Leadership(self.node)
+        self.supervisor = Supervisor(self.node, self.at, self.start)
+        self.task: asyncio.Task[int] | None = None
+
+    def start(self, job: Admitted, start: Start) -> Pretended:
+        self.starts.append(Pretended(start))
+        return self.starts[-1]
+
+    def lead(self, limits: Limits | None = None) -> Member:
+        self.at.lead("127.0.0.1", JOB, limits or Limits(settle=0.1))
+        self.task = asyncio.create_task(self.supervisor.run())
+        return self
+
+    def join(self, other: Member) -> Member:
+        self.at.follow(*other.at.address)
+        self.task = asyncio.create_task(self.supervisor.run())
+        return self
+
+    async def die(self) -> None:
+        """Ends as a process that is killed: at once, with all its connections and its port."""
+        door, coordinating = self.at._door, self.at._coordinating
+        assert self.task is not None
+        for task in filter(None, (self.task, coordinating)):
+            task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        if door is not None:
+            await door.close()
+
+    @property
+    def runs(self) -> Start | None:
+        """What its ranks run, None where they do not."""
+        return self.starts[-1].start if self.starts and self.starts[-1].ended is None else None
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
+    """Waits until `condition` is true; returns the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, "it did not come true"
+        await asyncio.sleep(0.005)
+    return time.monotonic() - began
+
+
+async def close(*members: Member) -> None:
+    for member in members:
+        if member.task is not None and not member.task.done():
+            with suppress(Exception):
+                await member.die()
+
+
+def generation(*members: Member) -> int:
+    """The generation that the ranks of all `members`, and of no others, run; 0 for none."""
+    runs = [member.runs for member in members]
+    numbers = {start.generation for start in runs if start is not None}
+    whole = None not in runs and len(numbers) == 1 and all(start.nodes == len(members) for start in runs if start)
+    return numbers.pop() if whole else 0

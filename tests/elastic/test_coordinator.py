@@ -1,0 +1,277 @@
+"""Supervisors and their coordinator over real sockets: members come, go and die, and strangers are kept out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from shoal.comm import hello
+from shoal.elastic.connection import MOST_BYTES, call, frame
+from shoal.elastic.door import PENDING
+from shoal.elastic.events import Limits
+from shoal.elastic.messages import Ask, Beat, Drain, Heard, Join, Report
+from shoal.errors import LaunchError
+from tests.elastic.cluster import KEY, Member, close, generation, until
+
+pytestmark = pytest.mark.fast
+
+
+def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    @wraps(test)
+    def run() -> None:
+        async def with_limit() -> None:
+            async with asyncio.timeout(40):
+                await test()
+
+        asyncio.run(with_limit())
+
+    return run
+
+
+@in_a_loop
+async def test_members_join_late_and_the_world_grows_at_a_step_boundary():
+    a, b = Member("a", 2).lead(), Member("b", 3)
+    await until(lambda: generation(a) == 1)
+    b.join(a)
+    await until(lambda: generation(a, b) == 2)
+    assert a.starts[0].ended.outcome == "stopped"
+    assert [(each.runs.first, each.runs.size, each.runs.args) for each in (a, b)] == [
+        (0, 5, ["size=5"]),
+        (2, 5, ["size=5"]),
+    ]
+    assert a.runs.why == "b joins" and a.runs.step == 10 and any("b joined" in line for line in a.runs.events)
+    for member in (a, b):
+        member.starts[-1].end("finished")
+    assert [await a.task, await b.task] == [0, 0]
+
+
+@in_a_loop
+async def test_a_member_that_dies_or_drains_is_gone_at_once_and_the_others_go_on():
+    a = Member("a").lead(Limits(minimum=3, settle=0.5))
+    b, c, d = (Member(name).join(a) for name in "bcd")
+    await until(lambda: generation(a, b, c, d) == 1)
+    await d.die()
+    assert await until(lambda: generation(a, b, c) == 2) < 1.0
+    b.supervisor.wish(Drain())
+    assert await b.task == 143
+    await asyncio.sleep(0.3)
+    assert not any(each.runs for each in (a, c))  # two are too few
+    e = Member("e").join(c)  # who is told where the coordinator is
+    await until(lambda: generation(a, c, e) == 3)
+    assert a.starts[-1].start.step == 20
+    a.supervisor.wish(Ask(2))
+    assert [await a.task, await c.task, await e.task] == [130, 130, 130]
+
+
+@in_a_loop
+async def test_a_failed_rank_starts_all_again_and_a_mistake_ends_the_job():
+    a = Member("a").lead(Limits(minimum=2))
+    b = Member("b").join(a)
+    await until(lambda: generation(a, b) == 1)
+    b.starts[-1].end("failed", 1, 5, "KeyError: 'x'")
+    await until(lambda: generation(a, b) == 2)
+    assert "KeyError: 'x'" in a.runs.why and a.runs.step == 5
+    b.starts[-1].end("failed", 2, 5, "the corpus is empty")
+    assert [await a.task, await b.task] == [2, 2] and any("the corpus is empty" in line for line in b.said)
+
+
+@in_a_loop
+async def test_a_standby_takes_over_from_a_coordinator_that_is_killed_and_another_one_from_it():
+    a = Member("a").lead(Limits(minimum=4))
+    members = [b, c, d] = [Member(name) for name in "bcd"]
+    for number, member in enumerate(members, start=2):
+        member.join(a)
+        await until(lambda number=number: sum("joined" in line for line in a.said) == number)
+    await until(lambda: generation(a, b, c, d))
+    await until(lambda: len(d.at.succession.candidates) == 3)
+    await a.die()
+    assert await until(lambda: generation(b, c, d)) < 3.0
+    await until(lambda: [each.name for each in d.at.succession.candidates] == ["b", "c", "d"])
+    await b.die()
+    assert await until(lambda: generation(c, d)) < 3.0
+    e = Member("e").join(d)
+    await until(lambda: generation(c, d, e))
+    await close(c, d, e)
+
+
+@in_a_loop
+async def test_a_coordinator_that_drains_hands_over():
+    a = Member("a").lead(Limits(minimum=1))
+    b = Member("b").join(a)
+    await until(lambda: generation(a, b))
+    a.supervisor.wish(Drain())
+    assert await a.task == 143
+    await until(lambda: generation(b) > 1)
+    assert b.starts[0].ended.outcome == "stopped"
+    await close(b)
+
+
+@in_a_loop
+async def test_two_of_one_name_are_told_apart_and_one_that_comes_back_has_its_place_again():
+    a = Member("host").lead(Limits(minimum=3))
+    b, c = Member("host").join(a), Member("host").join(a)
+    await until(lambda: generation(a, b, c))
+    assert sorted(each.at.name for each in (a, b, c)) == ["host", "host.2", "host.3"]
+    second = next(each for each in (b, c) if each.at.name == "host.2")
+    await second.die()
+    await until(lambda: any("host.2 is gone" in line for line in a.said))
+    again = Member("host").join(a)
+    others = [each for each in (a, b, c) if each is not second]
+    await until(lambda: generation(*others, again))
+    assert again.at.name == "host.2" and again.runs.first == 1
+    await close(*others, again)
+
+
+@in_a_loop
+async def test_a_member_that_is_silent_ends_its_ranks_before_the_others_go_on():
+    a = Member("a").lead(Limits(minimum=1))
+    b, c = Member("b").join(a), Member("c").join(a)
+    await until(lambda: generation(a, b, c))
+    real = b.supervisor._connection
+    real.send = lambda message: None  # what it says is lost, what it hears is not
+    took = await until(lambda: b.starts[0].ended is not None)
+    assert took < 1.5 and generation(a, b, c) != 2
+    await until(lambda: generation(a, b, c) > 1)  # it has found the coordinator again
+    assert a.runs.why in ("ranks of b ended: it was cut off and ended its ranks", "b is gone")
+    await close(a, b, c)
+
+
+@in_a_loop
+async def test_who_does_not_know_the_secret_is_refused_and_told_so():
+    a = Member("a").lead()
+    await until(lambda: generation(a))
+    with pytest.raises(hello.Stranger):
+        await call(*a.at.address, b"another key")
+    await until(lambda: any("127.0.0.1 was refused" in line for line in a.said))
+    stranger = Member("b")
+    object.__setattr__(stranger.node, "key", b"another key")
+    stranger.at.follow(*a.at.address)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(LaunchError, match="it has another secret"):
+        patch.setattr("shoal.elastic.leadership.FIRST_PATIENCE", 0.3)
+        await stranger.supervisor.run()
+    assert generation(a) == 1
+    await close(a)
+
+
+JOIN = Join("x", "id", 1, "127.0.0.1", 9, 0, 0)
+
+
+@in_a_loop
+async def test_malformed_frames_of_one_that_knows_the_secret_disturb_nobody():
+    a = Member("a").lead()
+    b = Member("b").join(a)
+    await until(lambda: generation(a, b))
+    number = generation(a, b)
+    noise = random.Random(0)
+
+    async def offend(send: Callable[[Any], bytes], first: Any = None) -> None:
+        connection = await call(*a.at.address, KEY)
+        if first is not None:
+            connection.send(first)
+        connection._writer.write(send(connection))
+        with pytest.raises(OSError):
+            while True:
+                await connection.receive()
+
+    def framed(message: Any, number: int = 0, way: str = "member") -> Callable[[Any], bytes]:
+        return lambda connection: frame(message, connection._key, way, number)
+
+    wrong = [
+        lambda connection: struct.pack("!IQ32s", MOST_BYTES + 1, 0, b""),  # oversized
+        lambda connection: struct.pack("!IQ32s", 2**32 - 1, 0, b"") + b"x" * 1000,
+        lambda connection: noise.randbytes(5000),
+        framed(JOIN, number=1),  # out of order
+        framed(Heard(1), way="coordinator"),  # another direction
+        framed(Beat(1)),  # before Join
+        lambda connection: frame(JOIN, KEY, "member", 0),  # of another connection
+        lambda connection: frame(JOIN, connection._key, "member", 0).replace(b'"x"', b'"y"'),
+        framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, 0)),
+        framed(Join("x", "id", 0, "127.0.0.1", 9, 0, 0)),
+    ]
+    for each in wrong:
+        await offend(each)
+    await asyncio.gather(*(offend(lambda connection: noise.randbytes(noise.randrange(44, 900))) for _ in range(20)))
+    said = "\n".join(a.said)
+    assert said.count("was hung up on") + said.count("hung up:") >= 25 and "65,537 bytes" in said
+    assert generation(a, b) == number
+    await close(a, b)
+
+
+@in_a_loop
+async def test_frames_that_come_again_end_only_their_connection():
+    """A member's own frames, recorded and sent again over its connection: it joins, then is cut off and is gone."""
+    a = Member("a").lead(Limits(maximum=1, settle=0.0))
+    await until(lambda: generation(a))
+    connection = await call(*a.at.address, KEY)
+    again = frame(JOIN, connection._key, "member", 0)
+    connection._writer.write(again + again)
+    with pytest.raises(OSError):
+        while True:
+            await connection.receive()
+    await until(lambda: any("x is gone" in line for line in a.said))
+    assert any("x was hung up on: it sent a frame that is not signed, or comes again" in line for line in a.said)
+    assert generation(a) == 1
+    await close(a)
+
+
+@in_a_loop
+async def test_members_that_lie_are_not_believed():
+    a = Member("a").lead(Limits(maximum=1))
+    await until(lambda: generation(a))
+    connection = await call(*a.at.address, KEY)
+    connection.send(JOIN)
+    for report in (Report(1, "failed", 2, 0, "no member of it"), Report(9, "finished", 0, 0, "")):
+        connection.send(report)
+    connection.send(Report(1, "odd", 0, 0, ""))
+    with pytest.raises(OSError):
+        while True:
+            await connection.receive()
+    assert generation(a) == 1 and not a.task.done()
+    await close(a)
+
+
+@in_a_loop
+async def test_half_open_connections_cost_nobody_anything():
+    a = Member("a").lead()
+    await until(lambda: generation(a))
+    silent = [socket.create_connection(a.at.address) for _ in range(PENDING + 4)]
+    halfway = silent.pop()
+    b = Member("b")
+    for end in silent[: PENDING // 2]:
+        end.close()
+    b.join(a)
+    await until(lambda: generation(a, b) == 2)
+    halfway.close()
+    await until(lambda: sum("hung up" in line for line in a.said) >= PENDING)
+    for end in silent:
+        end.close()
+    await close(a, b)
+
+
+@in_a_loop
+async def test_a_frame_that_stops_halfway_is_not_waited_for():
+    a = Member("a").lead(Limits(maximum=1))
+    await until(lambda: generation(a))
+    connection = await call(*a.at.address, KEY)
+    connection._writer.write(frame(JOIN, connection._key, "member", 0)[:-1])
+    with pytest.raises(OSError):
+        await connection.receive()
+    assert generation(a) == 1
+    await close(a)
+
+
+@in_a_loop
+async def test_a_supervisor_listens_on_the_chosen_address_only():
+    a = Member("a").lead()
+    host, port = a.at.address
+    assert host == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 1)
+    await close(a)
