@@ -10,7 +10,9 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 from shoal.errors import UserError, check_names
@@ -177,6 +179,21 @@ class Plan:
             others = replace(self, **(given | {"ep": 1, "shard": None}))
             given["dp"] = max(1, ranks // others.size)
         return replace(self, **given)
+
+    def fitted(self, ranks: int) -> Plan:
+        """Returns this plan for so many ranks: dp takes what the other degrees leave, and those stay as they are, or
+        become the divisors with the largest product that divides the ranks."""
+        degrees = product(_divisors(self.tp), _divisors(self.cp), _divisors(self.pp))
+        legal = [each for each in degrees if ranks % math.prod(each) == 0]
+        tp, cp, pp = max(legal, key=lambda each: (math.prod(each), each))
+        dp = ranks // (tp * cp * pp)
+        shards = [None] if self.shard is None else [each for each in _divisors(self.shard)[::-1] if dp % each == 0]
+        for shard, ep in product(shards, _divisors(self.ep)[::-1]):
+            with suppress(UserError):
+                found = self.changed({"dp": dp, "tp": tp, "cp": cp, "pp": pp, "ep": ep, "shard": shard}, ranks)
+                found.check_groups()
+                return found
+        raise UserError(f"no degrees like those of {self} fit {ranks} ranks")
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Plan:

@@ -54,12 +54,22 @@ Roles = Annotated[
 
 @app.command()
 def train(
-    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    job: Annotated[Path | None, typer.Argument(help="The job file, TOML.")] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.lr=1e-3."),
     ] = None,
     nproc: Nproc = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(metavar="LEAST:MOST", help="Nodes that may come and go; this is the first: --nodes 1:4."),
+    ] = None,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Joins a job that another node has started with --nodes.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="INTERFACE", help="Listens for nodes there. Default: loopback.")
+    ] = None,
     resume: Annotated[
         str | None, typer.Option(help='"auto", "never", or the directory of a checkpoint or a run.')
     ] = None,
@@ -71,13 +81,25 @@ def train(
 
     _one_of(nproc, roles)
     if not rank_in(os.environ):  # only rank 0 prints
-        print(f"{job}: importing torch", flush=True)
+        print(f"{job or join}: importing torch", flush=True)
     with imports():
-        from shoal.cli.start import start_job, text_assignment
+        from shoal.cli.start import join_nodes, start_job, start_nodes, text_assignment
 
     given = list(assignments or [])
     given += [f"run.nproc={nproc}"] if nproc is not None else []
     given += [text_assignment("run.resume", resume)] if resume is not None else []
+    if join is not None:
+        if job is not None or nodes is not None or assignments or resume is not None or roles is not None:
+            raise UserError("--join takes the job of the first node: give --nproc and --host beside it, nothing else")
+        raise typer.Exit(join_nodes(join, nproc, host))
+    if job is None:
+        raise UserError("give a job file, or --join HOST:PORT")
+    if nodes is not None:
+        if roles is not None:
+            raise UserError("--nodes and --roles both say which processes there are: give one of them")
+        raise typer.Exit(start_nodes(job, given, nodes, host))
+    if host is not None:
+        raise UserError("--host is where nodes find each other: give --nodes or --join with it")
     raise typer.Exit(start_job(job, given, roles))
 
 

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from shoal.elastic.events import node_limits
+from shoal.elastic.nodes import Program, found, join
 from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
-from shoal.jobs.ranks import default_ranks, ranks_here, spread
+from shoal.jobs.ranks import default_ranks, fitted, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
 from shoal.launch.roles import launch_roles
@@ -58,6 +60,32 @@ def _trainers(counts: Mapping[str, int]) -> int:
             "parameter server. Leave ps out"
         )
     return sum(count for role, count in counts.items() if role in TRAINERS)
+
+
+def start_nodes(path: Path, assignments: Sequence[str], nodes: str, interface: str | None) -> int:
+    """Trains the job file on nodes that come and go, of which this is the first; returns the exit code."""
+    limits = node_limits(nodes)
+    job, origins = load_job(path, assignments)
+    if discover().size > 1:
+        raise UserError("--nodes: another launcher has started this process as a rank. Start shoal itself on each node")
+    here = ranks_here(job)
+    spread(job, origins, here) if limits[0] == 1 else fitted(job, here)
+    refuse_if_taken(Path(job.run.dir))
+    arguments = ["-m", "shoal.jobs", str(path.resolve()), *assignments]
+    if "run.dir" not in origins:
+        arguments.append(text_assignment("run.dir", job.run.dir))
+    return found(Program(arguments, path.resolve(), Path(job.run.dir).resolve()), limits, here, interface, _arrange)
+
+
+def join_nodes(address: str, nproc: int | None, interface: str | None) -> int:
+    """Joins a job whose nodes come and go; returns the exit code."""
+    return join(address, nproc if nproc is not None else default_ranks(), interface, _arrange)
+
+
+def _arrange(arguments: list[str], size: int) -> tuple[list[str], str]:
+    """Fits the plan of a job to a number of ranks; see `fitted`."""
+    job, _ = load_job(arguments[2], arguments[3:])
+    return fitted(job, size)
 
 
 def start_script(program: list[str], nproc: int | None, roles: str | None = None) -> int:

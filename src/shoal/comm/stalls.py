@@ -75,6 +75,11 @@ class Calls:
         for call in list(self.open.values()):
             call.started += seconds
 
+    def longest_open(self) -> tuple[float, str] | None:
+        """Returns when the call that has lasted longest began (time.monotonic), and its name."""
+        first = min(list(self.open.values()), key=lambda call: call.started, default=None)
+        return None if first is None else (first.started, self._name(first))
+
     def look(self, say: Say) -> None:
         """Reports calls that wait too long, and those reported before that go on."""
         now = time.monotonic()
@@ -152,6 +157,10 @@ class Stalls:
             self._thread = threading.Thread(target=self._look, name="shoal-stalls", daemon=True)
             self._thread.start()
         return calls
+
+    def longest_open(self) -> tuple[float, str] | None:
+        """Returns when the call that has lasted longest in any group began (time.monotonic), and its name."""
+        return min(filter(None, (calls.longest_open() for calls in list(self._calls))), default=None)
 
     def close(self) -> None:
         self._closed.set()

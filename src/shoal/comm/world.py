@@ -209,6 +209,10 @@ class World:
         check_devices({rank: self._told[rank][1:] for rank in ranks})
         return [self._told[rank][0] for rank in ranks]
 
+    def waiting(self) -> tuple[float, str] | None:
+        """Returns since when (time.monotonic) this rank has been in which call of a group; None if it is in none."""
+        return self._stalls.longest_open()
+
     @property
     def everyone(self) -> Group:
         """The group of all ranks."""

@@ -82,7 +82,8 @@ class Site:
 
 @dataclass
 class _Peer:
-    """A member's connection, on which it hears nothing before it is admitted. `entries`: lines of the journal that a standby was sent, `held` those that it has."""
+    """A member's connection, on which it hears nothing before it is `admitted`. `entries`, `held`: the lines of the
+    journal that a standby was sent, and those that it has."""
 
     connection: Connection
     join: Join
@@ -157,7 +158,7 @@ class Coordinator:
             pass  # what that means is found out below
         connection.abort()
         peer.admitted = False
-        self._held.set()  # nobody waits for it
+        self._held.set()
         await self._lost(name, peer)
 
     def _hear(self, name: str, peer: _Peer, message: Any) -> None:
@@ -229,8 +230,7 @@ class Coordinator:
         peer.connection.send(Admitted(**{**vars(job), "name": name, "generation": number}))
         if why := why_it_waits(machine, name):
             peer.connection.send(Note(why))
-        if self._roster:
-            peer.connection.send(Roster(self._roster))
+        peer.connection.send(Roster(self._roster))
 
     def _carry_out(self, decision: Decision) -> Finish | StepDown | None:
         """Tells a decision; returns it if it is the last."""

@@ -77,7 +77,7 @@ class Leadership:
 
     def lead(self, host: str, job: Admitted, limits: Limits) -> None:
         """Founds a job, and coordinates it on the address `host`."""
-        self._listen(host)
+        self.listen(host)
         self._job = job
         self._coordinate(Membership(limits), self._node.journal(job, []))
 
@@ -169,7 +169,7 @@ class Leadership:
         for _ in range(2):
             sent = time.monotonic()
             connection = await call(host, port, node.key, LEASE)
-            own_host, own_port = self.address if self._door is not None else self._listen(connection.own_host)
+            own_host, own_port = self.address if self._door is not None else self.listen(connection.own_host)
             connection.send(
                 Join(self.name, node.incarnation, node.ranks, own_host, own_port, self.running, self.newest)
             )
@@ -190,7 +190,8 @@ class Leadership:
             host, port = answer.host, answer.port
         return None
 
-    def _listen(self, host: str) -> tuple[str, int]:
+    def listen(self, host: str) -> tuple[str, int]:
+        """Listens on an address only; by default on that from which the coordinator is reached."""
         self._door = Door(host, 0, self._node.key, self._welcome, self._node.say)
         return self.address
 

@@ -21,6 +21,7 @@ import psutil
 from filelock import FileLock
 
 from shoal.errors import UserError
+from shoal.jobs.generation import told
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group
@@ -35,20 +36,25 @@ _SAME_START = 2.0  # seconds: the start time of a process is rounded, and follow
 @dataclass(frozen=True)
 class Holder:
     """A process that has a run directory. `started`: Unix time at which it began; `taken`: that at which it took the
-    directory, in nanoseconds, since a process may have it more than once."""
+    directory, in nanoseconds, since a process may have it more than once; `job`: the id of a job whose nodes come and
+    go. Its generations never run at once, so a later one takes the directory over."""
 
     host: str
     pid: int
     started: float
     taken: int = 0
+    job: str = ""
 
     @classmethod
     def here(cls) -> Holder:
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time(), job=_job())
 
     @property
     def has_ended(self) -> bool:
-        """True if its process is known to have ended; never for a process of another host."""
+        """True if its process is known to have ended; never for a process of another host, unless that was of this
+        job."""
+        if self.job and self.job == _job():
+            return True
         if self.host != socket.gethostname():
             return False
         try:
@@ -121,6 +127,11 @@ def _give_back(run_dir: Path, new: bool) -> None:
             if new and [each.name for each in run_dir.iterdir()] in ([], [_GUARD]):
                 (run_dir / _GUARD).unlink(missing_ok=True)
                 run_dir.rmdir()
+
+
+def _job() -> str:
+    known = told()
+    return known.job if known is not None else ""
 
 
 def _holder(path: Path) -> Holder | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from shoal.device import accelerators
+from shoal.errors import UserError
 from shoal.jobs.config import Job, Origins, put
 from shoal.jobs.plans import check_plans
 from shoal.launch.process import usable_cores
@@ -19,6 +22,24 @@ def ranks_here(job: Job) -> int:
 def default_ranks() -> int:
     """Returns one rank for each GPU; without GPUs one for each core but at most two, which leaves a laptop usable."""
     return len(accelerators()) or min(2, usable_cores())
+
+
+def fitted(job: Job, size: int) -> tuple[list[str], str]:
+    """Returns assignments that give the job's plan so many ranks, and what they change beside data parallelism, as a
+    sentence; "" where nothing else changes. Raises UserError for a job or plan that cannot follow its ranks."""
+    if job.run.at:
+        raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
+    plan = job.plan.fitted(size)
+    names = [each.name for each in fields(plan) if getattr(plan, each.name) != getattr(job.plan, each.name)]
+    others = {name: getattr(plan, name) for name in names if name != "dp"}
+    if None in others.values():
+        raise UserError(
+            f"{size} ranks need a pipeline of other stages than plan.stages = {job.plan.stages}: leave out plan.stages"
+        )
+    written = [f"plan.{name}={value}" for name, value in others.items()]
+    each = job.plan.size // job.plan.dp
+    said = f"{size} ranks are no multiple of {each}, so this generation has {', '.join(written)}" if written else ""
+    return [f"plan.dp={plan.dp}", *written], said
 
 
 def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:

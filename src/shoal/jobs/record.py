@@ -21,6 +21,7 @@ from shoal.report.metrics import (
     CheckpointRecord,
     EndRecord,
     EvalRecord,
+    MembershipRecord,
     MetricsLog,
     MovesRecord,
     PlanRecord,
@@ -122,6 +123,13 @@ class Recorder:
         self._late = late
         self._message(f"step {step}: the plan is {plan_text(dict(plan))} from here on ({units.duration(seconds)})")
         self._write(PlanRecord(step=step, plan=dict(plan), seconds=seconds))
+
+    def membership(self, record: MembershipRecord) -> None:
+        """Takes in the generation that this attempt is."""
+        again = f"; {record.lost} step(s) since the last checkpoint are trained again" if record.lost else ""
+        worlds = f"generation {record.generation}: {record.world} rank(s) on {record.nodes} node(s)"
+        self._message(f"{worlds} ({record.why}){again}")
+        self._write(record)
 
     def checkpoint(self, step: int, path: str, seconds: float) -> None:
         self._write(CheckpointRecord(step=step, path=path, seconds=seconds))

@@ -30,6 +30,7 @@ from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.generation import Shown, resuming, told
 from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
@@ -69,7 +70,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     checkpoint and the report. Raises the errors of the engine, after the report of the failed run is written.
     """
     world = world or join()
-    settled = settle(job, origins or {}, world)
+    settled = settle(resuming(job), origins or {}, world)
     with locked(Path(settled.job.run.dir), world.everyone):
         return _train(settled, world)
 
@@ -94,6 +95,8 @@ def _train(settled: Settled, world: World) -> Outcome:
         with _of_the_plan(settled, now, engine.step_index):
             engine.replan(now)
     run = _Run(settled, engine, restored, about)
+    if (known := told()) is not None:
+        run.recorder.membership(known.record(world.size, engine.step_index))
     if restored.where:
         run.recorder.note(restored.where)
     for line in said + restored.said + run.replanner.never(settled.total):
@@ -188,7 +191,7 @@ class _Run:
         group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
-        self.moves = Moves(engine)
+        self.moves, self.shown = Moves(engine), Shown(world)
         self.recorder.start(self._about(peak_flops(engine)))
 
     def to_its_end(self) -> Outcome:
@@ -226,20 +229,24 @@ class _Run:
             if self.first and (moves := self.moves.after(batch)) is not None:
                 self.recorder.moves(moves)
             step = engine.step_index
+            self.shown.stepped(step)
             stopped = self.stop.after_step()
             if stopped or step == total:
                 break
             if run.eval_every and step % run.eval_every == 0:
                 self._evaluate_and_write()
             if run.save_every and step % run.save_every == 0:
+                self.shown.busy()
                 with self.recorder.pause():
                     self.saver.save()
             if self.replanner.is_due(self.stop.wanted):
                 self.timeline.before(-1)
+                self.shown.busy()
                 with self.recorder.pause():
                     self.replanner.change(self.stop.wanted)
                 self.moves = Moves(engine)
         self.timeline.before(-1)
+        self.shown.busy()
         if self.stop.signal is None:
             self._evaluate_and_write()
         return stopped or f"all {total} steps were trained"
@@ -259,6 +266,7 @@ class _Run:
     def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
             log.info("evaluating")
+            self.shown.busy()
             held_out = self.held_out if most is None else Subsample(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
                 right = measure_of(self.settled.model.loss)

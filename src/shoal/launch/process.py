@@ -77,7 +77,7 @@ class Team:
 
     folder: for their reports of failures.
     logs: the folder for the output of all ranks but rank 0, which has the terminal. `prefix`: before a log's name.
-    env: their variables, beside those of their places.
+    env: their variables, beside those of their places. `each`: those of single ones, by local rank.
     threads: OMP_NUM_THREADS of a rank; by default the environment's, or else the cores divided evenly.
 
     Raises LaunchError where one cannot be started; the others are ended.
@@ -91,6 +91,7 @@ class Team:
         logs: Path,
         *,
         env: Mapping[str, str],
+        each: Mapping[int, Mapping[str, str]] | None = None,
         threads: int | None = None,
         prefix: str = "",
     ) -> None:
@@ -99,7 +100,7 @@ class Team:
         try:
             logs.mkdir(parents=True, exist_ok=True)
             for local_rank in range(seats.here):
-                variables = {**env, **seats.variables(local_rank, folder)}
+                variables = {**env, **seats.variables(local_rank, folder), **(each or {}).get(local_rank, {})}
                 variables.update(_threads(variables, seats.here, threads))
                 rank = seats.first + local_rank
                 log = logs / f"{prefix}rank{rank}.log" if rank else None

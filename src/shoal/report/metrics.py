@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import UserError
 
+from .changes import MembershipRecord, MovesRecord, PlanRecord
 from .jsonl import as_float, encode_lines, open_for_append, read_lines
 
 COUNTS = 512
@@ -76,20 +77,6 @@ class StepRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MovesRecord:
-    """The bytes that rank 0 moved between tiers in a step, for the first step of each plan and for recorded steps.
-
-    planned, moved: bytes by what moves; planned is None without a plan for this step.
-    otherwise: bytes that would have been brought to the device under other rules, by rule.
-    """
-
-    step: int
-    planned: dict[str, int | None]
-    moved: dict[str, int]
-    otherwise: dict[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvalRecord:
     """The validation loss at `step`, a mean over `tokens`, and the `accuracy` (0 to 1) of a classifier."""
 
@@ -118,15 +105,6 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRecord:
-    """A change of the plan after `step`. `plan`: its fields that are not defaults; `seconds` that the change took."""
-
-    step: int
-    plan: dict[str, Any]
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class WarningRecord:
     """A problem that did not stop the training."""
 
@@ -149,6 +127,7 @@ Record = (
     | SampleRecord
     | CheckpointRecord
     | PlanRecord
+    | MembershipRecord
     | WarningRecord
     | EndRecord
 )
@@ -161,6 +140,7 @@ KINDS: dict[str, type[Record]] = {
     "sample": SampleRecord,
     "checkpoint": CheckpointRecord,
     "plan": PlanRecord,
+    "membership": MembershipRecord,
     "warning": WarningRecord,
     "end": EndRecord,
 }
@@ -197,6 +177,7 @@ class RunRecords:
     samples: tuple[SampleRecord, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
     plans: tuple[PlanRecord, ...] = ()
+    memberships: tuple[MembershipRecord, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
@@ -205,7 +186,9 @@ class RunRecords:
     @property
     def marks(self) -> dict[int, str]:
         """The steps after which something else than training happened, with a word for it."""
-        return dict.fromkeys((each.step for each in self.plans), "plan") | dict.fromkeys(self.resumed, "resumed")
+        worlds = {each.step: f"{each.world} ranks" for each in self.memberships if each.generation > 1}
+        plans = dict.fromkeys((each.step for each in self.plans), "plan")
+        return plans | dict.fromkeys(self.resumed, "resumed") | worlds
 
 
 def read_metrics(path: Path | str) -> RunRecords:
@@ -260,6 +243,7 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         evals=_last_of_a_step([r for r in kept if isinstance(r, EvalRecord)]),
         samples=tuple(r for r in kept if isinstance(r, SampleRecord)),
         checkpoints=_last_of_a_step([r for r in kept if isinstance(r, CheckpointRecord)]),
+        memberships=tuple(r for r in records if isinstance(r, MembershipRecord)),
         plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,

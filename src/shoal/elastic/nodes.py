@@ -1,0 +1,195 @@
+"""A node of a job: its supervisor as this process, with ranks on this host."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from shoal.comm.secret import FILE_VARIABLE, VARIABLE, find_secret, new_secret
+from shoal.comm.signed import derived
+from shoal.elastic.events import Limits
+from shoal.elastic.journal import Journal
+from shoal.elastic.leadership import Leadership, Node
+from shoal.elastic.messages import Admitted, Ask, Drain, Start
+from shoal.elastic.ranks import LocalRanks
+from shoal.elastic.supervisor import Supervisor
+from shoal.errors import UserError
+from shoal.launch.scratch import scratch
+from shoal.launch.store import serve_on
+
+SECRET = "join.secret"
+"""The file with the job's secret in its run directory, where the environment gives none."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a job runs on its nodes.
+
+    arguments: for `python`, the same on all nodes. file: a file among them that has to be the same everywhere.
+    run_dir: its folder, which all nodes see.
+    """
+
+    arguments: list[str]
+    file: Path
+    run_dir: Path
+
+
+Arrange = Callable[[list[str], int], tuple[list[str], str]]
+"""Returns for a program and a number of ranks further arguments, and a sentence about them, or ""."""
+
+
+def found(program: Program, nodes: tuple[int, int], ranks: int, interface: str | None, arrange: Arrange) -> int:
+    """Founds a job for that many nodes, the least and the largest number, and coordinates it; returns its exit code.
+
+    ranks: how many this host starts. interface: where to listen, a name or an address; by default loopback.
+    """
+    secret = _secret(program.run_dir)
+    admitted = Admitted(
+        "", 0, program.arguments, os.getcwd(), str(program.run_dir), str(program.file), digest(program.file), *nodes
+    )
+
+    def begin(leadership: Leadership) -> None:
+        leadership.lead(address_of(interface), admitted, Limits(*nodes))
+        given = VARIABLE in os.environ or FILE_VARIABLE in os.environ
+        how = "" if given else f"{FILE_VARIABLE}={program.run_dir / SECRET} "
+        host, port = leadership.address
+        say(f"further nodes join by: {how}shoal train --join {host}:{port}")
+
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, Ask(signal.SIGINT)))
+
+
+def join(address: str, ranks: int, interface: str | None, arrange: Arrange) -> int:
+    """Joins the job whose coordinator listens at `address`, host:port; returns the exit code. See `found`."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UserError(f"--join {address}: give host:port as the first node has printed it")
+    secret = find_secret()
+
+    def begin(leadership: Leadership) -> None:
+        if interface is not None:
+            leadership.listen(address_of(interface))
+        leadership.follow(host, int(port))
+
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain()))
+
+
+async def _supervise(
+    secret: bytes, ranks: int, begin: Callable[[Leadership], None], arrange: Arrange, on_interrupt: Ask | Drain
+) -> int:
+    """Runs a supervisor. SIGTERM, and SIGINT where the node has joined, drain it; a second signal ends it at once."""
+    stores: list[dist.TCPStore] = []
+
+    def open_store(host: str) -> int:
+        stores[:] = [serve_on(host)]  # the one before has no ranks any more
+        return int(stores[0].port)
+
+    def arranged(program: list[str], size: int) -> list[str]:
+        args, said = arrange(program, size)
+        if said:
+            say(said)
+        return args
+
+    name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII).strip("-._")[:48] or "node"
+    node = Node(
+        name, secrets.token_hex(8), ranks, derived(secret, "coordinator"), open_store, arranged, _journal, _check, say
+    )
+    received: list[int] = []
+    with scratch("run") as folder:
+        leadership = Leadership(node)
+
+        def start(job: Admitted, start: Start) -> LocalRanks:
+            return LocalRanks(job, start, ranks, secret, folder, say)
+
+        supervisor = Supervisor(node, leadership, start)
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def receive(number: int) -> None:
+            received.append(number)
+            if len(received) > 1:
+                task.cancel()
+            else:
+                supervisor.wish(Drain() if number == signal.SIGTERM else on_interrupt)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, receive, number)
+        begin(leadership)
+        try:
+            code = await supervisor.run()
+        except asyncio.CancelledError:
+            return 128 + received[-1]
+    return 128 + received[0] if received and code >= 128 else code
+
+
+def address_of(interface: str | None) -> str:
+    """Returns the address of a network interface: its first one of IPv4, else of IPv6; an address stands for itself.
+    Raises UserError for an unknown one."""
+    known = psutil.net_if_addrs()
+    if interface is None:
+        return "127.0.0.1"
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in known.get(interface, []):
+            if address.family == family:
+                return address.address.partition("%")[0]
+    if interface in {address.address for addresses in known.values() for address in addresses}:
+        return interface
+    raise UserError(f"--host {interface}: this host has no such interface or address; it has {', '.join(known)}")
+
+
+def digest(file: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def say(text: str) -> None:
+    """Writes a line to stderr at once."""
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
+
+
+def _secret(run_dir: Path) -> bytes:
+    """Returns the secret of the environment, or a new one that it writes to the run directory for this user alone."""
+    if VARIABLE in os.environ or FILE_VARIABLE in os.environ:
+        return find_secret()
+    secret = new_secret()
+    path = run_dir / SECRET
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(secret)
+    except OSError as error:
+        raise UserError(f"the run directory {run_dir} cannot be written: {error}. Choose another run.dir") from error
+    return secret.encode()
+
+
+def _journal(job: Admitted, lines: list[str]) -> Journal:
+    """Makes the journal of a coordinator on this host."""
+    return Journal(Path(job.run_dir) / "membership" / f"{socket.gethostname()}-{os.getpid()}.journal", lines)
+
+
+def _check(job: Admitted) -> None:
+    """Goes to the job's folder. Raises UserError where the job cannot run here."""
+    try:
+        os.chdir(job.cwd)
+        same = digest(Path(job.file)) == job.digest
+    except OSError as error:
+        raise UserError(
+            f"the job cannot run here: {error}. All nodes need to see its folder, its job file and its run.dir under "
+            "the same paths, e.g. on a network file system"
+        ) from error
+    if not same:
+        raise UserError(f"{job.file} is another file here than on the first node: all nodes need the same one")

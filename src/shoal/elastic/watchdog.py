@@ -1,0 +1,86 @@
+"""Finds ranks that live and come no further.
+
+A rank that trains and has committed no step for max(10 s, 5 x the median step) hangs, or waits for one that does. Those
+that are not in a collective are missing there; where all ranks of this host are in one, the missing rank is elsewhere,
+and the others' supervisors find it. A stopped process (SIGSTOP, a debugger) is found sooner, whatever it was doing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.launch.board import Progress
+
+LEAST, STEPS, STOPPED, ELSEWHERE = 10.0, 5.0, 1.0, 2.0
+"""Seconds without a step at least; the same in median steps; seconds for which a process may be stopped; seconds more
+until a host on which no rank is missing gives up waiting for the others' supervisors."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that hang. `here`: whether they are on this host. `text`: which, and what each rank was in."""
+
+    here: bool
+    text: str
+
+
+class Watchdog:
+    """Watches the ranks of a host in one generation."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=64)
+        self._last: tuple[int, float] | None = None
+        self._stopped: dict[int, float] = {}
+
+    def look(self, boards: Mapping[int, Progress], stopped: set[int], now: float) -> Hang | None:
+        """Returns the hang that there is now.
+
+        boards: of the ranks that run, by number. stopped: those whose process is stopped. now: CLOCK_MONOTONIC.
+        """
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        long = [rank for rank, since in self._stopped.items() if now - since >= STOPPED]
+        if long:
+            return Hang(True, f"rank {_numbers(long)}: the process is stopped (SIGSTOP); {_places(boards, now)}")
+        self._time_steps(boards)
+        training = {rank: board for rank, board in boards.items() if board.training}
+        late = {rank: board for rank, board in training.items() if now - board.stepped > self.limit}
+        if not late or len(training) < len(boards):
+            return None
+        missing = [rank for rank, board in late.items() if not board.waits]
+        seconds = min(now - board.stepped for board in late.values())
+        if missing:
+            return Hang(True, f"rank {_numbers(missing)} committed no step for {seconds:.0f} s; {_places(boards, now)}")
+        if seconds > self.limit + ELSEWHERE:
+            return Hang(False, f"all ranks here wait for others; {_places(boards, now)}")
+        return None
+
+    @property
+    def limit(self) -> float:
+        """The seconds in which a step is to be committed."""
+        return max(LEAST, STEPS * statistics.median(self._steps)) if self._steps else float("inf")
+
+    def _time_steps(self, boards: Mapping[int, Progress]) -> None:
+        """Takes in the time of the last step of the first rank; the first step of all is not like the others."""
+        if not boards:
+            return
+        board = boards[min(boards)]
+        if self._last is not None and board.training and board.step == self._last[0] + 1:
+            self._steps.append(board.stepped - self._last[1])
+        if self._last is None or board.step != self._last[0] or not board.training:
+            self._last = board.step, board.stepped
+
+
+def _numbers(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _places(boards: Mapping[int, Progress], now: float) -> str:
+    """Says what each rank is in."""
+    said = []
+    for rank, board in boards.items():
+        where = f"in {board.where} for {now - board.waits:.0f} s" if board.waits else f"after step {board.step}"
+        said.append(f"rank {rank} is {where}")
+    return ", ".join(said)

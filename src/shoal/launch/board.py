@@ -1,0 +1,89 @@
+"""What a rank shows of its progress to its supervisor: a small file, written in place.
+
+    step        the last committed step, -1 before the first
+    training    whether it is between two steps; else it builds, evaluates, saves, and how long that takes is not known
+    stepped     when the step or `training` changed
+    alive       when a thread of the rank last ran; it does not while the process is stopped
+    waits       since when it has been in the collective `where`, 0 where it is in none
+
+Times are those of CLOCK_MONOTONIC, which is the same for all processes of a host.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "SHOAL_BOARD"
+"""Names the file; without it a rank shows nothing."""
+
+_FIELDS = struct.Struct("!q?dd")
+_WAITING = struct.Struct("!dH")
+_TEXT = 200
+_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a board shows (see above)."""
+
+    step: int = -1
+    training: bool = False
+    stepped: float = 0.0
+    alive: float = 0.0
+    waits: float = 0.0
+    where: str = ""
+
+
+class Board:
+    """The board of this rank. `waiting`: returns since when the rank has been in which collective, or None."""
+
+    def __init__(self, path: Path, waiting: Callable[[], tuple[float, str] | None]) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._waiting, self._step = waiting, -1
+        self.show(False)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._live, name="shoal-board", daemon=True)
+        self._thread.start()
+
+    def show(self, training: bool, step: int | None = None) -> None:
+        """Shows a committed step, or that something else than training begins."""
+        self._step = self._step if step is None else step
+        now = time.monotonic()
+        os.pwrite(self._file, _FIELDS.pack(self._step, training, now, now), 0)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        os.close(self._file)
+
+    def _live(self) -> None:
+        while not self._closed.wait(_SECONDS):
+            since, where = self._waiting() or (0.0, "")
+            text = where.encode()[:_TEXT]
+            os.pwrite(self._file, struct.pack("!d", time.monotonic()), _FIELDS.size - 8)
+            os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size)
+
+
+def open_board(environ: Mapping[str, str], waiting: Callable[[], tuple[float, str] | None]) -> Board | None:
+    """Returns this rank's board; None where no supervisor wants one."""
+    return Board(Path(environ[VARIABLE]), waiting) if VARIABLE in environ else None
+
+
+def read_board(path: Path) -> Progress:
+    """Reads a board; the default where the rank has not shown anything yet."""
+    data = b""
+    with suppress(OSError):
+        data = path.read_bytes()
+    if len(data) < _FIELDS.size + _WAITING.size:
+        return Progress(*_FIELDS.unpack(data[: _FIELDS.size])) if len(data) >= _FIELDS.size else Progress()
+    waits, size = _WAITING.unpack_from(data, _FIELDS.size)
+    text = data[_FIELDS.size + _WAITING.size :][:size].decode(errors="replace")
+    step, training, stepped, alive = _FIELDS.unpack_from(data)
+    return Progress(step, training, stepped, alive, waits, text)

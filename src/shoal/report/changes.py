@@ -1,0 +1,47 @@
+"""Records of what changes beside the weights: the plan, the nodes, what lies where. See metrics.py for the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovesRecord:
+    """The bytes that rank 0 moved between tiers in a step, for the first step of each plan and for recorded steps.
+
+    planned, moved: bytes by what moves; planned is None without a plan for this step.
+    otherwise: bytes that would have been brought to the device under other rules, by rule.
+    """
+
+    step: int
+    planned: dict[str, int | None]
+    moved: dict[str, int]
+    otherwise: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """A change of the plan after `step`. `plan`: its fields that are not defaults; `seconds` that the change took."""
+
+    step: int
+    plan: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipRecord:
+    """A generation of a job whose nodes come and go, from `step` on (see docs/elastic.md).
+
+    generation: its number; `nodes`, `world`: the numbers of its nodes and ranks.
+    why: it was formed. `lost`: committed steps that are trained again, from the checkpoint of `step`.
+    events: what has happened to the members since the generation before was formed.
+    """
+
+    step: int
+    generation: int
+    nodes: int
+    world: int
+    why: str
+    lost: int
+    events: list[str]

@@ -1,0 +1,319 @@
+"""The nodes of a real job: what is refused, the plan of any number of ranks, and training across changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.elastic import nodes
+from shoal.elastic.messages import Admitted, Start
+from shoal.elastic.ranks import LocalRanks
+from shoal.errors import UserError
+from shoal.jobs.config import Job, Train
+from shoal.jobs.generation import Told, resuming, told
+from shoal.jobs.lock import Holder, refuse_if_taken
+from shoal.jobs.ranks import fitted
+from shoal.plan import Plan
+from shoal.report.metrics import RunRecords, read_metrics
+
+JOB = """
+[model]
+name = "gpt"
+layers = 1
+d_model = 16
+heads = 2
+[data]
+source = "corpus"
+sequence = 16
+validation = 0.2
+[train]
+steps = {steps}
+global_batch = 8
+microbatch = 2
+lr = 1e-2
+schedule = "constant"
+warmup = 0
+[run]
+trackers = []
+nproc = 1
+save_every = {every}
+"""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(tp=4, pp=2),
+        Plan(dp=2, tp=2, zero=3),
+        Plan(dp=4, ep=4),
+        Plan(dp=4, shard=2, zero=2),
+        Plan(cp=2, tp=2, ep=2),
+    ],
+)
+def test_every_number_of_ranks_from_1_to_64_has_a_plan(plan: Plan):
+    inner = plan.size // plan.dp
+    for size in range(1, 65):
+        found = plan.fitted(size)
+        found.check_groups()
+        assert found.size == size
+        if size % inner == 0:
+            assert (found.tp, found.cp, found.pp) == (plan.tp, plan.cp, plan.pp)
+        assert replace(found, dp=1, tp=1, cp=1, pp=1, ep=1, shard=None, zero=0) == replace(Plan(), memory=plan.memory)
+
+
+@pytest.mark.fast
+def test_the_nearest_degrees_are_said():
+    job = Job({"name": "gpt"}, Train(steps=1), plan=Plan(tp=2))
+    assert fitted(job, 4) == (["plan.dp=2"], "")
+    assert fitted(job, 3) == (
+        ["plan.dp=3", "plan.tp=1"],
+        "3 ranks are no multiple of 2, so this generation has plan.tp=1",
+    )
+    at = replace(job, run=replace(job.run, at=[{"step": 1, "plan": {"tp": 1}}]))
+    with pytest.raises(UserError, match=r"run.at with --nodes"):
+        fitted(at, 2)
+    with pytest.raises(UserError, match=r"leave out plan.stages"):
+        fitted(replace(job, plan=Plan(pp=2, stages=[1, 1])), 3)
+
+
+@pytest.mark.fast
+def test_what_a_rank_is_told_and_what_follows_from_it(tmp_path: Path, monkeypatch):
+    start = Start(3, 0, 4, "127.0.0.1", 1, 2, "b is gone", 17, ["b is gone: silent"], [])
+    job = Job({"name": "gpt"}, Train(steps=1))
+    never = replace(job, run=replace(job.run, resume="never", dir=str(tmp_path)))
+    assert told({}) is None and resuming(never) == never
+    monkeypatch.setenv("SHOAL_MEMBERSHIP", nodes_text := membership_of(start, "id"))
+    known = told()
+    assert known == Told("id", 3, 2, "b is gone", 17, ["b is gone: silent"]) and json.loads(nodes_text)["job"] == "id"
+    assert known.record(4, 10).lost == 7 and known.record(4, 20).lost == 0
+    assert resuming(never).run.resume == "auto"  # its own run is what a later generation goes on with
+    other = replace(job, run=replace(job.run, resume="elsewhere", dir=str(tmp_path)))
+    assert resuming(other).run.resume == "elsewhere"  # it has no checkpoint of its own yet
+    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(replace(start, generation=1), "id"))
+    assert resuming(never).run.resume == "never"
+
+
+def membership_of(start: Start, job: str) -> str:
+    from shoal.elastic.ranks import membership
+
+    return membership(start, job)
+
+
+@pytest.mark.fast
+def test_a_later_generation_takes_the_directory_over_from_another_host(tmp_path: Path, monkeypatch):
+    lock = {"host": "a-host-that-vanished", "pid": 1, "started": 0.0, "taken": 1, "job": "id"}
+    (tmp_path / "run.lock").write_text(json.dumps(lock))
+    with pytest.raises(UserError, match="a-host-that-vanished"):
+        refuse_if_taken(tmp_path)
+    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(Start(2, 0, 1, "", 1, 1, "", 0, [], []), "id"))
+    refuse_if_taken(tmp_path)
+    assert Holder.here().job == "id"
+    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(Start(2, 0, 1, "", 1, 1, "", 0, [], []), "another"))
+    with pytest.raises(UserError, match="a-host-that-vanished"):
+        refuse_if_taken(tmp_path)
+
+
+@pytest.mark.fast
+def test_addresses_of_interfaces(tmp_path: Path):
+    assert nodes.address_of(None) == nodes.address_of("lo") == nodes.address_of("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UserError, match=r"--host eth99: .* it has .*lo"):
+        nodes.address_of("eth99")
+    for wrong in ("here", "host:", ":1", "host:99999", "host:x"):
+        with pytest.raises(UserError, match="--join"):
+            nodes.join(wrong, 1, None, lambda program, size: ([], ""))
+
+
+@pytest.mark.fast
+def test_a_node_that_does_not_see_the_job_is_refused(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text("x")
+    job = Admitted("a", 0, [], str(tmp_path), "", str(tmp_path / "job.toml"), nodes.digest(tmp_path / "job.toml"), 1, 1)
+    nodes._check(job)
+    with pytest.raises(UserError, match="another file here"):
+        nodes._check(replace(job, digest="0"))
+    for lacking in (replace(job, cwd="/no/such"), replace(job, file=str(tmp_path / "none"))):
+        with pytest.raises(UserError, match="need to see its folder"):
+            nodes._check(lacking)
+
+
+@pytest.mark.fast
+def test_the_secret_of_a_job_is_its_user_s_alone(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("SHOAL_SECRET", raising=False)
+    secret = nodes._secret(tmp_path / "run")
+    path = tmp_path / "run" / nodes.SECRET
+    assert path.read_text().encode() == secret and path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("SHOAL_SECRET_FILE", str(path))
+    assert nodes.find_secret() == secret == nodes._secret(tmp_path / "other") and not (tmp_path / "other").exists()
+
+
+def start_of(generation: int, port: int, size: int = 1) -> Start:
+    return Start(generation, 0, size, "127.0.0.1", port, 1, "", -1, [], [])
+
+
+def ended(ranks: LocalRanks, seconds: float = 60.0):
+    deadline = time.monotonic() + seconds
+    while (report := ranks.look()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return report
+
+
+SCRIPT = """
+import os, signal, sys, time
+if sys.argv[1] == "stop":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if sys.argv[1] == "raise":
+    raise KeyError("bad sample")
+time.sleep(0 if sys.argv[1] == "finish" else 600)
+"""
+
+
+@pytest.mark.parametrize(
+    "what, outcome, said",
+    [
+        ("finish", "finished", ""),
+        ("raise", "failed", "KeyError: 'bad sample'"),
+        pytest.param("stop", "failed", "the process is stopped", marks=pytest.mark.matrix),
+        pytest.param("term", "stopped", "", marks=pytest.mark.matrix),
+        pytest.param("kill", "stopped", "", marks=pytest.mark.matrix),
+    ],
+)
+def test_how_ranks_end_is_reported(what: str, outcome: str, said: str, tmp_path: Path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    job = Admitted("a", 0, [str(script), what], str(tmp_path), str(tmp_path), str(script), "", 1, 1)
+    lines: list[str] = []
+    ranks = LocalRanks(job, start_of(1, 1), 1, b"secret" * 4, tmp_path, lines.append)
+    if what == "term":
+        ranks.stop()
+    if what == "kill":
+        ranks.kill()
+    report = ended(ranks)
+    assert (report.outcome, report.generation) == (outcome, 1) and said in report.message
+    assert not ranks._team.running
+    if what == "raise":
+        assert "Traceback" in capfd.readouterr().err
+
+
+def write_job(folder: Path, steps: int, every: int) -> Path:
+    (folder / "corpus").mkdir()
+    for number in range(20):
+        text = "\n".join(f"{number} + {i} = {number + i}" for i in range(40))
+        (folder / "corpus" / f"{number:02}.txt").write_text(text)
+    (folder / "job.toml").write_text(JOB.format(steps=steps, every=every))
+    return folder / "job.toml"
+
+
+class Cli:
+    """A node as the command line starts it."""
+
+    def __init__(self, folder: Path, *args: str, prefix: tuple[str, ...] = (), secret: Path | None = None) -> None:
+        self.out = folder / f"node{len(list(folder.glob('node*')))}.log"
+        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+        env.pop("SHOAL_SECRET", None)
+        if secret is not None:
+            env["SHOAL_SECRET_FILE"] = str(secret)
+        command = [*prefix, sys.executable, "-m", "shoal.cli", "train", *args]
+        with self.out.open("wb") as file:
+            self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=file)
+
+    @property
+    def said(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def wait_for(self, text: str, seconds: float = 90.0) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while (found := re.search(text, self.said)) is None:
+            assert time.monotonic() < deadline and self.process.poll() is None, f"no {text!r} in:\n{self.said}"
+            time.sleep(0.05)
+        return found
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def records(folder: Path) -> RunRecords:
+    return read_metrics(folder / "runs/job/metrics.jsonl")
+
+
+def steps_done(folder: Path) -> int:
+    with suppress(UserError):
+        return max((each.step for each in records(folder).steps), default=0)
+    return 0
+
+
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cli]]:
+    started: list[Cli] = []
+
+    def start(*args: str, **others) -> Cli:
+        started.append(Cli(tmp_path, *args, **others))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.process.kill()
+        node.process.wait()
+
+
+def undisturbed(tmp_path: Path, steps: int) -> list[float]:
+    """The losses of the same job on one rank."""
+    folder = tmp_path / "undisturbed"
+    folder.mkdir()
+    write_job(folder, steps, 0)
+    node = Cli(folder, "job.toml")
+    assert node.process.wait() == 0, node.said
+    return [each.loss for each in records(folder).steps]
+
+
+@pytest.mark.matrix
+def test_nodes_join_drain_die_and_come_back_and_the_losses_are_those_of_an_undisturbed_run(cluster, tmp_path: Path):
+    steps = 4000
+    write_job(tmp_path, steps, 100)
+    first = cluster("job.toml", "--nodes", "1:3")
+    port = first.wait_for(r"--join 127.0.0.1:(\d+)")[1]
+    secret = tmp_path / "runs/job" / nodes.SECRET
+    join = ("--join", f"127.0.0.1:{port}", "--nproc", "1")
+    until(lambda: steps_done(tmp_path) > 20)
+    second = cluster(*join, secret=secret)
+    first.wait_for("generation 2: 2 rank")
+    until(lambda: (known := records(tmp_path).memberships) and known[-1].world == 2)
+    assert records(tmp_path).memberships[-1].lost == 0  # a joiner waits for a step boundary
+    until(lambda: steps_done(tmp_path) > records(tmp_path).memberships[-1].step + 20)
+    orphans = second.children()
+    second.process.kill()
+    first.wait_for("generation 3: 1 rank")
+    until(lambda: not any(each.is_running() and each.status() != "zombie" for each in orphans), 5)
+    third = cluster(*join, secret=secret)
+    first.wait_for(r"generation \d: 2 rank\(s\) on 2 node\(s\) \(\S+ joins\)")
+    generation = int(re.findall(r"generation (\d)", first.said)[-1])
+    until(lambda: records(tmp_path).memberships[-1].generation == generation)
+    third.process.send_signal(signal.SIGTERM)
+    assert third.process.wait(30) == 143
+    assert first.process.wait(200) == 0, first.said
+    found = records(tmp_path)
+    losses = [each.loss for each in found.steps]
+    assert [each.step for each in found.steps] == list(range(1, steps + 1))
+    assert losses == pytest.approx(undisturbed(tmp_path, steps), rel=1e-4)
+    assert len(found.memberships) >= 5 and "2 ranks" in found.marks.values()
