@@ -22,9 +22,10 @@ from shoal.elastic.messages import Admitted, Start
 from shoal.elastic.ranks import LocalRanks
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Train
-from shoal.jobs.generation import Told, resuming, told
+from shoal.jobs.generation import resuming
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.jobs.ranks import fitted
+from shoal.jobs.told import Told, told
 from shoal.plan import Plan
 from shoal.report.metrics import RunRecords, read_metrics
 

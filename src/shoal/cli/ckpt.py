@@ -85,7 +85,7 @@ def checkpoints_of(directory: Path) -> Path:
     exist."""
     with imports():
         from shoal.errors import UserError
-        from shoal.jobs.save import checkpoints_in
+        from shoal.jobs.names import checkpoints_in
 
     if not directory.is_dir():
         raise UserError(f"no such directory: {directory}")

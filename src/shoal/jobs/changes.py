@@ -13,7 +13,7 @@ from typing import Any
 from shoal.checkpoint.given import line
 from shoal.errors import UserError
 from shoal.jobs.config import Job, tables
-from shoal.jobs.save import TOKENIZER
+from shoal.jobs.names import TOKENIZER
 
 Tables = Mapping[str, Mapping[str, Any]]
 

@@ -19,7 +19,7 @@ from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.evaluate import Subsample, measure_of
-from shoal.jobs.save import DIRECTORY
+from shoal.jobs.names import DIRECTORY
 from shoal.jobs.stop import STOPPED
 from shoal.jobs.train import write_report
 from shoal.plan import Plan

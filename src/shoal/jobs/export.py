@@ -16,9 +16,9 @@ from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.names import TOKENIZER, checkpoints_in
 from shoal.jobs.read import load_job
 from shoal.jobs.samples import DEFAULT
-from shoal.jobs.save import TOKENIZER, checkpoints_in
 from shoal.models import ModelSpec, build
 from shoal.plan import Plan
 from shoal.training.evaluation import Evaluation

@@ -21,7 +21,7 @@ import psutil
 from filelock import FileLock
 
 from shoal.errors import UserError
-from shoal.jobs.generation import told
+from shoal.jobs.told import told
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group

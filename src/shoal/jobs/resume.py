@@ -19,7 +19,7 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
 from shoal.jobs.changes import changes
 from shoal.jobs.config import Job
-from shoal.jobs.save import DIRECTORY, checkpoints_in
+from shoal.jobs.names import DIRECTORY, checkpoints_in
 from shoal.optim.tiers.disk import directory_of
 from shoal.optim.tiers.pager import committed
 from shoal.plan import Plan

@@ -10,15 +10,8 @@ from typing import Any
 from shoal.checkpoint.directory import step_path
 from shoal.engine import Engine
 from shoal.errors import CheckpointError
+from shoal.jobs.names import DIRECTORY
 from shoal.jobs.record import Recorder
-
-DIRECTORY, TOKENIZER = "checkpoints", "tokenizer"
-"""Names in a run directory: its checkpoints, and its own copy of the tokenizer."""
-
-
-def checkpoints_in(path: Path) -> Path:
-    """Returns the directory of checkpoints of a run directory, or `path` itself where it is none."""
-    return path / DIRECTORY if (path / DIRECTORY).is_dir() else path
 
 
 class Saver:

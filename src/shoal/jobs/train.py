@@ -30,16 +30,18 @@ from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
-from shoal.jobs.generation import Shown, resuming, told
+from shoal.jobs.generation import Shown, resuming
 from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
+from shoal.jobs.names import DIRECTORY, TOKENIZER
 from shoal.jobs.plans import plan_at, plans_of
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import Replanner
-from shoal.jobs.save import DIRECTORY, TOKENIZER, Saver
+from shoal.jobs.save import Saver
 from shoal.jobs.stop import Stop
 from shoal.jobs.timeline import Recording
+from shoal.jobs.told import told
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
