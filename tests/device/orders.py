@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 from functools import partial
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
@@ -116,12 +117,17 @@ def moved_at_once(world: World, folder: str) -> list[float]:
     return trained(world, 4, {"dp": world.size, "exchange": {"name": "diloco", "every": 2}})
 
 
-def cut_short(world: World, folder: str) -> list[float]:
-    """A step that ends within its backward, when the exchange has taken some of what it keeps back."""
-    running = engine(world, {"dp": world.size, "exchange": {"name": "topk", "chunk_bytes": 1024}})
-    losses = on(running, 2)
+def cut_short(plan: dict[str, Any], world: World, folder: str) -> list[float]:
+    """A step that ends within its last backward, when most gradients are on their way."""
+    running = engine(world, plan)
+    losses, microbatches = on(running, 2), count()
+
+    def fails(gradient: Tensor) -> None:
+        if next(microbatches) == 1:  # the last of the step
+            raise ZeroDivisionError
+
     first = next(parameter for parameter in running.module.parameters() if parameter.requires_grad)
-    handle = first.register_hook(lambda gradient: 1 / 0)
+    handle = first.register_hook(fails)
     try:
         on(running, 3)
     except ZeroDivisionError:

@@ -21,7 +21,6 @@ CASES = {
         "saved_aside": 1,
         "around_the_ring": 2,
         "moved_at_once": 2,
-        "cut_short": 2,
         "cut_short_with_weights_under_way": 1,
         "first_bucket_stays": 2,
         "a_message_that_cannot_be_sent": 1,
@@ -48,6 +47,14 @@ ROWS |= {f"{each['name']}-saved": (partial(orders.saved_under_way, each), 2) for
 GIVEN_UP = {each["name"]: {"dp": 2, "exchange": each} for each in IN_THE_BACKGROUND}
 GIVEN_UP |= {"zero2": {"dp": 2, "zero": 2}, "pp": {"pp": 2}}
 ROWS |= {f"{name}-given-up": (partial(orders.given_up, plan), 2) for name, plan in GIVEN_UP.items()}
+SMALL_CHUNKS = {"allreduce": {"zero": 2}, "topk": {}}
+ROWS |= {
+    f"cut-short-{name}": (
+        partial(orders.cut_short, {"dp": 2, "exchange": {"name": name, "chunk_bytes": 1024}, **more}),
+        2,
+    )
+    for name, more in SMALL_CHUNKS.items()
+}
 ROWS |= {f"weight-{each}": (partial(orders.a_weight_that_travels, each), 2) for each in ("1f1b", "2bw")}
 THREADS = {"dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}, "2bw": {"pp": 2, "schedule": "2bw"}}
 THREADS |= {"async": {"dp": 2, "exchange": {"name": "async_average", "interval_ms": 0.0, "bound": 1}}}
