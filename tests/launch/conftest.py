@@ -18,6 +18,8 @@ from tests.cli.conftest import JOB
 SHOAL = [sys.executable, "-m", "shoal.cli"]
 TRAIN = [*SHOAL, "train", "job.toml"]
 RANKS = 3
+LONG = ["--set", "train.steps=600", "--set", "run.save_every=0"]
+"""A job that takes seconds, to be interrupted."""
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +80,9 @@ def expected(place: Path, run) -> list[float]:
 def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return str(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(place: Path, run) -> list[float]:
+    run(*TRAIN, "--nproc", str(RANKS), *LONG, "--set", "run.dir=long")
+    return losses(place / "long")

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from shoal.report.metrics import read_metrics
-from tests.launch.conftest import RANKS, TRAIN, losses
+from tests.launch.conftest import LONG, RANKS, TRAIN, losses
 from tests.launch.slurm import Slurm, cluster
 
 pytestmark = pytest.mark.matrix
-
-LONG = ["--set", "train.steps=600", "--set", "run.save_every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +38,7 @@ def test_srun_in_the_script_of_a_job_which_is_itself_no_rank(slurm: Slurm, place
     assert sorted(tasks) == [f"{rank}: {rank} 3 Slurm" for rank in range(3)]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(place: Path, run) -> list[float]:
-    run(*TRAIN, "--nproc", str(RANKS), *LONG, "--set", "run.dir=long")
-    return losses(place / "long")
-
-
-@pytest.mark.parametrize("how", ["requeued", "preempted"])
+@pytest.mark.parametrize("how", ["requeued", "preempted", "signalled"])
 def test_a_job_that_lost_its_nodes_goes_on_by_itself(how: str, slurm: Slurm, place: Path, uninterrupted) -> None:
     """The lines of the script are those of docs/launch.md. What the second attempt trains is what the first would."""
     script, run_dir = place / f"{how}.sh", place / how
@@ -54,11 +46,14 @@ def test_a_job_that_lost_its_nodes_goes_on_by_itself(how: str, slurm: Slurm, pla
         "#!/bin/bash\n"
         "#SBATCH --nodes=2 --ntasks=3 --requeue --open-mode=append\n"
         f"srun {' '.join([*TRAIN, *LONG])} --set run.dir={how}\n"
+        "[ $? = 143 ] && scontrol requeue $SLURM_JOB_ID\n"
     )
     job = slurm.submit(script, f"--chdir={place}", f"--output={how}.out", "--export=ALL,OMP_NUM_THREADS=1")
     wait_for_step(run_dir, 20)
     if how == "requeued":
         slurm.ask("scontrol", "requeue", job)
+    elif how == "signalled":  # as --signal=TERM@120 does before the time limit
+        slurm.ask("scancel", "--signal=TERM", job)
     else:
         (place / "urgent.sh").write_text("#!/bin/sh\n")
         slurm.wait(

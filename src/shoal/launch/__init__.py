@@ -16,7 +16,7 @@ from shoal.comm.world import Seat, World
 from shoal.device import accelerators
 from shoal.errors import UserError
 from shoal.launch import mpi, slurm
-from shoal.launch.environment import discover
+from shoal.launch.environment import RAY, discover
 from shoal.launch.identity import Identity
 from shoal.launch.local import launch
 from shoal.launch.store import connect, locate
@@ -43,7 +43,7 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
     arrival = _arrive(place, timeout)
     identity, store = arrival.identity, arrival.store
     assert identity.local_rank is not None and identity.local_size is not None
-    scheduler = identity.source in {names.source for names in (*mpi.NAMES, slurm.NAMES)}
+    scheduler = identity.source in {RAY, *(names.source for names in (*mpi.NAMES, slurm.NAMES))}
     found = accelerators() if scheduler and identity.local_size > 1 else []
     return World(
         identity.rank,

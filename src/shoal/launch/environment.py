@@ -28,6 +28,8 @@ from shoal.launch import kubernetes, mpi, slurm, tf_config
 from shoal.launch.identity import PLAIN, SINGLE, Identity, Names, meeting, number, numbers
 
 SHOAL = Names("shoal run", "SHOAL_RANK", "SHOAL_SIZE", "SHOAL_LOCAL_RANK", "SHOAL_LOCAL_SIZE")
+RAY = "Ray"
+"""The source of ranks of `shoal.launch.ray`, which have torchrun's variables."""
 
 
 def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -> Identity:
@@ -100,9 +102,10 @@ def _from_plain(environ: Mapping[str, str]) -> Identity:
         )
     store_url = "" if missing else f"tcp://{environ['MASTER_ADDR']}:{number(environ, 'MASTER_PORT')}"
     agent_serves = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    marks = {"TORCHELASTIC_RUN_ID": "torchrun", "SHOAL_RAY": RAY}
     found = replace(
         found,
-        source="torchrun" if "TORCHELASTIC_RUN_ID" in environ else PLAIN.source,
+        source=next((source for mark, source in marks.items() if mark in environ), PLAIN.source),
         generation=number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
     )
     return meeting(found, store_url, rank0_serves=not agent_serves)
