@@ -43,7 +43,16 @@ class JobSubmissionClient:
         if self.down:
             raise ConnectionError(f"Failed to connect to Ray at address: {self.address}.")
 
-    def submit_job(self, *, entrypoint: str, submission_id: str, metadata: dict[str, str], **resources: float) -> str:
+    def submit_job(
+        self,
+        *,
+        entrypoint: str,
+        submission_id: str,
+        runtime_env: dict[str, Any],
+        metadata: dict[str, str],
+        **resources: float,
+    ) -> str:
+        assert runtime_env == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "120"}}
         assert set(resources) <= {"entrypoint_num_cpus", "entrypoint_num_gpus", "entrypoint_memory"}
         if "bad" in entrypoint:
             raise RuntimeError("Request failed with status code 500: Traceback ...\nValueError: bad.")
@@ -95,7 +104,8 @@ def test_a_job_is_submitted(job: Submitted, ray, tmp_path: Path) -> None:
     ("status", "word"), [("RUNNING", "runs"), ("SUCCEEDED", "ended"), ("FAILED", "failed"), ("STOPPED", "stopped")]
 )
 def test_states(job: Submitted, ray, status: str, word: str) -> None:
-    ray.known[job.number] = JobDetails(JobStatus(status), "Job\nsaid so.", 1_000, 2_000)
+    said = "Job\nsaid so., last available logs (truncated to 20,000 chars):\nstep 1"
+    ray.known[job.number] = JobDetails(JobStatus(status), said, 1_000, 2_000)
     assert backend("ray").state(job) == State(word, "Job said so.")
     assert backend("ray").events(job) == [
         Event(1.0, None, f"Ray: {job.number} started"),

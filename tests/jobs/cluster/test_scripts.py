@@ -93,22 +93,31 @@ def test_the_script_for_sbatch(request_of, job_file) -> None:
         "#SBATCH --account=lab",
         "set -e",
     ]
-    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=4 shoal train '{job_file}' || code=$?" in lines
+    assert f"srun --kill-on-bad-exit=0 --wait=600 --cpus-per-task=4 shoal train '{job_file}' || code=$?" in lines
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (2, False), (143, True)])
-def test_ranks_that_the_time_limit_stopped_queue_again(
-    request_of, commands: Put, tmp_path, code: int, requeued: bool
+@pytest.mark.parametrize(
+    ("code", "saves", "requeued"), [(0, True, False), (2, True, False), (143, True, True), (143, False, False)]
+)
+def test_ranks_that_the_time_limit_stopped_queue_again_once_they_saved(
+    request_of, commands: Put, tmp_path, code: int, saves: bool, requeued: bool
 ) -> None:
-    commands("srun", f'echo "secret $SHOAL_SECRET"; exit {code}')
+    request = replace(request_of(), run_dir=tmp_path / "a run")
+    for name in ("logs", "checkpoints/step-00000001"):
+        (request.record / name).mkdir(parents=True)
+    saving = f"sleep 0.05; mkdir '{request.record}/checkpoints/step-00000002'; " if saves else ""
+    commands("srun", f'echo "secret $SHOAL_SECRET"; {saving}exit {code}')
     commands("scontrol", 'echo "scontrol $@"')
-    done = bash(f"export SLURM_JOB_ID=77\n{render(request_of(), 'slurm')}", tmp_path)
+    script = render(request, "slurm")
+    done = bash(f"export SLURM_JOB_ID=77\n{script}", tmp_path)
     assert done.returncode == code and re.search(r"^secret [0-9a-f]{64}$", done.stdout, re.M)
     assert ("scontrol requeue 77" in done.stdout) == requeued
     assert ("finished" in done.stdout) == (code == 0)
-    assert "SHOAL_SECRET=" in render(request_of(), "slurm") and not re.search(
-        "[0-9a-f]{64}", render(request_of(), "slurm")
-    )
+    assert "SHOAL_SECRET=" in script and not re.search("[0-9a-f]{64}", script)
+
+
+def test_a_short_job_has_a_short_notice(request_of) -> None:
+    assert "#SBATCH --signal=TERM@36" in render(request_of(time="3m"), "slurm").splitlines()
 
 
 def test_a_directory_that_sbatch_would_misread(request_of) -> None:
@@ -148,7 +157,7 @@ def test_an_unknown_target(request_of) -> None:
 def test_a_module(job_file, tmp_path) -> None:
     request = Request("m", Cluster(), 3, Path("runs/m"), tmp_path, module=("trainer.task", "--steps", "3"))
     assert request.host() == ["shoal", "run", "--nproc", "3", "-m", "trainer.task", "--", "--steps", "3"]
-    assert "srun --kill-on-bad-exit=1 python -m trainer.task --steps 3 ||" in render(request, "slurm")
+    assert "srun --kill-on-bad-exit=0 --wait=600 python -m trainer.task --steps 3 ||" in render(request, "slurm")
     served = replace(request, parameter_servers=2)
     assert "shoal run --roles ps=2,worker=3 -m trainer.task -- --steps 3" in render(served, "local")
     for target in ("slurm", "kubernetes"):

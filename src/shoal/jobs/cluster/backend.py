@@ -94,8 +94,9 @@ def submit(request: Request, on: str) -> Submitted:
     try:
         (record / "logs").mkdir(parents=True, exist_ok=True)
         file = None if request.file is None else _copy(request.file, record / "job.toml")
+        began = float(int(time.time()))  # not after what a scheduler says, which counts whole seconds
         number, about = chosen.submit(request, file)
-        job = Submitted(on, number, request.name, record, time.time(), about)
+        job = Submitted(on, number, request.name, record, began, about)
         put(record / NAME, json.dumps({**asdict(job), "run_dir": str(record)}))
     except UserError:
         if new:  # a refusal leaves nothing behind

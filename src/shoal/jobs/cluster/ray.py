@@ -17,6 +17,8 @@ from shoal.report.events import Event
 ADDRESS = "http://127.0.0.1:8265"
 """Where the job server of a cluster on this host listens; RAY_ADDRESS names another one."""
 _WORDS = {"PENDING": "waits", "RUNNING": "runs", "SUCCEEDED": "ended", "FAILED": "failed", "STOPPED": "stopped"}
+_LOGS_FOLLOW = ", last available logs"
+"""What stands in a message before the whole output of a job that failed."""
 T = TypeVar("T")
 
 
@@ -37,7 +39,8 @@ class Backend:
         except UnknownJob:
             return State("lost", "this cluster does not know it")
         word = _WORDS.get(str(about.status), "failed")
-        return State(word, " ".join((about.message or "").split()))
+        said = (about.message or "").split(_LOGS_FOLLOW)[0]
+        return State(word, " ".join(said.split()))
 
     def log(self, job: Submitted) -> str:
         return _asked(job.about["address"], lambda client: str(client.get_job_logs(job.number)))

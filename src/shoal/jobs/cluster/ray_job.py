@@ -12,6 +12,9 @@ from shoal.errors import UserError
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.script import script
 
+GRACE = 120
+"""Seconds that Ray gives a job to end after SIGTERM; its default is 3, in which ranks cannot save."""
+
 
 def specification(request: Request, file: str | None = None) -> dict[str, Any]:
     """Returns the arguments of `JobSubmissionClient.submit_job`. file: the path of the job file; by default its own."""
@@ -28,6 +31,7 @@ def specification(request: Request, file: str | None = None) -> dict[str, Any]:
     }
     return {
         "entrypoint": f"exec bash -c {shlex.quote(script(cluster, request.host(file), request.directory))}",
+        "runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(GRACE)}},
         "metadata": {"job_name": request.name, "run_dir": str(request.record)},
         **{name: value for name, value in asked.items() if value is not None},
     }

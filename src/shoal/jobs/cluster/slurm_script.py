@@ -1,7 +1,8 @@
 """The script for sbatch: one task of srun is one rank.
 
-Two minutes before the time limit the ranks get SIGTERM, save a checkpoint after the step in progress, and end with
-143; the job then queues again and resumes from there, as it does after a preemption.
+Two minutes before the time limit (a fifth of a short one) the ranks get SIGTERM, save a checkpoint after the step in
+progress, and end with 143; the job then queues again and resumes from there, as it does after a preemption. An attempt
+that saved nothing ends the job: another one would be no longer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.script import beginning
 
 NOTICE = 120
-"""Seconds between SIGTERM and the time limit."""
+"""Seconds between SIGTERM and the time limit at most."""
+LAST_RANKS = 600
+"""Seconds that the others have once a rank has ended: rank 0 completes the checkpoint and writes the report. Ranks that
+were stopped end with a code that is not 0, so Slurm must not end the others for it."""
 STOPPED = 143
 """Exit code of ranks that SIGTERM has stopped."""
 LOG = "slurm-%j.out"
@@ -32,13 +36,16 @@ def sbatch_script(request: Request, file: str | None = None) -> str:
             "for parameter servers to do: leave ps_count out"
         )
     cores = max(1, math.floor(cluster.cpus / request.ranks)) if cluster.cpus else None
-    train = ["srun", "--kill-on-bad-exit=1", *([f"--cpus-per-task={cores}"] if cores else []), *request.rank(file)]
+    srun = ["srun", "--kill-on-bad-exit=0", f"--wait={LAST_RANKS}", *([f"--cpus-per-task={cores}"] if cores else [])]
+    saved, began = (shlex.quote(str(request.record / each)) for each in ("checkpoints", "logs/began"))
+    again = f'if [ "$code" -eq {STOPPED} ] && [ {saved} -nt {began} ]; then scontrol requeue "$SLURM_JOB_ID"; fi'
     lines = [
         *beginning(cluster, request.directory),
+        *([f"touch {began}"] if request.file else []),
         f"{_SECRET}  # new for each attempt; srun hands it on",
         "code=0",
-        f"{shlex.join(train)} || code=$?",
-        f'if [ "$code" -eq {STOPPED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi  # time is over: it goes on later',
+        f"{shlex.join([*srun, *request.rank(file)])} || code=$?",
+        *([f"{again}  # time is over: it goes on later"] if request.file else []),
         '[ "$code" -eq 0 ] || exit "$code"',
         *(cluster.finish or []),
     ]
@@ -60,7 +67,7 @@ def _options(request: Request, cores: int | None) -> list[str]:
         "--gpus-per-node": cluster.gpus,
         "--time": _time(cluster.seconds) if cluster.seconds else None,
         "--partition": cluster.queue,
-        "--signal": f"TERM@{NOTICE}",
+        "--signal": f"TERM@{min(NOTICE, (cluster.seconds or 5 * NOTICE) // 5)}",
     }
     written = [f"{name}={_word(str(value))}" for name, value in given.items() if value is not None]
     return [*written, "--requeue", *(cluster.options or [])]
