@@ -121,3 +121,15 @@ def test_a_directory_without_a_run(shoal, tmp_path: Path) -> None:
         assert answer.code == 2 and message in answer.err and "Give the directory of a run" in answer.err
     (tmp_path / NAME).write_text(json.dumps(asdict(Holder.here())))  # a run that has begun a moment ago
     assert "starting" in shoal("top", tmp_path).out
+
+
+@pytest.mark.fast
+def test_a_job_that_waits_for_its_hosts(shoal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"backend": "slurm", "number": "7", "name": "a", "run_dir": "", "time": 0, "about": {"log": "x"}}
+    (tmp_path / "submitted.json").write_text(json.dumps(job))
+    assert "empty" in shoal("top", tmp_path).out  # Slurm's commands are not here
+    squeue = tmp_path / "squeue"
+    squeue.write_text("#!/bin/sh\necho '7|PENDING|Resources'")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert shoal("top", tmp_path).out.splitlines()[1] == "PENDING, Resources"

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.live import Live
 
 from shoal.errors import UserError
+from shoal.jobs.cluster.backend import NAME as SUBMITTED
+from shoal.jobs.cluster.backend import backend, find
 from shoal.jobs.lock import NAME as LOCK
 from shoal.jobs.lock import holder_of
 from shoal.jobs.status import RankWatch, Status, status_of
@@ -21,6 +23,8 @@ from shoal.report.top import RankRow, View, frame, recorded_ranks
 
 REST = 0.9
 """Share of the time at least that this command sleeps: a frame of a million steps takes longer to make."""
+ASKED_SECONDS = 5.0
+"""Seconds between two questions to the scheduler of a job that nobody has begun."""
 FIRST_LOOK = 0.25
 """Seconds over which a single frame takes the CPU use of the ranks."""
 
@@ -34,9 +38,11 @@ class Top:
         self._run_dir = run_dir
         self._follower = Follower(run_dir / "metrics.jsonl")
         self._watch = RankWatch(run_dir)
+        self._asked = float("-inf")
+        self._waiting: Status | None = None
         self._records, self._events = RunRecords(), list[Event]()
         self._read()
-        if self.status.word == "empty" and not (run_dir / LOCK).exists():
+        if self.status.word == "empty" and not any((run_dir / name).exists() for name in (LOCK, SUBMITTED)):
             raise UserError(
                 f"{run_dir / 'metrics.jsonl'} does not exist: {run_dir} is not the directory of a run. Give the "
                 "directory of a run"
@@ -47,6 +53,18 @@ class Top:
             self._records = assemble(self._follower.records)
             self._events = events_of(self._follower.records)
         self.status: Status = status_of(self._records, holder_of(self._run_dir), time.time())
+        if not self.status.goes_on and (waiting := self._submitted()) is not None:
+            self.status = waiting
+
+    def _submitted(self) -> Status | None:
+        """Returns the state of a job that is still to come, by its scheduler; None where there is none."""
+        if time.monotonic() - self._asked > ASKED_SECONDS and (self._run_dir / SUBMITTED).exists():
+            self._asked = time.monotonic()
+            with suppress(UserError):  # nobody answers: what is recorded is all that is known
+                job = find(self._run_dir)
+                state = backend(job.backend).state(job)
+                self._waiting = Status(state.word, state.detail) if state.goes_on else None
+        return self._waiting
 
     def view(self) -> View:
         """Returns the run as it is now."""

@@ -26,7 +26,8 @@ RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "P
 class Status:
     """The state of a run: a word, and what is known beyond it.
 
-    word: "starting", "trains", "silent", "ended", "failed", "killed" or "empty".
+    word: "starting", "trains", "silent", "ended", "failed", "killed" or "empty"; of a submitted job that no process has
+        begun also "waits" or "runs".
     """
 
     word: str
@@ -35,7 +36,7 @@ class Status:
     @property
     def goes_on(self) -> bool:
         """Whether more is to be expected of this attempt."""
-        return self.word in ("starting", "trains", "silent")
+        return self.word in ("starting", "trains", "silent", "waits", "runs")
 
 
 def status_of(records: RunRecords, holder: Holder | None, now: float) -> Status:
