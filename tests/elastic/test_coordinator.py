@@ -15,8 +15,9 @@ import pytest
 from shoal.comm import hello
 from shoal.elastic.connection import MOST_BYTES, call, frame
 from shoal.elastic.door import PENDING
-from shoal.elastic.events import Limits
+from shoal.elastic.events import Left, Limits
 from shoal.elastic.messages import Ask, Beat, Drain, Heard, Join, Report
+from shoal.elastic.succession import QUIET
 from shoal.errors import LaunchError
 from tests.elastic.cluster import KEY, Member, close, generation, until
 
@@ -140,6 +141,20 @@ async def test_a_member_that_is_silent_ends_its_ranks_before_the_others_go_on():
     assert took < 1.5 and generation(a, b, c) != 2
     await until(lambda: generation(a, b, c) > 1)  # it has found the coordinator again
     assert a.runs.why in ("ranks of b ended: it was cut off and ended its ranks", "b is gone")
+    await close(a, b, c)
+
+
+@in_a_loop
+async def test_a_coordinator_that_must_not_go_on_follows_the_larger_side():
+    a = Member("a").lead(Limits(minimum=3))
+    b, c = Member("b").join(a), Member("c").join(a)
+    await until(lambda: generation(a, b, c) and len(c.at.succession.candidates) == 3)
+    for name in "bc":
+        a.at._coordinator.tell(Left(0.0, name, False, "it was silent"))
+    await until(lambda: any("this node stops" in line for line in a.said))
+    assert a.runs is None
+    took = await until(lambda: generation(a, b, c) > 1)
+    assert took > QUIET - 1.0 and a.at._coordinator is None  # nobody's port had refused
     await close(a, b, c)
 
 

@@ -44,6 +44,7 @@ steps = {steps}
 global_batch = 8
 microbatch = 2
 lr = 1e-2
+optimizer = {{name = "sgd", momentum = 0.9}}
 schedule = "constant"
 warmup = 0
 [run]
@@ -257,6 +258,13 @@ def steps_done(folder: Path) -> int:
     return 0
 
 
+def worlds(folder: Path) -> list[int]:
+    """The numbers of ranks of the generations that have begun to train."""
+    with suppress(UserError):
+        return [each.world for each in records(folder).memberships]
+    return []
+
+
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -290,7 +298,7 @@ def undisturbed(tmp_path: Path, steps: int) -> list[float]:
 
 @pytest.mark.matrix
 def test_nodes_join_drain_die_and_come_back_and_the_losses_are_those_of_an_undisturbed_run(cluster, tmp_path: Path):
-    steps = 4000
+    steps = 3000
     write_job(tmp_path, steps, 100)
     first = cluster("job.toml", "--nodes", "1:3")
     port = first.wait_for(r"--join 127.0.0.1:(\d+)")[1]
@@ -299,7 +307,7 @@ def test_nodes_join_drain_die_and_come_back_and_the_losses_are_those_of_an_undis
     until(lambda: steps_done(tmp_path) > 20)
     second = cluster(*join, secret=secret)
     first.wait_for("generation 2: 2 rank")
-    until(lambda: (known := records(tmp_path).memberships) and known[-1].world == 2)
+    until(lambda: worlds(tmp_path)[-1:] == [2])
     assert records(tmp_path).memberships[-1].lost == 0  # a joiner waits for a step boundary
     until(lambda: steps_done(tmp_path) > records(tmp_path).memberships[-1].step + 20)
     orphans = second.children()
@@ -307,7 +315,7 @@ def test_nodes_join_drain_die_and_come_back_and_the_losses_are_those_of_an_undis
     first.wait_for("generation 3: 1 rank")
     until(lambda: not any(each.is_running() and each.status() != "zombie" for each in orphans), 5)
     third = cluster(*join, secret=secret)
-    first.wait_for(r"generation \d: 2 rank\(s\) on 2 node\(s\) \(\S+ joins\)")
+    until(lambda: len(re.findall(r"shoal: generation \d: 2 rank", first.said)) > 1)
     generation = int(re.findall(r"generation (\d)", first.said)[-1])
     until(lambda: records(tmp_path).memberships[-1].generation == generation)
     third.process.send_signal(signal.SIGTERM)
@@ -316,5 +324,5 @@ def test_nodes_join_drain_die_and_come_back_and_the_losses_are_those_of_an_undis
     found = records(tmp_path)
     losses = [each.loss for each in found.steps]
     assert [each.step for each in found.steps] == list(range(1, steps + 1))
-    assert losses == pytest.approx(undisturbed(tmp_path, steps), rel=1e-4)
+    assert losses == pytest.approx(undisturbed(tmp_path, steps), rel=1e-5)
     assert len(found.memberships) >= 5 and "2 ranks" in found.marks.values()

@@ -83,7 +83,7 @@ class Leadership:
 
     def follow(self, host: str, port: int) -> None:
         """Will join the job whose coordinator listens there."""
-        self.succession.candidates = [Candidate("", host, port)]
+        self.succession.learn([Candidate("", host, port)])
 
     async def connect(self) -> tuple[Connection, Admitted]:
         """Becomes a member, again if it was one: finds who coordinates, or takes over.
@@ -139,7 +139,7 @@ class Leadership:
         patience = PATIENCE if self._job is not None else FIRST_PATIENCE
         while time.monotonic() - began < patience:
             ended: set[str] = set()
-            for candidate in list(self.succession.candidates):
+            for candidate in self.succession.whom_to_ask():
                 if candidate.name == self.name:
                     event = self.succession.take_over(self.name, ended, time.monotonic() - self.confirmed)
                     if event is not None:
@@ -157,7 +157,7 @@ class Leadership:
                 except (OSError, TimeoutError, Malformed) as error:
                     last = str(error) or "it does not answer"
             await asyncio.sleep(_RETRY)
-        where = ", ".join(f"{each.host}:{each.port}" for each in self.succession.candidates)
+        where = ", ".join(f"{each.host}:{each.port}" for each in self.succession.whom_to_ask())
         raise LaunchError(
             f"nobody coordinates a job at {where} ({last}). Look whether the first node still runs there, and whether "
             "this one has its secret (see docs/elastic.md)"

@@ -44,6 +44,7 @@ class Succession:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.candidates: list[Candidate] = []
+        self._seen: dict[str, Candidate] = {}
         self.journal, self.machine = Journal(), Membership(limits)
         self._asked: dict[str, tuple[float, int]] = {}
         self.deposed = False
@@ -54,6 +55,17 @@ class Succession:
         self._limits = limits
         self.journal, self.machine = Journal(), Membership(limits)
         self._asked.clear()
+
+    def learn(self, candidates: list[Candidate]) -> None:
+        """Takes in who coordinates, and who would next."""
+        self.candidates = candidates
+        self._seen |= {each.name: each for each in candidates}
+
+    def whom_to_ask(self) -> list[Candidate]:
+        """Returns the candidates, then those of earlier times: who coordinated on the smaller side of a cut has lost
+        all others from its own list."""
+        now = {each.name for each in self.candidates}
+        return [*self.candidates, *(each for name, each in self._seen.items() if name not in now)]
 
     def take(self, line: str) -> int:
         """Adds a line of the coordinator's journal; returns how many there are. Raises Malformed."""

@@ -133,7 +133,7 @@ class Supervisor:
             connection.send(Held(succession.take(message.line)))
         elif isinstance(message, Roster):
             try:
-                succession.candidates = [Candidate.read(each) for each in message.candidates]
+                succession.learn([Candidate.read(each) for each in message.candidates])
             except ValueError as error:
                 raise Malformed(f"a roster {message.candidates!r:.200}: {error}") from None
         elif isinstance(message, Note):
