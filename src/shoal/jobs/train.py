@@ -50,8 +50,7 @@ from shoal.report.metrics import RunRecord
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK = 64
-"""Rows of the evaluation before the first step at most: untrained weights need no more for a good mean."""
+FIRST_LOOK = 64  # rows of the evaluation before the first step at most: untrained weights need no more for a good mean
 
 
 @dataclass(frozen=True)
