@@ -46,7 +46,9 @@ def test_a_job_that_lost_its_nodes_goes_on_by_itself(how: str, slurm: Slurm, pla
         "#!/bin/bash\n"
         "#SBATCH --nodes=2 --ntasks=3 --requeue --open-mode=append\n"
         f"srun {' '.join([*TRAIN, *LONG])} --set run.dir={how}\n"
-        "[ $? = 143 ] && scontrol requeue $SLURM_JOB_ID\n"
+        "code=$?\n"
+        "[ $code = 143 ] && scontrol requeue $SLURM_JOB_ID\n"
+        "exit $code\n"
     )
     job = slurm.submit(script, f"--chdir={place}", f"--output={how}.out", "--export=ALL,OMP_NUM_THREADS=1")
     wait_for_step(run_dir, 20)
