@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import UserError
-from shoal.launch.environment import discover
+from shoal.launch.environment import MARKS, discover
 from shoal.launch.identity import SINGLE, Identity
 from shoal.launch.slurm import first_host
 
@@ -288,6 +288,11 @@ REMEDIES = {
 @pytest.mark.parametrize("environ, init, identity", FOUND.values(), ids=FOUND)
 def test_found(environ: dict[str, str], init: str | None, identity: Identity) -> None:
     assert discover(environ, init) == identity
+
+
+@pytest.mark.parametrize("environ", [environ for environ, init, _ in FOUND.values() if not init])
+def test_without_its_marks_a_process_is_alone(environ: dict[str, str]) -> None:
+    assert discover(without(environ, *MARKS)) == SINGLE
 
 
 @pytest.mark.parametrize("environ, init, message", REFUSED.values(), ids=REFUSED)

@@ -60,6 +60,16 @@ def test_a_script_that_branches_on_tf_config_runs_in_all_roles(script, tmp_path:
 
 
 @pytest.mark.matrix
+def test_an_evaluator_beside_the_only_task_of_a_step_is_no_rank(script, monkeypatch, capfd) -> None:
+    for name in ("RANK", "SLURM_PROCID", "SLURM_STEP_ID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    program = script("from shoal.launch import discover\nprint(discover().evaluates)\n")
+    assert launch_roles(program, {"worker": 1, "evaluator": 1}) == 0
+    assert sorted(capfd.readouterr().out.split()) == ["False", "True"]
+
+
+@pytest.mark.matrix
 def test_what_fails_beside_the_ranks_is_said_and_does_not_end_them(script, tmp_path: Path, capfd) -> None:
     program = script("if task['type'] == 'evaluator':\n    import torch\n    torch.ones(2) @ torch.ones(3)\n")
     assert launch_roles(program, {"worker": 1, "evaluator": 1}, run_dir=tmp_path / "run") == 1

@@ -30,6 +30,12 @@ from shoal.launch.identity import PLAIN, SINGLE, Identity, Names, meeting, numbe
 SHOAL = Names("shoal run", "SHOAL_RANK", "SHOAL_SIZE", "SHOAL_LOCAL_RANK", "SHOAL_LOCAL_SIZE")
 RAY = "Ray"
 """The source of ranks of `shoal.launch.ray`, which have torchrun's variables."""
+MARKS = (
+    *(SHOAL.rank, "SHOAL_STORE", PLAIN.rank, PLAIN.size),
+    *(names.rank for names in (*mpi.NAMES, slurm.NAMES)),
+    *kubernetes.MARKS,
+)
+"""The variables by which a process knows itself as a rank. One without them goes by TF_CONFIG, or is alone."""
 
 
 def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -> Identity:

@@ -18,6 +18,7 @@ _NODE = (
     "PET_MASTER_ADDR",
     "PET_MASTER_PORT",
 )
+MARKS = ("PET_NNODES", _INDEX)
 
 
 def identity(environ: Mapping[str, str]) -> Identity | None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.launch import tf_config
+from shoal.launch.environment import MARKS
 from shoal.launch.local import launch
 
 _TERM_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
@@ -55,7 +56,8 @@ class _Beside:
         self.log = None if run_dir is None else run_dir / "logs" / f"{self.role}{number}.log"
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
-        variables = {**os.environ, "SHOAL_LAUNCHER": str(os.getpid())}
+        variables = {name: value for name, value in os.environ.items() if name not in MARKS}
+        variables["SHOAL_LAUNCHER"] = str(os.getpid())
         variables[tf_config.VARIABLE] = tf_config.written(cluster, task)
         with open(self.log or os.devnull, "wb") as output:
             self.process = subprocess.Popen(
