@@ -102,6 +102,9 @@ def test_another_host_is_asked_there(start) -> None:
 
 def test_directories_of_jobs(start, tmp_path: Path) -> None:
     first, second = start("exit 0", "b"), start("exit 0", "a")
+    record = json.loads((tmp_path / "b" / NAME).read_text())
+    first = replace(first, time=record["time"] - 1)  # times are whole seconds
+    (tmp_path / "b" / NAME).write_text(json.dumps({**record, "time": first.time}))
     assert jobs_in([tmp_path]) == jobs_in([tmp_path / "a", tmp_path / "b"]) == [first, second]
     assert jobs_in([tmp_path / "nowhere"]) == []
     with pytest.raises(UserError, match=r"no job was submitted there.*`shoal top"):
