@@ -66,7 +66,7 @@ _LOOK = 0.05
 class Site:
     """What the coordinator needs beside the membership.
 
-    name: of the member in whose process it runs.
+    name, incarnation: of the member in whose process it runs.
     job: what every member is told when it is admitted; the name and the generation are filled in.
     open_store: opens the store of a generation; returns its host and port.
     arrange: returns further arguments of the program for so many ranks.
@@ -74,6 +74,7 @@ class Site:
     """
 
     name: str
+    incarnation: str
     job: Admitted
     open_store: Callable[[Generation], tuple[str, int]]
     arrange: Callable[[int], list[str]]
@@ -102,7 +103,7 @@ class Coordinator:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._held = asyncio.Event()
         self._roster: list[str] = []
-        self._names = {incarnation: name for name, incarnation in machine.known.items()}
+        self._names = {each: name for name, each in machine.known.items()} | {site.incarnation: site.name}
         self.released = False
         """Whether the member in whose process this runs has drained and leaves."""
 
@@ -214,7 +215,7 @@ class Coordinator:
         if join.incarnation in self._names:
             return self._names[join.incarnation]
         name, number = join.name, 1
-        while name in self._peers or name in self.machine.awaited:
+        while name in self._peers or name in self.machine.awaited or name == self._site.name:
             number += 1
             name = f"{join.name}.{number}"
         self._names[join.incarnation] = name

@@ -220,8 +220,7 @@ class Leadership:
         def arrange(size: int) -> list[str]:
             return self._node.arrange(program, size)
 
-        self._coordinator = Coordinator(
-            machine, journal, Site(self.name, self._job, open_store, arrange, self._node.say)
-        )
+        site = Site(self.name, self._node.incarnation, self._job, open_store, arrange, self._node.say)
+        self._coordinator = Coordinator(machine, journal, site)
         self._coordinating = asyncio.create_task(self._coordinator.run())
         return self._coordinator

@@ -39,7 +39,7 @@ from shoal.elastic.events import (
 from shoal.elastic.quorum import outnumbered
 from shoal.errors import CheckpointError, LaunchError, TrainingError, UserError
 
-GATHERING, RUNNING, STOPPING, OVER = "gathering", "running", "stopping", "over"
+GATHERING, RUNNING, STOPPING, DEPOSED, OVER = "gathering", "running", "stopping", "deposed", "over"
 _FATAL = (UserError.exit_code, TrainingError.exit_code, CheckpointError.exit_code)
 """Exit codes of failures that a new start would meet again."""
 
@@ -47,7 +47,7 @@ _FATAL = (UserError.exit_code, TrainingError.exit_code, CheckpointError.exit_cod
 class Membership:
     """The members of a job and their generation.
 
-    phase: one of GATHERING, RUNNING, STOPPING, OVER.
+    phase: GATHERING, RUNNING, STOPPING, DEPOSED (this side must not go on, until somebody takes over) or OVER.
     generation: the newest one; its ranks run unless the phase is GATHERING.
     members: those that are connected, by name.
     known: the incarnation of every member that there ever was, by name, in the order in which they first came.
@@ -69,6 +69,7 @@ class Membership:
         self._ended: dict[str, Ended] = {}
         self._hurt: Ended | None = None  # the first of them for which the others cannot go on
         self._gone: dict[str, bool] = {}  # members of the generation, and whether that is proven
+        self._blamed: set[str] = set()  # those whose loss was counted
         self.awaited: set[str] = set()
         self._strict = False  # it took over because of silence
         self.backoff = Backoff(limits.window, limits.longest)
@@ -84,7 +85,7 @@ class Membership:
 
     def apply(self, event: Event) -> list[Decision]:
         """Takes in an event and returns what is decided because of it, in order."""
-        if self.phase == OVER:
+        if self.phase == OVER or (self.phase == DEPOSED and not isinstance(event, TookOver)):
             return []
         self.now = max(self.now, event.time)
         decided: list[Decision] = []
@@ -108,9 +109,6 @@ class Membership:
         """Whether time alone changes something between the last event and `now`: then a Tick is to be applied."""
         times = (self._came + self.limits.settle, self._deadline, self._rejoined, *self.backoff.until.values())
         return self.phase != OVER and any(self.now < time <= now for time in times)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Membership) and vars(self) == vars(other)
 
     def _join(self, event: Joined) -> list[Decision]:
         name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
@@ -163,6 +161,7 @@ class Membership:
         self._came = self.now
         if self.generation is None:
             return []
+        self._gone = {name: True for name, proven in self._gone.items() if proven}  # who was silent may be heard here
         if (former := event.former) in self.named:
             self._lose(former, event.proven)
         self.awaited = {name for name in self.named if name not in self._gone}
@@ -222,8 +221,9 @@ class Membership:
         return [Drop(name, "its ranks do not end") for name in late]
 
     def _lose(self, name: str, proven: bool) -> None:
-        if name not in self._ended and name not in self._gone:
+        if name not in self._ended and name not in self._blamed:
             self._fail(name)
+        self._blamed.add(name)
         self._gone[name] = proven
         self.pending.discard(name)
         self.awaited.discard(name)
@@ -280,7 +280,7 @@ class Membership:
         self._number = self._newest = self._newest + 1
         self.generation = Generation(self._number, seated([self.members[name] for name in chosen]), why, self._step)
         self.phase, self.named, self.pending = RUNNING, frozenset(chosen), set(chosen)
-        self._ended, self._hurt, self._gone, self._strict = {}, None, {}, False
+        self._ended, self._hurt, self._gone, self._blamed, self._strict = {}, None, {}, set(), False
         events, self._history = tuple(self._history[-20:]), []
         return [Form(self.generation, events)]
 
@@ -296,5 +296,5 @@ class Membership:
             self._said.append(text)
 
     def _over(self, decision: Finish | StepDown) -> Finish | StepDown:
-        self.phase = OVER
+        self.phase = DEPOSED if isinstance(decision, StepDown) else OVER
         return decision
