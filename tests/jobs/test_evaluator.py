@@ -15,7 +15,9 @@ from shoal.jobs import evaluator
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
 from shoal.jobs.evaluator import follow
+from shoal.jobs.export import evaluate_run
 from shoal.jobs.train import train
+from shoal.jobs.write import write_resolved
 from shoal.report.evaluations import read_evaluations
 from tests.jobs.conftest import draw_nothing, records_of
 
@@ -40,6 +42,16 @@ def test_it_finds_what_the_run_found_itself(make_job, alone, capsys):
     follow(job, {})  # once more, as an evaluator that was started anew
     assert read_evaluations(Path(job.run.dir)) == found
     assert len((Path(job.run.dir) / "evaluations.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_run_whose_plan_changes_is_evaluated_by_one_process(make_job, alone):
+    job = make_job()
+    train(job, world=alone)
+    run_dir, change = Path(job.run.dir), [{"step": 3, "plan": {"tp": 2}}]
+    before = evaluate_run(run_dir)[0].loss
+    settled = settle(job, {}, Sizes(1, 1)).job
+    write_resolved(replace(settled, run=replace(settled.run, at=change)), {}, run_dir)
+    assert evaluate_run(run_dir)[0].loss == before
 
 
 def test_it_follows_a_run_that_begins_later_and_goes_on_after_another(make_job, alone):

@@ -129,7 +129,8 @@ def _data(trained: Trained, source: str | None) -> Any:
     )
     if source is not None:
         own |= {"source": source, "validation": 0.0}
-    settled: Settled = settle(replace(job, data=replace(job.data, **own), plan=Plan()), {}, Sizes(1, 1))
+    alone = replace(job, data=replace(job.data, **own), plan=Plan(), run=replace(job.run, at=[]))
+    settled: Settled = settle(alone, {}, Sizes(1, 1))
     if source is not None:
         return settled.data.train
     if settled.data.validation is None:
