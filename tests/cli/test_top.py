@@ -79,8 +79,8 @@ def test_a_view_grows_with_its_run_and_its_window_and_ends_with_either(terminal:
     command = f"{sys.executable} -m shoal.cli top {run.directory} --interval 0.1; echo left with $?"
     run.step(1)
     terminal.type(f"clear; {command}")
-    screen = terminal.wait_for(lambda screen: "step   1/400" in screen)
-    assert "/run  trains" in screen and "$ " not in screen  # a screen of its own
+    screen = terminal.wait_for(lambda screen: "step   1/400" in screen and "$ " not in screen)  # a screen of its own
+    assert "/run  trains" in screen
     run.step(2)
     terminal.wait_for(lambda screen: "step   2/400" in screen and "398.0000" in screen)
     with (run.directory / "metrics.jsonl").open("ab") as torn:  # as a killed process leaves it
@@ -92,12 +92,12 @@ def test_a_view_grows_with_its_run_and_its_window_and_ends_with_either(terminal:
     screen = terminal.wait_for(lambda screen: "left with 0" in screen)
     assert "Traceback" not in screen and "step   2/400" in screen  # its last frame stays
     terminal("resize-window", "-x", "120", "-y", "24")
-    terminal.type(f"clear; {command}")
-    terminal.wait_for(lambda screen: "step   2/400" in screen)
+    terminal.type(f"clear; {command.replace('left', 'gone')}")
+    terminal.wait_for(lambda screen: "step   2/400" in screen and "$ " not in screen)
     run.log = MetricsLog(run.directory / "metrics.jsonl")
     run.step(400)
     run.end()
-    screen = terminal.wait_for(lambda screen: "left with 0" in screen)
+    screen = terminal.wait_for(lambda screen: "gone with 0" in screen)
     assert "/run  ended" in screen and "all 400 steps were trained" in screen and "step 400/400" in screen
 
 
