@@ -43,7 +43,7 @@ validation = 0.2
 steps = {steps}
 global_batch = 8
 microbatch = 2
-lr = 1e-2
+lr = 1e-3
 optimizer = {{name = "sgd", momentum = 0.9}}
 schedule = "constant"
 warmup = 0

@@ -69,8 +69,7 @@ class Site:
     name, incarnation: of the member in whose process it runs.
     job: what every member is told when it is admitted; the name and the generation are filled in.
     open_store: opens the store of a generation; returns its host and port.
-    arrange: returns further arguments of the program for so many ranks.
-    say: writes a line to the log.
+    arrange: returns further arguments of the program for so many ranks. say: writes a line to the log.
     """
 
     name: str
