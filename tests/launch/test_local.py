@@ -206,6 +206,23 @@ def test_sigterm_ends_the_run(sleeping_run) -> None:
     assert launcher.returncode == 128 + signal.SIGTERM and gone(pids)
 
 
+def test_a_second_sigterm_leaves_the_ranks_their_time(tmp_path, script) -> None:
+    program = script(
+        "import signal\n"
+        f"def tidy(*_): time.sleep(1); open({str(tmp_path)!r} + f'/tidied{{rank}}', 'w').close(); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, tidy)\n"
+        f"open({str(tmp_path)!r} + f'/up{{rank}}', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "2", *program])
+    wait_until(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    for _ in range(2):
+        launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert launcher.wait(60) == 128 + signal.SIGTERM
+    assert all((tmp_path / f"tidied{rank}").exists() for rank in range(2))
+
+
 def test_a_signal_does_not_hide_that_the_last_checkpoint_failed(tmp_path, script) -> None:
     program = script(
         "from shoal.errors import CheckpointError\n"

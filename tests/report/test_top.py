@@ -15,6 +15,7 @@ from shoal.report.metrics import (
     CheckpointRecord,
     EndRecord,
     EvalRecord,
+    MembershipRecord,
     MetricsLog,
     PlanRecord,
     Record,
@@ -127,6 +128,7 @@ def test_events_have_the_time_of_the_step_before() -> None:
         step_record(1),
         CheckpointRecord(step=1, path="checkpoints/step-1", seconds=1.0),
         skipped,
+        MembershipRecord(step=2, generation=2, nodes=1, world=2, why="node a is gone", lost=3, events=[]),
         EndRecord(reason="failed: step 3: loss is nan", seconds=1.0),
     ]
     first = step_record(1).time
@@ -135,6 +137,7 @@ def test_events_have_the_time_of_the_step_before() -> None:
         Event(5.0, 0, "[red]slow[/] disk", bad=True),
         Event(first, 1, "checkpoint checkpoints/step-1 (1.0 s)"),
         Event(skipped.time, 2, "gradients overflowed: the step was skipped", bad=True),
+        Event(skipped.time, 2, "generation 2 on 1 node: node a is gone, 3 steps lost"),
         Event(skipped.time, 2, "ends: failed: step 3: loss is nan", bad=True),
     ]
     assert any("[red]slow[/] disk" in line for line in shown(view(records)))

@@ -119,6 +119,8 @@ async def _supervise(
         assert task is not None
 
         def receive(number: int) -> None:
+            if number == signal.SIGTERM and number in received:
+                return  # Slurm sends two in a row when it preempts a job
             received.append(number)
             if len(received) > 1:
                 task.cancel()

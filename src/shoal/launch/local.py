@@ -85,11 +85,13 @@ def _check(program: list[str], nproc: int) -> None:
 
 @contextmanager
 def signals() -> Iterator[list[int]]:
-    """Collects the numbers of SIGINT and SIGTERM; nothing outside the main thread, where Python has no handlers."""
+    """Collects the numbers of SIGINT and SIGTERM, of SIGTERM the first alone: Slurm sends two in a row when it preempts
+    a job. Nothing outside the main thread, where Python has no handlers."""
     received: list[int] = []
 
     def collect(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
+        if signum == signal.SIGINT or signum not in received:
+            received.append(signum)
 
     if threading.current_thread() is not threading.main_thread():
         yield received

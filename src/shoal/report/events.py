@@ -12,6 +12,7 @@ from .metrics import (
     CheckpointRecord,
     EndRecord,
     EvalRecord,
+    MembershipRecord,
     PlanRecord,
     Record,
     RunRecord,
@@ -81,10 +82,16 @@ def _evaluation(record: EvalRecord) -> str:
     return f"validation loss {record.loss:.4f}{right}"
 
 
+def _membership(record: MembershipRecord) -> str:
+    lost = f", {record.lost} step{'s' * (record.lost > 1)} lost" if record.lost else ""
+    return f"generation {record.generation} on {record.nodes} node{'s' * (record.nodes > 1)}: {record.why}{lost}"
+
+
 _TOLD: dict[type, Callable[[Any], str]] = {
     RunRecord: _attempt,
     EvalRecord: _evaluation,
     CheckpointRecord: lambda record: f"checkpoint {record.path} ({units.duration(record.seconds)})",
+    MembershipRecord: _membership,
     PlanRecord: lambda record: f"the plan is {plan_text(record.plan)} ({units.duration(record.seconds)})",
     WarningRecord: lambda record: record.message,
     EndRecord: lambda record: f"ends: {record.reason}",
