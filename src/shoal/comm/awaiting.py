@@ -35,7 +35,9 @@ class AwaitingStore(WrappedStore):
             try:
                 super().wait(keys, timedelta(seconds=min(LOOK_SECONDS, left)))
                 return
-            except dist.DistStoreError:
+            except RuntimeError as error:
+                if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):  # a FileStore's
+                    raise
                 self._check()
                 if time.monotonic() >= deadline:
                     raise
