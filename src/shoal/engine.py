@@ -89,7 +89,8 @@ class Engine(Running):
         arguments = dict(locals())
         check_arguments(arguments)
         world = world or join()
-        make = partial(assemble, recipe=Recipe.taken_from(arguments), plan=plan or Plan(dp=world.size), world=world)
+        recipe, plan = Recipe.taken_from(arguments), plan or Plan(dp=world.size)
+        make = partial(assemble, recipe=recipe, plan=plan, world=world, fill=not joins)
         super().__init__(model, *(joined(world, model, make) if joins else started(make(model))))
 
     def replan(self, plan: Plan, world: World | None = None) -> None:

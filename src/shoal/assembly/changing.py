@@ -53,7 +53,7 @@ class Changing:
     def _replan(self, assemble: Assemble, world: World) -> None:
         with self._handed_over(world) as source:
             new = reassembled(source, self._session, self._model, assemble, self.followers)
-        self._exchange(*new, closing=nullcontext())
+        self._succeed(*new, closing=nullcontext())
 
     @without_collections()
     def _regroup(self, assemble: Assemble, world: World) -> None:
@@ -62,9 +62,9 @@ class Changing:
             check_hooks_of_users(self._local, world.everyone)
             with self._session.left_behind(world) as source:
                 new = reassembled(source, self._session, self._model, assemble, self.followers)
-        self._exchange(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
+        self._succeed(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
 
-    def _exchange(self, new: Assembled, fresh: Session, closing: AbstractContextManager[object]) -> None:
+    def _succeed(self, new: Assembled, fresh: Session, closing: AbstractContextManager[object]) -> None:
         """Goes on with another assembly; `closing`: around what is closed of the old one."""
         for loop in self._loops:
             loop.ended = "the plan has changed since this loop was made: call engine.loop() again"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Protocol
 
 from torch import nn
@@ -22,7 +21,7 @@ from shoal.exchange.hooks import is_hooked
 
 REFUSALS = (UserError, StorageError, CheckpointError)
 """What all ranks raise alike, so that the old plan can go on. Anything else is the failure of one rank."""
-Assemble = Callable[..., Assembled]
+Assemble = Callable[[nn.Module | Callable[[], nn.Module]], Assembled]
 
 
 class Follower(Protocol):
@@ -80,7 +79,7 @@ def joined(world: World, model: nn.Module | Callable[[], nn.Module], assemble: A
     with everywhere_or_nowhere(world):
         check_hooks_of_users(None, world.everyone)
         with survivors(world, None) as source:
-            return reassembled(source, None, model, partial(assemble, fill=False), ())
+            return reassembled(source, None, model, assemble, ())
 
 
 @contextmanager

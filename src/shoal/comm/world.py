@@ -119,7 +119,7 @@ class World:
                 f"world.among({[0, 1][: self.size]})"
             )
         hosts = self.everyone.all_gather_object(self.host_id)
-        return self._of(ranks, hosts) if self.rank in ranks else None
+        return self._of(ranks, [hosts[rank] for rank in ranks]) if self.rank in ranks else None
 
     def without(self, failed: Collection[int]) -> World:
         """Makes the world of the ranks that are left when some have failed, in the same order. Those that are left call
@@ -130,13 +130,12 @@ class World:
                 f"world.without({failed!r}) on rank {self.rank} of {self.size}: give the numbers of the ranks that "
                 "have failed, and call it on each of the others"
             )
-        assert self.store is not None, "a world of several ranks has one"
-        hosts = {each: self.store.get(f"host/{each}").decode().split("\n")[0] for each in known - set(failed)}
-        return self._of([rank for rank in range(self.size) if rank not in failed], {**hosts, self.rank: self.host_id})
+        left = [rank for rank in range(self.size) if rank not in failed]
+        return self._of(left, self._hosts(left, partial(World._check_peers, weakref.proxy(self), "without", left)))
 
-    def _of(self, ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> World:
-        """Makes the world of `ranks`, this one among them; `hosts`: of each, by number in this world."""
-        here = [rank for rank in ranks if hosts[rank] == self.host_id]
+    def _of(self, ranks: Sequence[int], hosts: Sequence[str]) -> World:
+        """Makes the world of `ranks`, this one among them; `hosts`: of each."""
+        here = [rank for rank, host in zip(ranks, hosts, strict=True) if host == self.host_id]
         seat = Seat(here.index(self.rank), len(here), self.host_id)
         store = self._given
         if store is not None:
