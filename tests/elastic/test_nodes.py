@@ -19,13 +19,13 @@ import pytest
 
 from shoal.elastic import nodes
 from shoal.elastic.messages import Admitted, Start
-from shoal.elastic.ranks import LocalRanks
+from shoal.elastic.ranks import LocalRanks, told_of
+from shoal.elastic.told import Told, told
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Train
-from shoal.jobs.generation import resuming
+from shoal.jobs.generation import record_of, resuming
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.jobs.ranks import fitted
-from shoal.jobs.told import Told, told
 from shoal.plan import Plan
 from shoal.report.metrics import RunRecords, read_metrics
 
@@ -101,7 +101,7 @@ def test_what_a_rank_is_told_and_what_follows_from_it(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SHOAL_MEMBERSHIP", nodes_text := membership_of(start, "id"))
     known = told()
     assert known == Told("id", 3, 2, "b is gone", 17, ["b is gone: silent"]) and json.loads(nodes_text)["job"] == "id"
-    assert known.record(4, 10).lost == 7 and known.record(4, 20).lost == 0
+    assert record_of(known, 4, 10).lost == 7 and record_of(known, 4, 20).lost == 0
     assert resuming(never).run.resume == "auto"  # its own run is what a later generation goes on with
     other = replace(job, run=replace(job.run, resume="elsewhere", dir=str(tmp_path)))
     assert resuming(other).run.resume == "elsewhere"  # it has no checkpoint of its own yet
@@ -110,9 +110,7 @@ def test_what_a_rank_is_told_and_what_follows_from_it(tmp_path: Path, monkeypatc
 
 
 def membership_of(start: Start, job: str) -> str:
-    from shoal.elastic.ranks import membership
-
-    return membership(start, job)
+    return told_of(start, job).written()
 
 
 @pytest.mark.fast

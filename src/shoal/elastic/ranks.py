@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,8 @@ import psutil
 from shoal.comm.secret import VARIABLE
 from shoal.comm.signed import derived
 from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.told import VARIABLE as MEMBERSHIP
+from shoal.elastic.told import Told
 from shoal.elastic.watchdog import Hang, Watchdog
 from shoal.errors import LaunchError
 from shoal.launch.board import VARIABLE as BOARD
@@ -22,8 +23,6 @@ from shoal.launch.board import Progress, read_board
 from shoal.launch.process import PEER_GRACE, Seats, Team
 from shoal.launch.verdict import verdict
 
-MEMBERSHIP = "SHOAL_MEMBERSHIP"
-"""Tells ranks of their generation (see `membership`)."""
 _LOOK_AT_BOARDS = 0.2
 
 
@@ -44,7 +43,7 @@ class LocalRanks:
         self._folder.mkdir()
         own = derived(secret, "ranks", str(start.generation)).hex()
         seats = Seats(start.first, here, start.size, (start.host, start.port), start.generation)
-        env = {**os.environ, VARIABLE: own, MEMBERSHIP: membership(start, derived(secret, "job").hex()[:16])}
+        env = {**os.environ, VARIABLE: own, MEMBERSHIP: told_of(start, derived(secret, "job").hex()[:16]).written()}
         self._boards = {start.first + local: self._folder / f"board{local}" for local in range(here)}
         each = {local: {BOARD: str(self._boards[start.first + local])} for local in range(here)}
         self._team = Team(
@@ -125,7 +124,6 @@ class LocalRanks:
         return Report(self._generation, "stopped" if stopped else "finished", 0, step, "")
 
 
-def membership(start: Start, job: str) -> str:
-    """Returns what ranks are told of their generation, as JSON. `job`: the same in all generations of a job."""
-    fields = ("generation", "nodes", "why", "step", "events")
-    return json.dumps({"job": job} | {field: getattr(start, field) for field in fields})
+def told_of(start: Start, job: str) -> Told:
+    """Returns what ranks are told of their generation. `job`: the same in all generations of a job."""
+    return Told(job, start.generation, start.nodes, start.why, start.step, start.events)

@@ -25,6 +25,7 @@ from shoal.jobs.train import write_report
 from shoal.plan import Plan
 from shoal.report import units
 from shoal.report.evaluations import EVALUATIONS, read_evaluations
+from shoal.report.events import evaluation_text
 from shoal.report.metrics import EvalRecord, MetricsLog
 
 LOOK_SECONDS = 1.0  # between two looks at the run directory
@@ -88,9 +89,9 @@ class _Evaluation:
         found = self.engine.evaluate(self.rows, also=() if right is None else (right,))
         accuracy = found.also[0] if found.also else None
         self.log = self.log or MetricsLog(Path(self.settled.job.run.dir) / EVALUATIONS)
-        self.log.write(EvalRecord(step=step, loss=found.loss, tokens=found.tokens, accuracy=accuracy))
-        also = "" if accuracy is None else f", accuracy {accuracy:.1%}"
-        print(f"step {step}: validation loss {found.loss:.4f}{also} ({units.duration(found.seconds)})", flush=True)
+        record = EvalRecord(step=step, loss=found.loss, tokens=found.tokens, accuracy=accuracy)
+        self.log.write(record)
+        print(f"step {step}: {evaluation_text(record)} ({units.duration(found.seconds)})", flush=True)
 
     def close(self) -> None:
         self.engine.close()

@@ -9,10 +9,20 @@ from pathlib import Path
 
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
+from shoal.elastic.told import Told, told
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
-from shoal.jobs.told import told
 from shoal.launch.board import open_board
+from shoal.report.metrics import MembershipRecord
+
+
+def record_of(known: Told, world: int, step: int) -> MembershipRecord:
+    """Returns the record of a generation, which goes on after `step` with `world` ranks."""
+    lost = max(0, known.step - step)
+    return MembershipRecord(
+        step=step, generation=known.generation, nodes=known.nodes, world=world, why=known.why, lost=lost,
+        events=known.events,
+    )  # fmt: skip
 
 
 def resuming(job: Job) -> Job:

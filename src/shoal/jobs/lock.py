@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import psutil
 from filelock import FileLock
 
+from shoal.elastic.told import told
 from shoal.errors import UserError
-from shoal.jobs.told import told
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
     from shoal.comm import Group

@@ -25,6 +25,7 @@ from shoal.jobs.lock import Holder, holder_of
 from shoal.jobs.plans import changed
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
+from shoal.report.replace import replace_text
 
 REQUEST, ANSWERED = "replan-{}.json", ".answer"
 """Name of a request's file, by its number, and what its answer ends with instead."""
@@ -113,7 +114,7 @@ class Replanner:
         """Answers a request that was not taken back meanwhile, and removes it."""
         with suppress(OSError):  # a full disk: whoever asked sees the plan in the run's own output
             if request.exists():
-                _put(request.with_suffix(ANSWERED), answer)
+                replace_text(request.with_suffix(ANSWERED), json.dumps(answer))
         request.unlink(missing_ok=True)
 
 
@@ -131,7 +132,7 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
         )
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)
-    _put(request, {"run": asdict(holder), "plan": dict(change)})
+    replace_text(request, json.dumps({"run": asdict(holder), "plan": dict(change)}))
     try:
         while not answer.exists():
             if holder_of(run_dir) != holder:
@@ -144,9 +145,3 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     if said["refused"] is not None:
         raise UserError(f"{said['refused']} (the plan stays as it is)")
     return said
-
-
-def _put(path: Path, content: Mapping[str, Any]) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(json.dumps(dict(content)), encoding="utf-8")
-    fresh.replace(path)

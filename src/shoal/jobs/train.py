@@ -21,6 +21,7 @@ from shoal.checkpoint.manifest import read_manifest
 from shoal.comm import World
 from shoal.data import save_tokenizer
 from shoal.device import hardware_name, is_accelerator
+from shoal.elastic.told import told
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, ShoalError, TrainingError, UserError
 from shoal.jobs import resume
@@ -30,7 +31,7 @@ from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins, describe
 from shoal.jobs.costs import flops_per_sample, peak_flops
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
-from shoal.jobs.generation import Shown, resuming
+from shoal.jobs.generation import Shown, record_of, resuming
 from shoal.jobs.kernels import kernels
 from shoal.jobs.lock import locked
 from shoal.jobs.moves import Moves
@@ -41,7 +42,6 @@ from shoal.jobs.replan import Replanner
 from shoal.jobs.save import Saver
 from shoal.jobs.stop import Stop
 from shoal.jobs.timeline import Recording
-from shoal.jobs.told import told
 from shoal.jobs.write import origin_table, write_resolved
 from shoal.launch import join
 from shoal.plan import Plan
@@ -97,7 +97,7 @@ def _train(settled: Settled, world: World) -> Outcome:
             engine.replan(now)
     run = _Run(settled, engine, restored, about)
     if (known := told()) is not None:
-        run.recorder.membership(known.record(world.size, engine.step_index))
+        run.recorder.membership(record_of(known, world.size, engine.step_index))
     if restored.where:
         run.recorder.note(restored.where)
     for line in said + restored.said + run.replanner.never(settled.total):

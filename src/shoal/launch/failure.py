@@ -129,3 +129,8 @@ def _owner(filename: str) -> str:
     if torch is not None and torch.__file__ is not None and filename.startswith(str(Path(torch.__file__).parent) + "/"):
         return "torch"
     return "start" if filename in ("<frozen runpy>", "<frozen importlib._bootstrap>") else "user"
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, or its class where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -22,7 +22,7 @@ from typing import Any
 
 from shoal.comm.secret import VARIABLE, new_secret
 from shoal.errors import LaunchError, UserError
-from shoal.launch.failure import Failure, failure_of
+from shoal.launch.failure import Failure, failure_of, first_line
 from shoal.launch.rank import run_program
 from shoal.launch.verdict import Ending, verdict
 
@@ -156,7 +156,7 @@ def _attempt(
         ]
         return _watch(started, places)
     except ray.exceptions.RayActorError as error:
-        raise LaunchError(f"an actor of Ray was lost before the ranks began: {_first_line(error)}") from error
+        raise LaunchError(f"an actor of Ray was lost before the ranks began: {first_line(error)}") from error
     finally:
         time.sleep(FORWARDED)
         for actor in actors:
@@ -208,15 +208,11 @@ def _watch(started: list[Any], places: Sequence[Place]) -> tuple[list[Ending], b
 
 def _lost(rank: int, place: Place, error: Exception) -> Failure:
     message = (
-        f"its actor is lost, on node {place.node[:8]} at {place.address} ({_first_line(error)}). The process was "
+        f"its actor is lost, on node {place.node[:8]} at {place.address} ({first_line(error)}). The process was "
         "killed, often for its memory, or the node is gone. Start the run again: a job goes on from its newest "
         "checkpoint; with restarts it does so by itself"
     )
     return Failure(rank, place.address, time.time(), message, "", LaunchError.exit_code, lost_peer=False)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def main() -> None:

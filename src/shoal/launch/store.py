@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shoal.comm.secret import find_secret
 from shoal.comm.signed import SignedStore, meet
 from shoal.errors import LaunchError
+from shoal.launch.failure import first_line
 from shoal.launch.identity import Identity
 
 _RETRY_SECONDS = 0.2
@@ -112,7 +113,7 @@ def _file_store(identity: Identity) -> dist.Store:
         return dist.FileStore(str(path), identity.size)
     except (OSError, RuntimeError) as error:
         raise LaunchError(
-            f"rank {identity.rank}: the store file {path} cannot be opened: {_first_line(error)}. "
+            f"rank {identity.rank}: the store file {path} cannot be opened: {first_line(error)}. "
             "Name a file in a folder that every rank can write."
         ) from error
 
@@ -128,7 +129,7 @@ def _tcp_store(identity: Identity, timeout: float) -> dist.Store:
             return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         except (OSError, RuntimeError) as error:
             raise LaunchError(
-                f"rank 0 on {socket.gethostname()}: port {port} cannot be opened for the store ({_first_line(error)}). "
+                f"rank 0 on {socket.gethostname()}: port {port} cannot be opened for the store ({first_line(error)}). "
                 "Another process or an earlier run may still hold it: end that one, or choose another MASTER_PORT on "
                 "every rank."
             ) from error
@@ -184,7 +185,7 @@ def _client(identity: Identity, host: str, port: int, timeout: float) -> dist.St
     thread.join(timeout)
     if made and isinstance(made[0], dist.Store):
         return made[0]
-    cause = _first_line(made[0]) if made and isinstance(made[0], RuntimeError) else "no answer"
+    cause = first_line(made[0]) if made and isinstance(made[0], RuntimeError) else "no answer"
     raise LaunchError(
         f"rank {identity.rank} on {socket.gethostname()}: {host}:{port} listens but is no store of this run ({cause}, "
         f"waited {timeout:.0f} s). Another program may hold the port: choose another MASTER_PORT on every rank."
@@ -224,12 +225,8 @@ def _incomplete(store: dist.Store, identity: Identity, timeout: float, error: Ru
         missing = rank_list([rank for rank in range(identity.size) if not store.check([f"arrived/{rank}"])])
     except RuntimeError:
         ended = "Rank 0 or the launcher may have ended: see its output."
-        return f"{waited} and lost the store: {_first_line(error)}. {ended}"
+        return f"{waited} and lost the store: {first_line(error)}. {ended}"
     if not missing:
-        cause = f"one of them did not go on: {_first_line(error)}"
+        cause = f"one of them did not go on: {first_line(error)}"
         return f"{waited}; all have come, and {cause}. See the output of the others."
     return f"{waited}; missing: rank {missing}. See the output of those ranks, or whether they were started at all."
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

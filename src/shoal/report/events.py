@@ -77,7 +77,8 @@ def _attempt(record: RunRecord) -> str:
     return f"begins on {record.world} rank{'s' * (record.world > 1)}, rank 0 on {record.host}"
 
 
-def _evaluation(record: EvalRecord) -> str:
+def evaluation_text(record: EvalRecord) -> str:
+    """Formats what an evaluation has found."""
     right = "" if record.accuracy is None else f", accuracy {record.accuracy:.1%}"
     return f"validation loss {record.loss:.4f}{right}"
 
@@ -89,7 +90,7 @@ def _membership(record: MembershipRecord) -> str:
 
 _TOLD: dict[type, Callable[[Any], str]] = {
     RunRecord: _attempt,
-    EvalRecord: _evaluation,
+    EvalRecord: evaluation_text,
     CheckpointRecord: lambda record: f"checkpoint {record.path} ({units.duration(record.seconds)})",
     MembershipRecord: _membership,
     PlanRecord: lambda record: f"the plan is {plan_text(record.plan)} ({units.duration(record.seconds)})",

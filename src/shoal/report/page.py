@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from .levels import MemoryTrace, read_memory_traces
 from .memory_figure import Peak, colour, in_order, memory_chart, peaks
 from .metrics import RunRecords, read_metrics
 from .norms_table import layer_norms
+from .replace import replace_text
 from .result import summarize
 from .timeline import LANES, Span, overlap, read_timeline, stalls, to_chrome_trace
 from .timeline_figure import WORDS, bar_colours, timeline_chart
@@ -45,17 +45,10 @@ def write_report(run_dir: Path | str) -> Path:
     spans = read_timeline(run_dir / "timeline.jsonl")
     traces = read_memory_traces(run_dir / "memory.jsonl")
     if spans:
-        _put(run_dir / "trace.json", json.dumps(to_chrome_trace(spans, traces)))
-    return _put(run_dir / "report.html", render(run_dir.resolve().name, records, spans, traces))
-
-
-def _put(path: Path, text: str) -> Path:
-    """Replaces the file atomically, so that nobody reads half of it."""
-    temporary = path.with_suffix(f"{path.suffix}.tmp")
-    # A text by a model may end within a character, which UTF-8 cannot encode.
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(temporary, path)
-    return path
+        replace_text(run_dir / "trace.json", json.dumps(to_chrome_trace(spans, traces)))
+    page = render(run_dir.resolve().name, records, spans, traces)
+    # a text by a model may end within a character, which UTF-8 cannot encode
+    return replace_text(run_dir / "report.html", page, errors="replace")
 
 
 def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequence[MemoryTrace]) -> str:

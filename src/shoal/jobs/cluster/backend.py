@@ -6,7 +6,6 @@ The run directory is the handle of a job: `submitted.json` there says who runs i
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from typing import Protocol, cast
 from shoal.errors import UserError, check_choice
 from shoal.jobs.cluster.request import Request
 from shoal.report.events import Event
+from shoal.report.replace import replace_text
 
 NAME = "submitted.json"
 BACKENDS = ("local", "slurm", "ray")
@@ -97,7 +97,7 @@ def submit(request: Request, on: str) -> Submitted:
         began = float(int(time.time()))  # not after what a scheduler says, which counts whole seconds
         number, about = chosen.submit(request, file)
         job = Submitted(on, number, request.name, record, began, about)
-        put(record / NAME, json.dumps({**asdict(job), "run_dir": str(record)}))
+        replace_text(record / NAME, json.dumps({**asdict(job), "run_dir": str(record)}))
     except UserError:
         if new:  # a refusal leaves nothing behind
             shutil.rmtree(record)
@@ -110,16 +110,8 @@ def submit(request: Request, on: str) -> Submitted:
 def _copy(file: Path, to: Path) -> Path:
     """Copies a job file, so that it can change while the job waits."""
     if file != to:
-        put(to, file.read_text(encoding="utf-8"))
+        replace_text(to, file.read_text(encoding="utf-8"))
     return to
-
-
-def put(path: Path, text: str) -> Path:
-    """Replaces a file at once."""
-    fresh = path.with_name(f"{path.name}.tmp")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
-    return path
 
 
 def find(run_dir: Path) -> Submitted:

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 
 from shoal.errors import UserError
-from shoal.jobs.cluster.backend import State, Submitted, put
+from shoal.jobs.cluster.backend import State, Submitted
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.script import local_script
 from shoal.jobs.lock import Holder, refuse_if_taken
 from shoal.report.events import Event
+from shoal.report.replace import replace_text
 
 _KEEPER = """\
 trap : TERM INT HUP
@@ -37,7 +38,7 @@ class Backend:
     def submit(self, request: Request, file: Path | None) -> tuple[str, dict[str, str]]:
         refuse_if_taken(request.record)
         logs = request.record / "logs"
-        script = put(logs / SCRIPT, local_script(request, str(file)))
+        script = replace_text(logs / SCRIPT, local_script(request, str(file)))
         (logs / CODE).unlink(missing_ok=True)
         with (logs / LOG).open("ab") as output:
             keeper = subprocess.Popen(

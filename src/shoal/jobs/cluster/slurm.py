@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shoal.errors import UserError
-from shoal.jobs.cluster.backend import State, Submitted, put
+from shoal.jobs.cluster.backend import State, Submitted
 from shoal.jobs.cluster.local import environment
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.slurm_script import log_name, sbatch_script
 from shoal.report.events import Event
+from shoal.report.replace import replace_text
 
 _WORDS = {
     "waits": ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING", "SUSPENDED", "STOPPED"),
@@ -35,7 +36,7 @@ class Backend:
     """See `backend.Backend`. A job's number is Slurm's; about["cluster"] names its cluster where there are several."""
 
     def submit(self, request: Request, file: Path | None) -> tuple[str, dict[str, str]]:
-        script = put(request.record / "logs" / "job.sbatch", sbatch_script(request, str(file)))
+        script = replace_text(request.record / "logs" / "job.sbatch", sbatch_script(request, str(file)))
         answer = _ask("sbatch", "--parsable", str(script)).strip().splitlines()
         found = re.fullmatch(r"(\d+)(?:;(.*))?", answer[-1]) if answer else None
         if found is None:

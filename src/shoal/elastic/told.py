@@ -1,14 +1,11 @@
-"""What the supervisor of a node tells a rank of its generation, where the nodes of its job come and go (see
-docs/elastic.md). Nothing here imports torch."""
+"""What a supervisor tells the ranks of a generation, by a variable. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-
-from shoal.report.metrics import MembershipRecord
+from dataclasses import asdict, dataclass
 
 VARIABLE = "SHOAL_MEMBERSHIP"
 
@@ -25,13 +22,9 @@ class Told:
     step: int
     events: list[str]
 
-    def record(self, world: int, step: int) -> MembershipRecord:
-        """Returns the record of this generation, which goes on after `step` with `world` ranks."""
-        lost = max(0, self.step - step)
-        return MembershipRecord(
-            step=step, generation=self.generation, nodes=self.nodes, world=world, why=self.why, lost=lost,
-            events=self.events,
-        )  # fmt: skip
+    def written(self) -> str:
+        """Returns the text of the variable, which `told` reads."""
+        return json.dumps(asdict(self))
 
 
 def told(environ: Mapping[str, str] = os.environ) -> Told | None:
