@@ -170,6 +170,8 @@ _ROWS = [
     Row("shared rows", {"dp": 2, "cp": 2}, {"dp": 3}, {3: "backward"}),
     Row("experts", {"dp": 4, "ep": 2}, {"dp": 3}, {0: "backward"}, case="moe"),
     Row("copies of shards", {"dp": 4, "shard": 2, "zero": 3}, {"dp": 3, "zero": 1}, {1: "backward"}),
+    Row("weights were to come", {"dp": 4, "shard": 2, "zero": 1}, {"dp": 3}, {1: "after its update"}),
+    Row("shared memory was to come", {"dp": 4, "shard": 2, "zero": 3}, {"dp": 3}, {0: "after the ballot"}),
     Row("another joins", {"dp": 2}, {"dp": 2}, {0: "backward"}, joins=1),
     Row("two are gone", {"dp": 4}, {"dp": 2}, {0: "backward", 3: "before the ballot"}),
     Row("a second one later", {"dp": 4}, {"dp": 2}, {3: "backward", 1: "while it goes on"}),

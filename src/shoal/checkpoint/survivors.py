@@ -54,10 +54,12 @@ def what_is_left(
         why_not = f"under plan.exchange = {plan.exchange!r} each rank has state of its own"
     elif progress.source is not None:
         why_not = "of an iterable dataset the batch under way cannot be had again"
-    if not steps.abandon() or why_not:
+    ahead = steps.abandon()
+    if ahead is None or why_not:
         return Left(step, why_not, {}, [])
+    step += ahead
     state.optimizer.settle()
-    extra = {**place(), "replicas": None, **optimizer_extra(state.optimizer, None)}
+    extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}
     return Left(step, "", as_json(extra), pieces(state.module, state.chunks, state.optimizer, role))
 
 

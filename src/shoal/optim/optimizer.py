@@ -49,6 +49,7 @@ class ChunkOptimizer:
     ) -> None:
         self.turn, self._clip_value, self._factory = -1, clip_value, factory
         self.rows: Mapping[str, Tensor | None] = {}
+        self._unshared: Sequence[Chunk] = ()
         around = in_turn or InTurn()
         self._pager, self._deferred, self._settled = around.pager, around.deferred, around.settled
         self._watch(chunks)
@@ -138,7 +139,8 @@ class ChunkOptimizer:
         chunk.rest()
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        """Updates with gradients times `factor` (0-dim), then publishes the masters.
+        """Updates what this rank owns with gradients times `factor` (0-dim), and casts the masters into its weights.
+        No rank waits for another; `share` brings the weights together.
 
         `untouched` parameters are left alone, as torch leaves those whose gradient is None. A `skip` (0-dim float, on
         the device) that is not zero leaves everything alone, and the host need not know; only fused optimizers take it.
@@ -146,7 +148,8 @@ class ChunkOptimizer:
         if self._host is None and not isinstance(self.torch, ChunkwiseOptimizer):
             self._update(self._owned, self._clip(self._owned, factor), skip, set(untouched))
             for chunk in self._chunks:
-                chunk.publish(self.turn)
+                chunk.rest(self.turn)
+            self._unshared = self._chunks
             return
         if skip is not None and bool(skip):
             return
@@ -160,6 +163,7 @@ class ChunkOptimizer:
             deque(self._updates([chunk for chunk in self._chunks if not chunk.passes], factor, left_out), maxlen=0)
             waits = [chunk for chunk in self._chunks if chunk.passes]
             self._deferred.start(waits, self._updates(waits, factor, left_out))
+        self._unshared = self._chunks
         self.torch._opt_called = True  # type: ignore[attr-defined]  # what a schedule looks for
 
     def _updates(self, chunks: Sequence[Chunk], factor: Tensor, untouched: Collection[str]) -> Iterator[Chunk]:
@@ -181,7 +185,12 @@ class ChunkOptimizer:
                     self._update([chunk.owned], left, None, untouched, indices[id(chunk.owned)])
             chunk.rest(turn)
             yield chunk
-        for chunk in chunks:  # ranks wait for each other once all have updated what they own
+
+    def share(self) -> None:
+        """Brings the updated stretches of all ranks together, where there was an update since the last call; all ranks
+        that share chunks call it."""
+        shared, self._unshared = self._unshared, ()
+        for chunk in shared:
             chunk.share()
 
     def _clip(self, owned: Sequence[Buffer], factor: Tensor) -> Tensor:

@@ -68,6 +68,11 @@ class Commit:
         if trained.scheduler is not None:
             trained.scheduler.step()
 
+    def share(self) -> None:
+        """Brings the updated weights together, where ranks own parts of them. State that only this rank has is by then
+        that of the next step."""
+        self._trained.optimizer.share()
+
     def settle(self) -> StepResult | None:
         """Raises what the last step left unread on the device, and returns that step's result; None where nothing
         was."""

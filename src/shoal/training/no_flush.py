@@ -139,9 +139,9 @@ class NoFlushRunner:
         self._do(self._order.flush())
         self._delays.versions.bind(self._delays.versions.newest)
 
-    def abandon(self) -> bool:
+    def abandon(self) -> None:
         """Returns that the state is that of no step: some are always under way."""
-        return False
+        return None
 
     def settle(self) -> None:
         """Raises what a step left unread on the device."""
@@ -269,6 +269,7 @@ class NoFlushRunner:
         self._steps.popleft()
         with self.forward.ledger.span("compute", "optimizer"), torch.no_grad(), self._delays.versions.opened():
             self._commit.apply(result, clipped, step.untouched)
+            self._commit.share()
             if result.skipped or result.tokens == 0:
                 for chunk in trained.algorithm.replica.chunks:
                     chunk.publish()

@@ -33,6 +33,7 @@ class _Phase(Enum):
     BETWEEN = "none is under way"
     OPEN = "gradients come together"
     UPDATING = "weights and the optimizer's state change"
+    SHARING = "what this rank owns is updated, and ranks bring their weights together"
 
 
 class StepRunner:
@@ -87,9 +88,10 @@ class StepRunner:
         runs = with_idle(share.microbatches, share.most if self.dealing.lockstep else 0, batch.ids[: self.dealing.size])
         with self.forward.gather.step(("train", share.most)), self.forward.rows():
             self.accumulate.run(batch, runs)
-        result = self.end(batch.epoch, share.after, self._samples / len(batch.ids))
+        result = self._update(batch.epoch, share.after, self._samples / len(batch.ids))
         if self._commit.is_read:
             self._expect(result)
+        self._share()
         result.seconds = time.perf_counter() - started
         return result
 
@@ -111,10 +113,15 @@ class StepRunner:
         self._local.backward(sums, last)
 
     def end(self, epoch: int, after: int, share: float) -> StepResult:
-        """Ends the step: reduce, ballot, clip, commit.
+        """Ends the step: reduce, ballot, clip, commit, and weights come together.
 
         `after`: microbatches of the partners behind this rank; `share`: see StepResult.
         """
+        result = self._update(epoch, after, share)
+        self._share()
+        return result
+
+    def _update(self, epoch: int, after: int, share: float) -> StepResult:
         step, totals, trained = self._step, self._totals, self._trained
         alone = self._holds(step) is Holds.INDEPENDENT
         reduced = self._reduce.finish()
@@ -132,16 +139,22 @@ class StepRunner:
                 self._phase = _Phase.BETWEEN
                 raise
             trained.algorithm.end(step)
-        self._phase = _Phase.BETWEEN
+        self._phase = _Phase.SHARING
         return result
 
-    def abandon(self) -> bool:
-        """Puts back what the forwards of a step that was cut short have changed. Returns whether all state is then that
-        between two steps: it is not if the step's update had begun."""
+    def _share(self) -> None:
+        with torch.no_grad():
+            self._commit.share()
+        self._phase = _Phase.BETWEEN
+
+    def abandon(self) -> int | None:
+        """Puts back what the forwards of a step that was cut short have changed. Returns by how many updates what this
+        rank owns is then ahead of the step that was last begun: 1 where only weights were still to be brought together.
+        None where its update was cut short: the state is that of no step."""
         if self._phase is _Phase.OPEN:
             self._effects.restore()
             self._phase = _Phase.BETWEEN
-        return self._phase is _Phase.BETWEEN
+        return {_Phase.BETWEEN: 0, _Phase.SHARING: 1}.get(self._phase)
 
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""
