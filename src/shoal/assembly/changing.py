@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TypeVar
 from weakref import WeakSet
 
 from torch import nn
@@ -24,6 +25,10 @@ from shoal.comm import World
 from shoal.errors import LaunchError
 from shoal.training.loop import Loop
 
+Resized = Callable[[World, World], object]
+"""Told of the old world and the new one."""
+R = TypeVar("R", bound=Resized)
+
 
 class Changing:
     """Holds what the phases of an assembly gave, and exchanges it for another while the run goes on."""
@@ -31,6 +36,7 @@ class Changing:
     def __init__(self, model: nn.Module | Callable[[], nn.Module], assembled: Assembled, session: Session) -> None:
         self._model = model
         self.followers: WeakSet[Follower] = WeakSet()  # who goes on with this engine under another plan
+        self._resized = list[Resized]()
         self._go_on(assembled, session)
 
     def leave(self) -> None:
@@ -39,6 +45,13 @@ class Changing:
         with self._handed_over(self.world) as source:
             source.finish()
         self.close()
+
+    def on_resize(self, callback: R) -> R:
+        """Has `callback(old, new)` called after each `replan` and `regroup`, with the worlds before and after: to scale
+        something with the number of ranks, say. Callbacks are called in the order in which they were given, on each
+        rank that was there before: not on those that join, so they may not wait for other ranks. Returns it."""
+        self._resized.append(callback)
+        return callback
 
     @contextmanager
     def _handed_over(self, world: World) -> Iterator[Handover]:
@@ -68,13 +81,15 @@ class Changing:
         """Goes on with another assembly; `closing`: around what is closed of the old one."""
         for loop in self._loops:
             loop.ended = "the plan has changed since this loop was made: call engine.loop() again"
-        left = self._local, self._memory
+        left, old = (self._local, self._memory), self.world
         with closing:
             self.close()
         self._go_on(new, fresh)
         for follower in self.followers:
             follower.follow()
         take_apart(*left)
+        for callback in self._resized:
+            callback(old, self.world)
 
     def _go_on(self, assembled: Assembled, session: Session) -> None:
         self._loops: WeakSet[Loop] = WeakSet()

@@ -60,7 +60,7 @@ def reassembled(
             ending = undo.enter_context(closing(new))
             for follower in followers:
                 follower.check(new)
-            fresh = session(new, ending)
+            fresh = session(new, ending, None if old is None else old.user)
             fresh.take_over(source, old)
         except REFUSALS as error:
             source.refuse(str(error))

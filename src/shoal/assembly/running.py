@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from shoal.training.norms import whole_gradients
 from shoal.training.objective import Objective
 from shoal.training.result import StepResult
 from shoal.training.step import StepRunner
+
+T = TypeVar("T")
 
 
 class Running(Changing):
@@ -199,13 +201,39 @@ class Running(Changing):
         """
         self._session.save(directory, wait, keep, extra)
 
+    def state(self, name: str, thing: T) -> T:
+        """Registers an object of the caller's: it is saved and loaded with the run, goes back with a step that
+        `regroup` undoes, and is given to ranks that join. Returns it.
+
+        thing: has `state_dict()` and `load_state_dict(...)`, or is a dict, list, dataclass, tensor or array, which is
+            changed in place; of numbers, texts, tensors, arrays and containers of them. It is kept alike on all ranks:
+            there is one copy, that of rank 0.
+
+        If `load` has been called before, or the engine joins others, the object gets its values here. Each step begins
+        with a copy of all tensors in it. Raises UserError for what cannot be saved.
+        """
+        self._session.user.register(name, thing, self.step_index)
+        return thing
+
+    def commit(self) -> None:
+        """Makes the registered objects, as they are now, what `restore` and a `regroup` that undoes the step go back
+        to. A step makes a commit when it begins, unless this was called since the one before it: for a loop that
+        changes the objects before its first forward, or in the middle of a step and wants to keep that."""
+        self._session.user.commit(self.step_index)
+
+    def restore(self) -> None:
+        """Puts the registered objects back to the last commit: after a TrainingError, say. Weights and optimizer
+        stay."""
+        self._session.user.restore()
+
     def recover(self, after: int = -1) -> bool:
         """Goes on from the last update that all ranks have on the disk of `plan.memory`, if there is one of this model
         and plan, of the run `engine.run` (a name of any kind), of a step later than `after`; returns whether. All ranks
         call it alike, before the first step.
 
         For a run that was killed: no update is lost. There is one where the optimizer's side of all chunks lies on the
-        disk. Frozen parameters are what the model was built with.
+        disk. Frozen parameters are what the model was built with. The disk has nothing of objects registered by
+        `state`: where there are some, False.
         """
         return self._session.recover(after)
 

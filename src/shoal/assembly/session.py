@@ -9,10 +9,11 @@ from shoal.assembly.model import Local
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, State
 from shoal.checkpoint.session import Session
+from shoal.checkpoint.user_state import UserState
 
 
-def session(assembled: Assembled, closing: ExitStack) -> Session:
-    """What saves and reads the state of the run."""
+def session(assembled: Assembled, closing: ExitStack, user: UserState | None = None) -> Session:
+    """What saves and reads the state of the run. `user`: the caller's own, of a run that goes on."""
     local, memory, trainer, recipe = assembled.local, assembled.memory, assembled.trainer, assembled.recipe
     ranks, parallelized = local.ranks, local.parallelized
     members = Members(
@@ -36,7 +37,9 @@ def session(assembled: Assembled, closing: ExitStack) -> Session:
         trainer.given,
     )
     settings = {"seed": recipe.seed, "global_batch": recipe.global_batch, "precision": recipe.precision.name}
-    return Session(ranks.plan, ranks.world, settings, members, role(local), state, trainer.runner, closing)
+    user = UserState() if user is None else user
+    trainer.runner.forward.effects.of_the_caller.append(user)
+    return Session(ranks.plan, ranks.world, settings, members, role(local), state, trainer.runner, closing, user)
 
 
 def role(local: Local) -> WriterRole:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
 from shoal.checkpoint.survivors import survivors, what_is_left
+from shoal.checkpoint.user_state import UserState
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
@@ -36,7 +37,7 @@ class Session:
     """Saves and loads the `state` of a run. All methods are collective, and called between steps.
 
     `settings`: global batch, seed and precision, as a checkpoint records them. `role`: the role of this rank in
-    writing. `closing`: closed at the end of the run; writers of checkpoints are added to it.
+    writing. `closing`: closed at the end of the run; writers of checkpoints are added to it. `user`: the caller's own.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Session:
     state: State
     steps: Steps
     closing: ExitStack
+    user: UserState
     progress: Progress = field(default_factory=Progress)
     _writers: dict[Path, Writer] = field(default_factory=dict)
 
@@ -72,6 +74,7 @@ class Session:
         pager = self.state.pager
         copy = pager is None or pager.disk is None
         extra = {**self._extra(), "user": dict(user or {})}
+        self._warn(self.user.told_apart(self.members.everyone))
         self._writers[path].save(self.progress.step, self._pieces(self.role), extra, wait or not copy, copy)
 
     def _pause(self) -> None:
@@ -98,7 +101,8 @@ class Session:
         Raises CheckpointError where that is not enough, or a save under way fails."""
         for writer in self._writers.values():
             writer.wait()
-        left = what_is_left(self.plan, self.state, self.steps, self.progress, self.place, self.role.with_copies)
+        given = (self.plan, self.state, self.steps, self.progress, self.place, self.role.with_copies, self.user)
+        left = what_is_left(*given)
         with self._disk_aside(), survivors(world, left) as source:
             yield source
 
@@ -128,6 +132,7 @@ class Session:
         if (versions := mine.versions) is not None:
             kept = {versions.newest - each: versions.tensors(each) for each in versions.kept}
             own += version_state.version_pieces(kept, role)
+        own += self.user.pieces(self.progress.step) if self.members.everyone.rank == 0 else []
         if not self.drifted():
             return own + state.pieces(mine.module, mine.chunks, mine.optimizer, role)
         drifted = state.replica_pieces(mine.module, mine.chunks, mine.optimizer, self.role)
@@ -167,7 +172,7 @@ class Session:
     def recover(self, after: int) -> bool:
         """Continues from the last update that the disk holds (see Engine.recover)."""
         pager = self.state.pager
-        if pager is None or not pager.durable or self.progress.step:
+        if pager is None or not pager.durable or self.progress.step or self.user:
             return False
         generation = pager.generation - 1
         if generation == 0:
@@ -208,6 +213,7 @@ class Session:
             version_state.restore_versions(source, {each: versions.tensors(step - each) for each in ago}, role)
         self._restore_exchange(source, extra)
         self._go_on(extra)
+        self._warn(self.user.read(source, extra["step"]))
         return extra
 
     def _restore_exchange(self, source: Source, extra: Mapping[str, Any]) -> None:
@@ -230,13 +236,15 @@ class Session:
         if mine.scheduler is not None and saved is not None:
             saved = optimizer_state.in_the_form_of(mine.scheduler.state_dict(), saved)
         changes = mine.given.go_on(extra, saved)
-        for change in [*changes, extra["anew"]] if extra.get("anew") else changes:
-            if self.members.everyone.rank == 0:
-                warnings.warn(change, stacklevel=4)
+        self._warn([*changes, extra["anew"]] if extra.get("anew") else changes)
         self.progress.source, self.steps.per_sample = extra["source"], extra["per_sample"]
         if mine.loss_scale is not None and extra.get("loss_scale") is not None:
             mine.loss_scale.load(extra["loss_scale"])
         self.progress.step = extra["step"]
+
+    def _warn(self, lines: Sequence[str]) -> None:
+        for line in lines if self.members.everyone.rank == 0 else ():
+            warnings.warn(line, stacklevel=5)
 
     def _newest(self, directory: Path) -> Path:
         """Returns the newest sound checkpoint, found by rank 0, which reads every byte; warns of damaged ones."""

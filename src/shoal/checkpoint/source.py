@@ -47,8 +47,12 @@ class OnDisk:
     def extra(self) -> Mapping[str, Any]:
         return read_extra(self.path)
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return tensor_shapes(self.path)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
 
     def load(self, wants: Sequence[Want]) -> None:
         load(self.path, wants)

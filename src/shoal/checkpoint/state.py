@@ -6,6 +6,7 @@ optim.<parameter>.<key>    optimizer state, floating tensors at least fp32
 replica.<r>.model ...      the values of replica r, if replicas have drifted apart; the names without it are means
 version.<k>.<parameter>    the weights k updates ago, if a schedule without a flush still needs them
 exchange.<r>.<state>.<parameter>   the state of replica r's exchange algorithm
+user.<name> ...            objects of the caller's (see user_state)
 extra["groups"]            options of each optimizer group, now and as they were given, with its members by name
 extra["optimizer"]         the optimizer's class
 extra["optim"]             optimizer state that is not a tensor

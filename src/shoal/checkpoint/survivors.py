@@ -14,6 +14,7 @@ from shoal.checkpoint.pieces import Piece
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Progress, State, Steps
 from shoal.checkpoint.state import pieces
+from shoal.checkpoint.user_state import UserState
 from shoal.comm import World
 from shoal.errors import CheckpointError
 from shoal.exchange import Holds
@@ -30,21 +31,32 @@ class Left:
     why_not: the reason why a run of this plan cannot go on from what ranks hold; "" if it can
     extra: JSON state, of the optimizer what this rank knows; nothing where an update was cut short
     pieces: all that it holds
+    user: the caller's own
+    began: whether that is what it was when the step began
     """
 
     step: int
     why_not: str
     extra: Mapping[str, Any]
     pieces: Sequence[Piece]
+    user: Sequence[Piece]
+    began: bool
 
 
 def what_is_left(
-    plan: Plan, state: State, steps: Steps, progress: Progress, place: Callable[[], Mapping[str, Any]], role: WriterRole
+    plan: Plan,
+    state: State,
+    steps: Steps,
+    progress: Progress,
+    place: Callable[[], Mapping[str, Any]],
+    role: WriterRole,
+    user: UserState,
 ) -> Left:
     """Returns what this rank holds, without asking others, of which some are no more; a step under way is given up.
 
     place: gives the position of the run and its settings
     role: of one that gives all that it holds
+    user: the caller's own
     """
     exchange, step, why_not = state.exchange, progress.step, ""
     alike = exchange.holds(step) is Holds.SUM and not exchange.drifts(step) and not exchange.own_optimizers
@@ -56,11 +68,13 @@ def what_is_left(
         why_not = "of an iterable dataset the batch under way cannot be had again"
     ahead = steps.abandon()
     if ahead is None or why_not:
-        return Left(step, why_not, {}, [])
+        return Left(step, why_not, {}, [], [], began=False)
     step += ahead
     state.optimizer.settle()
     extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}
-    return Left(step, "", as_json(extra), pieces(state.module, state.chunks, state.optimizer, role))
+    held = pieces(state.module, state.chunks, state.optimizer, role)
+    user.give_up(step)
+    return Left(step, "", as_json(extra), held, user.pieces(step), user.committed_at == step)
 
 
 @contextmanager
@@ -69,7 +83,8 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
     them read.
 
     Each rank makes an update for itself once all have voted for it, so a failure may come when some have made it and
-    others have not: then those that have not take it from the others, which hold the same.
+    others have not: then those that have not take it from the others, which hold the same. One of those gives the
+    caller's own, if there is one of them that had begun the next step: to others something may have happened before.
 
     left: what this rank holds; None for one that is new
 
@@ -83,17 +98,21 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
 
 
 def _newest(world: World, left: Left | None) -> Handover:
-    mine = None if left is None else [left.step, left.why_not, bool(left.extra), dict(left.extra)]
-    told = [each for each in world.everyone.all_gather_object(mine) if each is not None]
-    for _, why_not, _, _ in told:
+    mine = None if left is None else [left.step, left.why_not, left.began, dict(left.extra)]
+    told = {rank: each for rank, each in enumerate(world.everyone.all_gather_object(mine)) if each is not None}
+    for _, why_not, _, _ in told.values():
         if why_not:
             raise CheckpointError(why_not)
-    newest = max((step for step, _, whole, _ in told if whole), default=None)
+    newest = max((step for step, _, _, extra in told.values() if extra), default=None)
     if newest is None:
         raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
-    held = left is not None and left.step == newest and bool(left.extra)
-    extra = _merged([extra for step, _, whole, extra in told if whole and step == newest])
-    return Handover(world.everyone, left.pieces if left and held else [], extra, world.host_id, world.device)
+    holders = {rank: each for rank, each in told.items() if each[3] and each[0] == newest}
+    gives = min(holders, key=lambda rank: (not holders[rank][2], rank))
+    held = list(left.pieces) if left and world.rank in holders else []
+    if left and world.rank == gives:
+        held += left.user
+    extra = _merged([extra for _, _, _, extra in holders.values()])
+    return Handover(world.everyone, held, extra, world.host_id, world.device)
 
 
 def _merged(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

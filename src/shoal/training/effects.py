@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import nn
 
 from shoal.module.batchnorm import RunningStatistics
 from shoal.module.buffers import OtherBuffers, buffers_untouched
 from shoal.parallel.expert import ExpertCounts
+
+
+class OfTheCaller(Protocol):
+    """State of the caller's own, of which `begin` remembers what it is before a step."""
+
+    def begin(self, step: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,12 @@ class Effects:
     experts: ExpertCounts
     routes_all_tokens: bool
     merges_statistics: bool
+    of_the_caller: list[OfTheCaller] = field(default_factory=list)
 
-    def begin(self) -> None:
+    def begin(self, step: int) -> None:
         """Begins a step."""
+        for each in self.of_the_caller:
+            each.begin(step)
         self.statistics.begin()
         self.buffers.begin()
         self.experts.begin()

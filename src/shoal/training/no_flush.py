@@ -183,6 +183,8 @@ class NoFlushRunner:
         work, kinds = self.accumulate.prepare(batch, with_idle(share.microbatches, 0, ()))
         scale = None if totals.scale is None else totals.scale.clone()
         step = Step(batch, batch.step - delays.delay, len(kinds), share.after, scale, totals.values)
+        for each in self._effects.of_the_caller:
+            each.begin(batch.step)
         self._effects.buffers.begin()
         self._effects.experts.begin()
         self._do(self._order.step(len(kinds)), ((kind, (step, work, index)) for index, kind in enumerate(kinds)))

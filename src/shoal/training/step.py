@@ -105,7 +105,7 @@ class StepRunner:
         self._totals.begin(expected, self.keeps_back)
         self._reduce.begin(step, most)  # ends what an error has left of the step before
         self._trained.algorithm.begin(step)
-        self._effects.begin()
+        self._effects.begin(step)
         self._phase = _Phase.OPEN
 
     def backward(self, sums: Sums, last: bool) -> None:
