@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.comm.signed import derived
-from shoal.elastic.events import Limits
+from shoal.elastic.events import END, NOW, Limits
 from shoal.elastic.journal import Journal
 from shoal.elastic.leadership import Leadership, Node
 from shoal.elastic.messages import Admitted, Report, Start
@@ -21,23 +21,58 @@ JOB = Admitted("", 0, ["train.py"], "/", "/", "", "", 1, 8)
 
 
 class Pretended:
-    """Ranks that end when they are told to, or when a test says so."""
+    """Ranks of a generation that leave it when they are told to, or when a test says so."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
         self.ended: Report | None = None
+        self.holds = False
 
-    def end(self, outcome: str, code: int = 0, step: int = -1, message: str = "") -> None:
-        self.ended = self.ended or Report(self.start.generation, outcome, code, step, message)
+    def end(self, outcome: str, code: int = 0, step: int = -1, message: str = "", holds: bool = False) -> None:
+        self.holds = holds
+        self.ended = self.ended or Report(self.start.generation, outcome, code, step, message, 0, holds)
+
+
+class Crew:
+    """As many processes as `member` has ranks, ready at once, which only pretend."""
+
+    def __init__(self, member: Member) -> None:
+        self._member, self._begun, self.holds = member, False, 0
+        self._now: Pretended | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._now is not None
+
+    @property
+    def ready(self) -> int:
+        return self._member.ranks if self._begun and not self.busy else 0
+
+    def begin(self, job: Admitted) -> None:
+        self._begun = True
+
+    def place(self, start: Start) -> None:
+        assert start.ranks == self._member.ranks and not self.busy
+        self._now = self._member.start(start)
 
     def look(self) -> Report | None:
-        return self.ended
+        if self._now is None or self._now.ended is None:
+            return None
+        ended, self._now = self._now, None
+        self.holds = ended.start.generation if ended.holds else self.holds
+        return ended.ended
 
-    def stop(self) -> None:
-        self.end("stopped", step=10 * self.start.generation)
+    def leave(self, how: str) -> None:
+        if self._now is not None:
+            asked = how != NOW
+            self._now.end("stopped" if asked else "lost", step=10 * self._now.start.generation, holds=how != END)
 
     def kill(self) -> None:
-        self.end("lost")
+        if self._now is not None:
+            self._now.end("lost")
+
+    def close(self) -> None:
+        self.kill()
 
 
 @dataclass
@@ -54,7 +89,6 @@ class Member:
         self.node = Node(
             self.name,
             secrets.token_hex(8),
-            self.ranks,
             KEY,
             self.open_store,
             lambda program, size: [f"size={size}"],
@@ -63,10 +97,10 @@ class Member:
             self.said.append,
         )
         self.at = Leadership(self.node)
-        self.supervisor = Supervisor(self.node, self.at, self.start)
+        self.supervisor = Supervisor(self.node, self.at, Crew(self))
         self.task: asyncio.Task[int] | None = None
 
-    def start(self, job: Admitted, start: Start) -> Pretended:
+    def start(self, start: Start) -> Pretended:
         self.starts.append(Pretended(start))
         return self.starts[-1]
 

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from shoal.elastic.events import Limits
-from shoal.elastic.messages import Admitted, Start
+from shoal.elastic.messages import Start
 from tests.elastic.cluster import JOB, Member, Pretended
 
 
@@ -34,7 +34,7 @@ class Telling(Pretended):
 
 
 class Node(Member):
-    def start(self, job: Admitted, start: Start) -> Pretended:
+    def start(self, start: Start) -> Pretended:
         self.starts.append(Telling(start))
         return self.starts[-1]
 

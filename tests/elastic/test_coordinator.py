@@ -47,7 +47,11 @@ async def test_members_join_late_and_the_world_grows_at_a_step_boundary():
         (0, 5, ["size=5"]),
         (2, 5, ["size=5"]),
     ]
-    assert a.runs.why == "b joins" and a.runs.step == 10 and any("b joined" in line for line in a.runs.events)
+    assert (
+        a.runs.why == "b joins"
+        and (a.runs.step, a.runs.live) == (10, True)
+        and any("b joined" in line for line in a.runs.events)
+    )
     for member in (a, b):
         member.starts[-1].end("finished")
     assert [await a.task, await b.task] == [0, 0]
@@ -78,7 +82,7 @@ async def test_a_failed_rank_starts_all_again_and_a_mistake_ends_the_job():
     await until(lambda: generation(a, b) == 1)
     b.starts[-1].end("failed", 1, 5, "KeyError: 'x'")
     await until(lambda: generation(a, b) == 2)
-    assert "KeyError: 'x'" in a.runs.why and a.runs.step == 5
+    assert "KeyError: 'x'" in a.runs.why and (a.runs.step, a.runs.live) == (10, True)
     b.starts[-1].end("failed", 2, 5, "the corpus is empty")
     assert [await a.task, await b.task] == [2, 2] and any("the corpus is empty" in line for line in b.said)
 
@@ -176,7 +180,7 @@ async def test_who_does_not_know_the_secret_is_refused_and_told_so():
     await close(a)
 
 
-JOIN = Join("x", "id", 1, "127.0.0.1", 9, 0, 0)
+JOIN = Join("x", "id", 1, "127.0.0.1", 9, 0, 0, 0)
 
 
 @in_a_loop
@@ -208,8 +212,8 @@ async def test_malformed_frames_of_one_that_knows_the_secret_disturb_nobody():
         framed(Beat(1)),  # before Join
         lambda connection: frame(JOIN, KEY, "member", 0),  # of another connection
         lambda connection: frame(JOIN, connection._key, "member", 0).replace(b'"x"', b'"y"'),
-        framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, 0)),
-        framed(Join("x", "id", 0, "127.0.0.1", 9, 0, 0)),
+        framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, 0, 0)),
+        framed(Join("x", "id", -1, "127.0.0.1", 9, 0, 0, 0)),
     ]
     for each in wrong:
         await offend(each)
@@ -243,9 +247,9 @@ async def test_members_that_lie_are_not_believed():
     await until(lambda: generation(a))
     connection = await call(*a.at.address, KEY)
     connection.send(JOIN)
-    for report in (Report(1, "failed", 2, 0, "no member of it"), Report(9, "finished", 0, 0, "")):
+    for report in (Report(1, "failed", 2, 0, "no member of it", 1, True), Report(9, "finished", 0, 0, "", 1, False)):
         connection.send(report)
-    connection.send(Report(1, "odd", 0, 0, ""))
+    connection.send(Report(1, "odd", 0, 0, "", 0, False))
     with pytest.raises(OSError):
         while True:
             await connection.receive()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.elastic.events import EVENTS, Asked, Draining, Ended, Event, Joined, Left, Limits, Tick, TookOver
+from shoal.elastic.events import EVENTS, Asked, Draining, Ended, Event, Joined, Left, Limits, Ready, Tick, TookOver
 from shoal.elastic.journal import Journal, read, replay
 from shoal.elastic.records import Malformed, decode, encode
 from shoal.errors import LaunchError
@@ -20,7 +20,8 @@ HISTORY: list[Event] = [
     Joined(0.0, "a", "x1", 2, "10.0.0.1", 4000),
     Joined(0.5, "b", "x2", 1, "10.0.0.2", 4001),
     Tick(2.0),
-    Ended(3.0, "a", 1, "failed", 1, 17, 'no "memory"\nat ä'),
+    Ready(2.5, "a", 1),
+    Ended(3.0, "a", 1, "failed", 1, 17, 'no "memory"\nat ä', 2, True),
     Left(3.5, "b", False, "silent"),
     Joined(4.0, "b", "x2", 1, "10.0.0.2", 4001, 0),
     TookOver(5.0, "b", "a", True, 1),
@@ -92,9 +93,9 @@ WRONG = [
     b'{"kind": "Asked", "time": 1, "number": 123456789012345678901234567890}',
     b'{"kind": "Tick", "time": NaN}',
     encode(HISTORY[0]).replace(b'"a"', b'"../a"'),
-    encode(HISTORY[0]).replace(b'"ranks": 2', b'"ranks": 0'),
+    encode(HISTORY[0]).replace(b'"ranks": 2', b'"ranks": -1'),
     encode(HISTORY[0]).replace(b"4000", b"70000"),
-    encode(HISTORY[3]).replace(b'"failed"', b'"odd"'),
+    encode(HISTORY[4]).replace(b'"failed"', b'"odd"'),
 ]
 
 

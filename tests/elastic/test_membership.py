@@ -10,6 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.elastic.events import (
+    END,
+    HALT,
+    NOW,
+    SAVE,
     Asked,
     Decision,
     Draining,
@@ -23,6 +27,7 @@ from shoal.elastic.events import (
     Left,
     Limits,
     Place,
+    Ready,
     Release,
     Say,
     StepDown,
@@ -39,12 +44,22 @@ from shoal.errors import UserError
 pytestmark = pytest.mark.fast
 
 
-def joined(time: float, name: str, ranks: int = 1, running: int = 0) -> Joined:
-    return Joined(time, name, "id", ranks, "10.0.0.1", 4000, running)
+def joined(time: float, name: str, ranks: int = 1, running: int = 0, holds: int = 0) -> Joined:
+    return Joined(time, name, "id", 0 if running else ranks, "10.0.0.1", 4000, running, holds)
 
 
-def ended(time: float, name: str, generation: int, outcome: str = "stopped", code: int = 0, step: int = -1) -> Ended:
-    return Ended(time, name, generation, outcome, code, step, "it failed" if outcome == "failed" else "")
+def ended(
+    time: float,
+    name: str,
+    generation: int,
+    outcome: str = "stopped",
+    code: int = 0,
+    step: int = -1,
+    ranks: int = 1,
+    holds: bool = False,
+) -> Ended:
+    message = "it failed" if outcome in ("failed", "killed") else ""
+    return Ended(time, name, generation, outcome, code, step, message, ranks, holds)
 
 
 def apply(machine: Membership, *events: Event) -> list[Decision]:
@@ -64,6 +79,49 @@ def running(*names: str, limits: Limits | None = None) -> Membership:
     return machine
 
 
+def test_processes_get_places_once_they_are_ready_and_a_replaced_one_comes_in_at_a_step_boundary():
+    machine = Membership(Limits())
+    assert apply(machine, joined(0.0, "a", 0), Tick(5.0)) == []  # they import torch
+    assert apply(machine, Ready(6.0, "a", 4)) == []
+    first = formed(apply(machine, Tick(7.0)))
+    assert first.places == (Place("a", 4, 0),) and not first.live
+    generation = formed(apply(machine, ended(8.0, "a", 1, "killed", 4, step=9, ranks=3, holds=True)))
+    assert (generation.places, generation.live, generation.step) == ((Place("a", 3, 0),), True, 9)
+    assert apply(machine, Ready(11.0, "a", 1)) == []
+    assert apply(machine, Tick(12.0)) == [Stop(2, HALT, "a has another rank")]
+    generation = formed(apply(machine, ended(12.1, "a", 2, "stopped", step=20, ranks=4, holds=True)))
+    assert (generation.size, generation.live) == (4, True)
+
+
+def test_a_killed_rank_puts_nobody_aside_but_one_that_comes_no_further_ends_the_job():
+    machine = running("a", limits=Limits(fruitless=3))
+    for number in range(1, 4):
+        killed = ended(2.0, "a", number, "killed", 4, step=number, ranks=2, holds=True)
+        assert formed(apply(machine, killed)).live
+        assert machine.roster.backoff.left("a", 2.0) <= 0
+    for number in range(4, 7):
+        decisions = apply(machine, ended(2.0, "a", number, "killed", 4, step=3, ranks=2, holds=True))
+    assert decisions == [Finish(4, "3 generations in a row failed without a further step. The last: it failed")]
+
+
+def test_state_in_memory_counts_only_while_its_member_stays():
+    machine = running("a", "b")
+    assert apply(machine, ended(2.0, "a", 1, "lost", step=5, holds=True)) == [Stop(1, NOW, "ranks of a ended: ")]
+    assert apply(machine, Left(2.1, "a", True, "it was killed")) == []
+    assert not formed(apply(machine, ended(2.2, "b", 1, "lost", ranks=1))).live
+    machine = running("a", "b")
+    apply(machine, ended(2.0, "a", 1, "lost", holds=True), TookOver(2.1, "b", "b", True, 1))
+    assert formed(apply(machine, joined(2.2, "a", holds=1))).live  # its report and the coordinator went together
+
+
+def test_a_job_that_is_told_to_end_while_ranks_only_wait_trains_them_once_more_for_the_checkpoint():
+    machine = running("a", "b")
+    apply(machine, ended(2.0, "a", 1, "killed", 4, ranks=0), Asked(2.1, 2))
+    decisions = apply(machine, ended(2.2, "b", 1, "lost", holds=True))
+    assert formed(decisions).live and decisions[-1] == Stop(2, END, "the job was told to end")
+    assert apply(machine, ended(3.0, "b", 2, "stopped", ranks=0)) == [Finish(130, "the job was told to end")]
+
+
 def test_members_that_come_together_form_one_generation_with_unequal_sizes():
     machine = Membership(Limits(minimum=2, maximum=4))
     assert apply(machine, joined(0.0, "a", 3), Tick(5.0)) == []  # one is too few, however long it waits
@@ -77,7 +135,7 @@ def test_the_largest_number_of_nodes_is_not_waited_for_longer():
     machine = Membership(Limits(maximum=2))
     assert formed(apply(machine, joined(0.0, "a"), joined(0.0, "b"))).names == ["a", "b"]
     assert apply(machine, joined(3.0, "c"), Tick(9.0)) == []  # kept in reserve
-    assert apply(machine, Left(10.0, "a", True, "")) == [Stop(1, False, "a is gone")]
+    assert apply(machine, Left(10.0, "a", True, "")) == [Stop(1, NOW, "a is gone")]
     assert formed(apply(machine, ended(11.0, "b", 1, "lost"))).names == ["b", "c"]
     assert apply(machine, joined(12.0, "a"), Tick(20.0)) == []  # who trains goes on
 
@@ -85,14 +143,14 @@ def test_the_largest_number_of_nodes_is_not_waited_for_longer():
 def test_a_late_joiner_comes_in_at_a_step_boundary():
     machine = running("a")
     assert apply(machine, joined(5.0, "b")) == []
-    assert apply(machine, Tick(6.0)) == [Stop(1, True, "b joins")]
+    assert apply(machine, Tick(6.0)) == [Stop(1, HALT, "b joins")]
     generation = formed(apply(machine, ended(6.2, "a", 1, step=40)))
     assert (generation.number, generation.names, generation.step) == (2, ["a", "b"], 40)
 
 
 def test_a_member_that_drains_is_released_and_the_others_go_on():
     machine = running("a", "b")
-    assert apply(machine, Draining(5.0, "a")) == [Stop(1, True, "a leaves")]
+    assert apply(machine, Draining(5.0, "a")) == [Stop(1, SAVE, "a leaves")]
     assert apply(machine, ended(6.0, "a", 1)) == []
     decisions = apply(machine, ended(6.1, "b", 1))
     assert decisions[0] == Release("a") and formed(decisions).names == ["b"]
@@ -101,12 +159,12 @@ def test_a_member_that_drains_is_released_and_the_others_go_on():
 
 def test_a_failure_while_draining_ends_the_others_at_once():
     machine = running("a", "b", "c")
-    assert apply(machine, Draining(5.0, "a")) == [Stop(1, True, "a leaves")]
-    assert apply(machine, ended(6.0, "b", 1, "failed", 1)) == [Stop(1, False, "a leaves")]
+    assert apply(machine, Draining(5.0, "a")) == [Stop(1, SAVE, "a leaves")]
+    assert apply(machine, ended(6.0, "b", 1, "failed", 1)) == [Stop(1, NOW, "a leaves")]
 
 
 def test_ranks_that_do_not_end_cost_their_member_its_place():
-    machine = running("a", "b", "c")
+    machine = running("a", "b", "c", limits=Limits(kill=5.0))
     apply(machine, ended(5.0, "a", 1, "failed", 1, step=3), ended(5.1, "b", 1, "lost", step=3))
     decisions = apply(machine, Tick(10.0))
     assert decisions[0] == Drop("c", "its ranks do not end") and formed(decisions).names == ["a", "b"]
@@ -114,7 +172,7 @@ def test_ranks_that_do_not_end_cost_their_member_its_place():
 
 def test_a_drain_that_takes_too_long_is_not_waited_for():
     machine = running("a", "b")
-    assert apply(machine, Draining(5.0, "a"), Tick(65.0)) == [Stop(1, True, "a leaves"), Stop(1, False, "a leaves")]
+    assert apply(machine, Draining(5.0, "a"), Tick(65.0)) == [Stop(1, SAVE, "a leaves"), Stop(1, NOW, "a leaves")]
 
 
 def test_a_member_that_fails_again_is_put_aside_longer_each_time():
@@ -125,7 +183,7 @@ def test_a_member_that_fails_again_is_put_aside_longer_each_time():
             machine, ended(time, "a", number, "failed", 1, step=number), ended(time, "b", number, "lost", step=number)
         )
         generation = formed(decisions)
-        times.append(machine.backoff.left("a", time))
+        times.append(machine.roster.backoff.left("a", time))
         if number > 1:
             assert generation.names == ["b"]
             time += times[-1]
@@ -142,7 +200,7 @@ def test_mistakes_of_the_user_and_training_that_comes_no_further_end_the_job():
     machine = running("a", "b")
     mistakes = [ended(2.0, name, 1, "failed", 2) for name in "ab"]
     assert apply(machine, *mistakes)[-1] == Finish(2, "it failed")
-    machine = running("a", limits=Limits(longest=0.0))
+    machine = running("a", limits=Limits(longest=0.0, fruitless=3))
     for number in (1, 2):
         assert formed(apply(machine, ended(2.0, "a", number, "failed", 1, step=7))).number == number + 1
     apply(machine, ended(2.0, "a", 3, "failed", 1, step=7))
@@ -155,7 +213,7 @@ def test_a_complete_training_and_one_that_is_told_to_end():
     assert apply(machine, ended(2.0, "a", 1, "finished")) == []
     assert apply(machine, ended(2.1, "b", 1, "finished")) == [Finish(0, "the training is complete")]
     machine = running("a")
-    assert apply(machine, Asked(3.0, 2)) == [Stop(1, True, "the job was told to end")]
+    assert apply(machine, Asked(3.0, 2)) == [Stop(1, END, "the job was told to end")]
     assert apply(machine, ended(4.0, "a", 1)) == [Finish(130, "the job was told to end")]
 
 
@@ -163,7 +221,7 @@ def test_a_lost_connection_alone_ends_nothing_but_lost_ranks_do():
     machine = running("a", "b")
     assert apply(machine, joined(3.0, "b", running=1), Tick(9.0)) == []
     assert apply(machine, joined(10.0, "b", running=0))[0] == Stop(
-        1, False, "ranks of b ended: it was cut off and ended its ranks"
+        1, NOW, "ranks of b ended: it was cut off and ended its ranks"
     )
 
 
@@ -216,11 +274,23 @@ def test_how_many_nodes():
 
 @dataclass
 class Node:
-    """A node as it really is: `running` the generation of its ranks."""
+    """A node as it really is: it has so many processes.
+
+    running: the generation of its ranks. waiting: processes that wait for a place. holds: the generation whose state
+    they have in memory.
+    """
 
     ranks: int
     connected: bool = False
     running: int = 0
+    waiting: int = 0
+    holds: int = 0
+
+    def begin_anew(self) -> None:
+        self.running, self.waiting, self.holds = 0, self.ranks, 0
+
+    def joined(self, time: float, name: str) -> Joined:
+        return Joined(time, name, "id", self.waiting, "10.0.0.1", 4000, self.running, self.holds)
 
 
 @dataclass
@@ -233,11 +303,14 @@ class History:
     events: list[Event] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     time: float = 0.0
+    machine_number: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.machine = Membership(self.limits)
         self.nodes = {f"n{i}": Node(self.random.randint(1, 5)) for i in range(self.random.randint(1, 6))}
+        for node in self.nodes.values():
+            node.begin_anew()
 
     def tell(self, event: Event) -> None:
         self.events.append(event)
@@ -247,7 +320,8 @@ class History:
             if isinstance(decision, Form):
                 self.check(decision.generation, before)
                 for name in decision.generation.names:
-                    self.nodes[name].running = decision.generation.number
+                    node = self.nodes[name]
+                    node.running, node.waiting, node.holds = decision.generation.number, 0, 0
             elif isinstance(decision, Drop):
                 self.nodes[decision.name].connected = False
                 self.nodes[decision.name].running = 0  # it ends its ranks once it is cut off
@@ -259,12 +333,16 @@ class History:
         assert not any(node.running for node in self.nodes.values()), "two generations at once"
         assert self.limits.minimum <= len(generation.places) <= self.limits.maximum
         assert all(self.nodes[name].connected for name in generation.names)
-        assert [place.ranks for place in generation.places] == [self.nodes[name].ranks for name in generation.names]
+        assert [place.ranks for place in generation.places] == [self.nodes[name].waiting for name in generation.names]
+        assert all(place.ranks for place in generation.places)
+        last = self.machine_number
+        assert generation.live == any(self.nodes[name].holds == last > 0 for name in generation.names)
+        self.machine_number = generation.number
         assert [place.first for place in generation.places] == [
             sum(each.ranks for each in generation.places[:i]) for i in range(len(generation.places))
         ]
         for name in generation.names:
-            assert self.machine.backoff.left(name, self.time) <= 0
+            assert self.machine.roster.backoff.left(name, self.time) <= 0
 
     def step(self) -> None:
         self.time += self.random.choice([0.0, 0.1, 0.5, 2.0, 70.0])
@@ -274,33 +352,45 @@ class History:
             self.tell(Tick(self.time))
         elif not node.connected:
             node.connected = True
-            self.tell(joined(self.time, name, node.ranks, node.running))
+            self.tell(node.joined(self.time, name))
         elif chance < 0.25 and node.running:
-            outcome = self.random.choice(["failed", "lost", "stopped", "stopped", "finished"])
-            running, node.running = node.running, 0
-            self.tell(ended(self.time, name, running, outcome, 1 if outcome == "failed" else 0, step=len(self.events)))
+            self.leave(name, self.random.choice(["failed", "killed", "lost", "stopped", "stopped", "finished"]))
+        elif chance < 0.35 and node.waiting < node.ranks:  # a process that has ended is replaced
+            node.waiting += 1
+            self.tell(Ready(self.time, name, node.waiting))
         elif chance < 0.45:
-            node.connected, node.running = False, 0
+            node.connected = False
+            node.begin_anew()
             self.tell(Left(self.time, name, self.random.random() < 0.7, "its connection was closed"))
         elif chance < 0.55:
             self.tell(Draining(self.time, name))
         elif chance < 0.62:  # the connection breaks for a moment
-            self.tell(joined(self.time, name, node.ranks, node.running))
+            self.tell(node.joined(self.time, name))
         elif chance < 0.66:
             for each in self.nodes.values():
                 each.connected = False
             newest = self.machine.generation.number if self.machine.generation else 0
-            node.running = 0
+            node.begin_anew()
             other = self.random.choice(list(self.nodes))
             self.tell(TookOver(self.time, other, name, True, newest + self.random.randint(0, 1)))
             for each, late in self.nodes.items():  # who does not come in time has ended its ranks by then
                 if each != name and self.random.random() < 0.7:
                     late.connected = True
-                    self.tell(joined(self.time, each, late.ranks, late.running))
-                else:
-                    late.running = 0
+                    self.tell(late.joined(self.time, each))
+                elif late.running:
+                    late.begin_anew()
         else:
             self.tell(Tick(self.time))
+
+    def leave(self, name: str, outcome: str, step: int | None = None) -> None:
+        """The ranks of a node leave their generation; some of their processes end."""
+        node = self.nodes[name]
+        running, node.running = node.running, 0
+        node.waiting = self.random.randint(0, node.ranks) if step is None else node.ranks
+        node.holds = running if node.waiting and self.random.random() < 0.7 else 0
+        code = 1 if outcome in ("failed", "killed") else 0
+        step = len(self.events) if step is None else step
+        self.tell(ended(self.time, name, running, outcome, code, step, node.waiting, node.holds == running))
 
 
 @settings(max_examples=150)
@@ -330,9 +420,11 @@ def test_whatever_happened_the_job_goes_on_once_members_behave(seed):
         for name, node in history.nodes.items():
             if not node.connected:
                 node.connected = True
-                history.tell(joined(history.time, name, node.ranks, node.running))
+                history.tell(node.joined(history.time, name))
             if history.machine.phase == STOPPING and node.running:
-                running, node.running = node.running, 0
-                history.tell(ended(history.time, name, running, step=10**6 + int(history.time)))
+                history.leave(name, "stopped", 10**6 + int(history.time))
+            elif not node.running and node.waiting < node.ranks:
+                node.waiting = node.ranks
+                history.tell(Ready(history.time, name, node.waiting))
         history.tell(Tick(history.time))
     assert history.machine.phase in (OVER, DEPOSED, RUNNING)

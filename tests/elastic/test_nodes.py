@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from shoal.elastic import nodes
+from shoal.elastic.control import JOB as JOB_ID
+from shoal.elastic.control import Place
 from shoal.elastic.messages import Admitted, Start
-from shoal.elastic.ranks import LocalRanks, told_of
-from shoal.elastic.told import Told, told
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Train
 from shoal.jobs.generation import record_of, resuming
@@ -93,24 +93,18 @@ def test_the_nearest_degrees_are_said():
 
 
 @pytest.mark.fast
-def test_what_a_rank_is_told_and_what_follows_from_it(tmp_path: Path, monkeypatch):
-    start = Start(3, 0, 4, "127.0.0.1", 1, 2, "b is gone", 17, ["b is gone: silent"], [])
+def test_what_follows_from_the_generation(tmp_path: Path):
+    start = Start(3, 0, 4, 4, "127.0.0.1", 1, 2, "b is gone", 17, ["b is gone: silent"], False, [])
     job = Job({"name": "gpt"}, Train(steps=1))
     never = replace(job, run=replace(job.run, resume="never", dir=str(tmp_path)))
-    assert told({}) is None and resuming(never) == never
-    monkeypatch.setenv("SHOAL_MEMBERSHIP", nodes_text := membership_of(start, "id"))
-    known = told()
-    assert known == Told("id", 3, 2, "b is gone", 17, ["b is gone: silent"]) and json.loads(nodes_text)["job"] == "id"
-    assert record_of(known, 4, 10).lost == 7 and record_of(known, 4, 20).lost == 0
-    assert resuming(never).run.resume == "auto"  # its own run is what a later generation goes on with
+    place = Place.of(start, 2, 3, "secret")
+    assert (place.rank, place.slot, place.here, place.size) == (2, 3, 4, 4)
+    assert record_of(place, 10).lost == 7 and record_of(place, 20).lost == 0
+    assert record_of(place, 17, "why").events == ["b is gone: silent", "why"]
+    assert resuming(never, 1) == never
+    assert resuming(never, 3).run.resume == "auto"  # its own run is what a later generation goes on with
     other = replace(job, run=replace(job.run, resume="elsewhere", dir=str(tmp_path)))
-    assert resuming(other).run.resume == "elsewhere"  # it has no checkpoint of its own yet
-    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(replace(start, generation=1), "id"))
-    assert resuming(never).run.resume == "never"
-
-
-def membership_of(start: Start, job: str) -> str:
-    return told_of(start, job).written()
+    assert resuming(other, 3).run.resume == "elsewhere"  # it has no checkpoint of its own yet
 
 
 @pytest.mark.fast
@@ -119,10 +113,10 @@ def test_a_later_generation_takes_the_directory_over_from_another_host(tmp_path:
     (tmp_path / "run.lock").write_text(json.dumps(lock))
     with pytest.raises(UserError, match="a-host-that-vanished"):
         refuse_if_taken(tmp_path)
-    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(Start(2, 0, 1, "", 1, 1, "", 0, [], []), "id"))
+    monkeypatch.setenv(JOB_ID, "id")
     refuse_if_taken(tmp_path)
     assert Holder.here().job == "id"
-    monkeypatch.setenv("SHOAL_MEMBERSHIP", membership_of(Start(2, 0, 1, "", 1, 1, "", 0, [], []), "another"))
+    monkeypatch.setenv(JOB_ID, "another")
     with pytest.raises(UserError, match="a-host-that-vanished"):
         refuse_if_taken(tmp_path)
 
@@ -158,55 +152,6 @@ def test_the_secret_of_a_job_is_its_user_s_alone(tmp_path: Path, monkeypatch):
     assert path.read_text().encode() == secret and path.stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("SHOAL_SECRET_FILE", str(path))
     assert nodes.find_secret() == secret == nodes._secret(tmp_path / "other") and not (tmp_path / "other").exists()
-
-
-def start_of(generation: int, port: int, size: int = 1) -> Start:
-    return Start(generation, 0, size, "127.0.0.1", port, 1, "", -1, [], [])
-
-
-def ended(ranks: LocalRanks, seconds: float = 60.0):
-    deadline = time.monotonic() + seconds
-    while (report := ranks.look()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return report
-
-
-SCRIPT = """
-import os, signal, sys, time
-if sys.argv[1] == "stop":
-    os.kill(os.getpid(), signal.SIGSTOP)
-if sys.argv[1] == "raise":
-    raise KeyError("bad sample")
-time.sleep(0 if sys.argv[1] == "finish" else 600)
-"""
-
-
-@pytest.mark.parametrize(
-    "what, outcome, said",
-    [
-        ("finish", "finished", ""),
-        ("raise", "failed", "KeyError: 'bad sample'"),
-        pytest.param("stop", "failed", "the process is stopped", marks=pytest.mark.matrix),
-        pytest.param("term", "stopped", "", marks=pytest.mark.matrix),
-        pytest.param("kill", "stopped", "", marks=pytest.mark.matrix),
-    ],
-)
-def test_how_ranks_end_is_reported(what: str, outcome: str, said: str, tmp_path: Path, capfd):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    job = Admitted("a", 0, [str(script), what], str(tmp_path), str(tmp_path), str(script), "", 1, 1)
-    lines: list[str] = []
-    ranks = LocalRanks(job, start_of(1, 1), 1, b"secret" * 4, tmp_path, lines.append)
-    if what == "term":
-        ranks.stop()
-    if what == "kill":
-        ranks.kill()
-    report = ended(ranks)
-    assert (report.outcome, report.generation) == (outcome, 1) and said in report.message
-    assert not ranks._team.running
-    if what == "raise":
-        assert "Traceback" in capfd.readouterr().err
 
 
 def write_job(folder: Path, steps: int, every: int) -> Path:

@@ -40,7 +40,7 @@ def change(machine: Membership, journal: Journal, leaver: str, now: float) -> Co
     for _ in others:
         largest, sent = max(largest, len(encode(stop))), sent + 1
     for name in others:
-        decisions = tell(Ended(now + LINK, name, number, "lost", 0, 7, "it lost a peer"))
+        decisions = tell(Ended(now + LINK, name, number, "lost", 0, 7, "it lost a peer", 1, True))
         sent += 1
     (form,) = decisions
     assert isinstance(form, Form) and form.generation.number == number + 1

@@ -68,6 +68,17 @@ class Changing:
             new = reassembled(source, self._session, self._model, assemble, self.followers)
         self._succeed(*new, closing=nullcontext())
 
+    def abandon(self) -> None:
+        """Closes the groups of this rank, and gives up what it does together with others beside training, where some of
+        them have failed. The state stays as it is, for `regroup`."""
+        self.world.close()
+        self._session.abandon_saves()
+
+    def why_not_regroup(self) -> str:
+        """Returns why other ranks could not go on from memory if some failed now, under whatever plan (see `regroup`);
+        "" if they may."""
+        return self._session.why_not_left_behind()
+
     @without_collections()
     def _regroup(self, assemble: Assemble, world: World) -> None:
         self.world.close()  # who waits for a rank that lives waits no longer

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from shoal.comm import wire
+from shoal.errors import CheckpointError
 
 POLL_SECONDS = 0.02
 
@@ -32,16 +33,21 @@ class Meeting:
 
     def __init__(self, store: Store, prefix: str, rank: int, size: int) -> None:
         self.store, self.prefix, self.rank, self.size = store, prefix, rank, size
+        self.given_up = False
+        """Set by another thread: nobody is waited for any more."""
 
     def put(self, topic: str, value: Any) -> None:
         """Publishes `value`, of a type that `wire` can pack, under `topic`; once per topic."""
         self.store.set(self._key(topic), wire.pack(value))  # type: ignore[arg-type]  # the stub forgets bytes
 
     def get(self, topic: str, timeout: float) -> Any:
-        """Waits for the value of `topic`. Raises TimeoutError after `timeout` seconds."""
+        """Waits for the value of `topic`. Raises TimeoutError after `timeout` seconds, and CheckpointError once it is
+        given up."""
         key, deadline = self._key(topic), time.monotonic() + timeout
         # Polling: a blocking get would hold the lock of the store's client, and with it the training thread.
         while not self.store.check([key]):
+            if self.given_up:
+                raise CheckpointError("a rank is gone")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no {topic!r} from another rank within {timeout:.0f} s")
             time.sleep(POLL_SECONDS)

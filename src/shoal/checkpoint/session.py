@@ -19,7 +19,7 @@ from shoal.checkpoint.reader import newest, require_sound
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
-from shoal.checkpoint.survivors import survivors, what_is_left
+from shoal.checkpoint.survivors import survivors, what_is_left, why_not
 from shoal.checkpoint.user_state import UserState
 from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
@@ -95,12 +95,20 @@ class Session:
         with self._disk_aside():
             yield Handover(self.members.everyone, pieces, as_json(self._extra()), self.world.host_id, self.world.device)
 
+    def abandon_saves(self) -> None:
+        """Gives up saves under way, where other ranks may be gone; raises nothing."""
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def why_not_left_behind(self) -> str:
+        """Returns why `left_behind` would not be enough, whoever fails; "" if it may be."""
+        return why_not(self.plan, self.state, self.progress)
+
     @contextmanager
     def left_behind(self, world: World) -> Iterator[Handover]:
         """Gives, inside the context, what the ranks of `world` have left after others have failed (see survivors).
-        Raises CheckpointError where that is not enough, or a save under way fails."""
-        for writer in self._writers.values():
-            writer.wait()
+        Raises CheckpointError where that is not enough. A save under way is given up."""
+        self.abandon_saves()
         given = (self.plan, self.state, self.steps, self.progress, self.place, self.role.with_copies, self.user)
         left = what_is_left(*given)
         with self._disk_aside(), survivors(world, left) as source:

@@ -43,6 +43,17 @@ class Left:
     began: bool
 
 
+def why_not(plan: Plan, state: State, progress: Progress) -> str:
+    """Returns why a run of this plan cannot go on from what ranks hold, whoever fails; "" if it can."""
+    exchange, step = state.exchange, progress.step
+    alike = exchange.holds(step) is Holds.SUM and not exchange.drifts(step) and not exchange.own_optimizers
+    if state.versions is not None:
+        return f"under plan.schedule = {plan.schedule!r} updates are always under way"
+    if not alike or exchange.state():
+        return f"under plan.exchange = {plan.exchange!r} each rank has state of its own"
+    return "of an iterable dataset the batch under way cannot be had again" if progress.source is not None else ""
+
+
 def what_is_left(
     plan: Plan,
     state: State,
@@ -58,17 +69,10 @@ def what_is_left(
     role: of one that gives all that it holds
     user: the caller's own
     """
-    exchange, step, why_not = state.exchange, progress.step, ""
-    alike = exchange.holds(step) is Holds.SUM and not exchange.drifts(step) and not exchange.own_optimizers
-    if state.versions is not None:
-        why_not = f"under plan.schedule = {plan.schedule!r} updates are always under way"
-    elif not alike or exchange.state():
-        why_not = f"under plan.exchange = {plan.exchange!r} each rank has state of its own"
-    elif progress.source is not None:
-        why_not = "of an iterable dataset the batch under way cannot be had again"
+    step, reason = progress.step, why_not(plan, state, progress)
     ahead = steps.abandon()
-    if ahead is None or why_not:
-        return Left(step, why_not, {}, [], [], began=False)
+    if ahead is None or reason:
+        return Left(step, reason, {}, [], [], began=False)
     step += ahead
     state.optimizer.settle()
     extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}

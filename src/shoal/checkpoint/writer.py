@@ -18,6 +18,8 @@ from shoal.checkpoint.save import Job, save_together
 from shoal.device import finish, is_accelerator
 from shoal.errors import CheckpointError
 
+_ABANDON_SECONDS = 10.0  # for the files that a rank was writing, or for a store whose host does not answer
+
 
 class Writer:
     """Saves checkpoints of one run. Every rank makes one, and its methods are collective.
@@ -40,6 +42,7 @@ class Writer:
         self._store = HashStore() if world.store is None else world.store
         self._saves = 0
         self._thread: Thread | None = None
+        self._meeting: Meeting | None = None  # of the last save
         self._snapshot = _Snapshot()
         # Ranks make their writers in the same order, so counting them gives each a prefix that all ranks agree on.
         number = self._store.add(f"checkpoint/writers/{world.rank}", 1)
@@ -66,7 +69,7 @@ class Writer:
         job = Job(step_path(self.directory, step), step, held, extra, self._keep, self._timeout)
         self._saves += 1
         prefix = f"{self._prefix}/{self._saves}"
-        meeting = Meeting(self._store, prefix, self._world.rank, self._world.size)
+        meeting = self._meeting = Meeting(self._store, prefix, self._world.rank, self._world.size)
         # A daemon: when training fails, a save that waits for a dead rank must not keep the process alive.
         self._thread = Thread(target=self._run, args=(job, meeting), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
@@ -81,6 +84,13 @@ class Writer:
         error, self.last_error = self.last_error, None
         if error is not None:
             raise error
+
+    def abandon(self) -> None:
+        """Gives up a save in flight, where other ranks of it may be gone; raises nothing."""
+        if self._thread is not None and self._meeting is not None:
+            self._meeting.given_up = True
+            self._thread.join(_ABANDON_SECONDS)
+        self._thread = self.last_error = None
 
     def close(self) -> None:
         """Waits as `wait` does, and frees the host memory of the snapshot.

@@ -174,7 +174,7 @@ class World:
 
     def close(self) -> None:
         """Closes all groups, for a rank that cannot go on: ranks that wait for it raise, also those that wait to make a
-        group with it, and so do later calls."""
+        group with it, and so do later calls. Any thread may call it; the others of this rank then wait no longer."""
         _close(self._groups, self._stalls)
         if self.store is not None:
             with suppress(RuntimeError):  # its server has gone first
@@ -220,7 +220,7 @@ class World:
 
 def _close(groups: dict[tuple[str, tuple[int, ...]], Group], stalls: Stalls) -> None:
     stalls.close()
-    for group in groups.values():
+    for group in list(groups.values()):  # another thread may be making one
         group.close()
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.elastic.connection import Connection
@@ -28,6 +27,7 @@ from shoal.elastic.events import (
     Generation,
     Joined,
     Left,
+    Ready,
     Release,
     Say,
     StepDown,
@@ -43,7 +43,6 @@ from shoal.elastic.messages import (
     Beat,
     Drain,
     End,
-    Entry,
     Heard,
     Held,
     Join,
@@ -54,11 +53,12 @@ from shoal.elastic.messages import (
     Report,
     Roster,
     Start,
+    Waiting,
 )
+from shoal.elastic.peers import Peer, Peers
 from shoal.elastic.records import Malformed
 from shoal.elastic.waiting import why_it_waits
 
-STANDBYS = 2
 _LOOK = 0.05
 
 
@@ -80,29 +80,14 @@ class Site:
     say: Callable[[str], None]
 
 
-@dataclass
-class _Peer:
-    """A member's connection, on which it hears nothing before it is `admitted`. `entries`, `held`: the lines of the
-    journal that a standby was sent, and those that it has."""
-
-    connection: Connection
-    join: Join
-    heard: float = field(default_factory=time.monotonic)
-    admitted: bool = False
-    entries: int = 0
-    held: int = 0
-
-
 class Coordinator:
     """Coordinates by `machine`, whose events are in `journal`."""
 
     def __init__(self, machine: Membership, journal: Journal, site: Site) -> None:
         self.machine, self.journal, self._site = machine, journal, site
-        self._peers: dict[str, _Peer] = {}
+        self._peers = Peers(site.name, machine.roster.known)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._held = asyncio.Event()
-        self._roster: list[str] = []
-        self._names = {each: name for name, each in machine.known.items()} | {site.incarnation: site.name}
+        self._names = {each: name for name, each in machine.roster.known.items()} | {site.incarnation: site.name}
         self.released = False
         """Whether the member in whose process this runs has drained and leaves."""
 
@@ -121,12 +106,12 @@ class Coordinator:
                 for event in events:
                     if isinstance(event, Joined):
                         self._admit(event.name)
-                await self._replicate()
+                await self._peers.replicate(self.journal.lines)
                 for decision in decisions:
                     end = self._carry_out(decision)
                     if end is not None or self.released:
                         return end
-                self._tell_roster()
+                self._peers.tell_roster(self._names)
         finally:
             watching.cancel()
             await asyncio.gather(*(peer.connection.close() for peer in list(self._peers.values())))
@@ -140,14 +125,16 @@ class Coordinator:
         """Hears a member until its connection ends."""
         name = self._name_for(join)
         try:
-            event = Joined(time.time(), name, join.incarnation, join.ranks, join.host, join.port, join.running)
+            event = Joined(
+                time.time(), name, join.incarnation, join.ranks, join.host, join.port, join.running, join.holds
+            )
         except ValueError as error:
             connection.send(Refused(str(error)))
             await connection.close()
             return
         if (before := self._peers.get(name)) is not None:
             before.connection.abort()
-        peer = self._peers[name] = _Peer(connection, join)
+        peer = self._peers[name] = Peer(connection, join)
         self.tell(event)
         try:
             while True:
@@ -158,20 +145,20 @@ class Coordinator:
             pass  # what that means is found out below
         connection.abort()
         peer.admitted = False
-        self._held.set()
+        self._peers.held.set()
         await self._lost(name, peer)
 
-    def _hear(self, name: str, peer: _Peer, message: Any) -> None:
+    def _hear(self, name: str, peer: Peer, message: Any) -> None:
         peer.heard = time.monotonic()
         if isinstance(message, Beat):
             peer.connection.send(Heard(message.number))
         elif isinstance(message, Held):
             peer.held = message.lines
-            self._held.set()
-        elif isinstance(message, Report):
-            values = message.generation, message.outcome, message.code, message.step, message.message
+            self._peers.held.set()
+        elif isinstance(message, Report | Waiting):
+            kind = Ended if isinstance(message, Report) else Ready
             try:
-                self.tell(Ended(time.time(), name, *values))
+                self.tell(kind(time.time(), name, **vars(message)))
             except ValueError as error:
                 raise Malformed(str(error)) from None
         elif isinstance(message, Drain):
@@ -181,7 +168,7 @@ class Coordinator:
         else:
             raise Malformed(f"{type(message).__name__} after Join")
 
-    async def _lost(self, name: str, peer: _Peer) -> None:
+    async def _lost(self, name: str, peer: Peer) -> None:
         """Finds out whether a member whose connection has ended lives; if so it has a moment to come back."""
         if self._peers.get(name) is not peer:
             return
@@ -230,7 +217,7 @@ class Coordinator:
         peer.connection.send(Admitted(**{**vars(job), "name": name, "generation": number}))
         if why := why_it_waits(machine, name):
             peer.connection.send(Note(why))
-        peer.connection.send(Roster(self._roster))
+        peer.connection.send(Roster(self._peers.roster))
 
     def _carry_out(self, decision: Decision) -> Finish | StepDown | None:
         """Tells a decision; returns it if it is the last."""
@@ -238,18 +225,18 @@ class Coordinator:
             self._form(decision)
         elif isinstance(decision, Stop):
             for name in self.machine.named:
-                self._send(name, End(decision.generation, decision.drain, decision.why))
+                self._peers.send(name, End(decision.generation, decision.how, decision.why))
         elif isinstance(decision, Drop):
             if (peer := self._peers.pop(decision.name, None)) is not None:
                 peer.connection.abort()
         elif isinstance(decision, Release):
-            self._send(decision.name, Released())
+            self._peers.send(decision.name, Released())
             self.released = self.released or decision.name == self._site.name
         elif isinstance(decision, Say):
             self._site.say(decision.text)
         elif isinstance(decision, Finish):
             for name in self._peers:
-                self._send(name, Over(decision.code, decision.why))
+                self._peers.send(name, Over(decision.code, decision.why))
             return decision
         else:
             return decision
@@ -261,40 +248,6 @@ class Coordinator:
         args = self._site.arrange(generation.size)
         number, size, nodes = generation.number, generation.size, len(generation.places)
         self._site.say(f"generation {number}: {size} rank(s) on {nodes} node(s) ({generation.why})")
+        about = generation.why, generation.step, events, generation.live, args
         for place in generation.places:
-            start = Start(number, place.first, size, host, port, nodes, generation.why, generation.step, events, args)
-            self._send(place.name, start)
-
-    def _send(self, name: str, message: Any) -> None:
-        if (peer := self._peers.get(name)) is not None and peer.admitted:
-            peer.connection.send(message)
-
-    async def _replicate(self) -> None:
-        """Waits until the standbys hold the journal; one that is silent loses its place meanwhile."""
-        for peer in self._standbys():
-            for line in self.journal.lines[peer.entries :]:
-                peer.connection.send(Entry(line))
-            peer.entries = len(self.journal.lines)
-        until = time.monotonic() + SILENCE
-        while any(peer.held < peer.entries for peer in self._standbys()) and time.monotonic() < until:
-            self._held.clear()
-            try:
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await self._held.wait()
-            except TimeoutError:
-                break
-
-    def _standbys(self) -> list[_Peer]:
-        """Returns the members that would coordinate next: the first ones that are connected."""
-        peers = (self._peers.get(name) for name in self.machine.known if name != self._site.name)
-        return list(islice((peer for peer in peers if peer is not None and peer.admitted), STANDBYS))
-
-    def _tell_roster(self) -> None:
-        """Tells everybody who would coordinate next, where that has changed."""
-        own = self._peers.get(self._site.name)
-        candidates = [] if own is None else [own, *self._standbys()]
-        roster = [f"{self._names[each.join.incarnation]} {each.join.host} {each.join.port}" for each in candidates]
-        if roster and roster != self._roster:
-            self._roster = roster
-            for name in self._peers:
-                self._send(name, Roster(roster))
+            self._peers.send(place.name, Start(number, place.first, place.ranks, size, host, port, nodes, *about))

@@ -5,7 +5,7 @@ Every event has the `time` at which the coordinator learned of it, in Unix secon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -21,9 +21,10 @@ class Joined:
     """A member has come, or has come back over a new connection.
 
     incarnation: of its supervisor's process; another one under the same name is a member that came back.
-    ranks: the number of ranks that it will start.
+    ranks: how many processes wait there for a place as ranks.
     host, port: where its supervisor listens, in case that it becomes the coordinator.
     running: the generation whose ranks run there, 0 for none.
+    holds: the newest generation that a waiting process has left with its state in memory, 0 for none.
     """
 
     time: float
@@ -33,10 +34,24 @@ class Joined:
     host: str
     port: int
     running: int = 0
+    holds: int = 0
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name) or not 1 <= self.ranks <= MOST_RANKS_OF_A_HOST or not 0 < self.port < 1 << 16:
-            raise ValueError(f"no member: {self.name!r:.80}, {self.ranks} ranks, port {self.port}")
+        _check_ranks(self.ranks)
+        if not NAME.fullmatch(self.name) or not 0 < self.port < 1 << 16:
+            raise ValueError(f"no member: {self.name!r:.80}, port {self.port}")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A member has so many processes that wait for a place: new ones have become ready, or waiting ones have ended."""
+
+    time: float
+    name: str
+    ranks: int
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,13 @@ class Left:
 
 @dataclass(frozen=True)
 class Ended:
-    """The ranks of a member have ended.
+    """The ranks of a member have left their generation: their processes have ended, or wait for another place.
 
     outcome: "finished" (the training is complete), "stopped" (as they were asked to), "failed" (one of them is at
-        fault) or "lost" (they failed because ranks elsewhere were gone).
+        fault), "killed" (one was, by a signal) or "lost" (they failed because ranks elsewhere were gone).
     code: the exit code of a failure.
     step: the last step that they committed, -1 where that is not known.
+    ranks: how many processes wait there for a place now. holds: whether one of them has the state in memory.
     """
 
     time: float
@@ -70,15 +86,18 @@ class Ended:
     code: int
     step: int
     message: str
+    ranks: int = 0
+    holds: bool = False
 
     def __post_init__(self) -> None:
-        if self.outcome not in ("finished", "stopped", "failed", "lost"):
+        _check_ranks(self.ranks)
+        if self.outcome not in ("finished", "stopped", "failed", "killed", "lost"):
             raise ValueError(f"outcome {self.outcome!r:.80}")
 
 
 @dataclass(frozen=True)
 class Draining:
-    """A member will leave (SIGTERM, the notice of a spot instance): its ranks end at a step boundary."""
+    """A member will leave (SIGTERM, the notice of a spot instance), after a step."""
 
     time: float
     name: str
@@ -114,8 +133,13 @@ class Tick:
     time: float
 
 
-Event = Joined | Left | Ended | Draining | Asked | TookOver | Tick
-EVENTS = kinds((Joined, Left, Ended, Draining, Asked, TookOver, Tick))
+Event = Joined | Ready | Left | Ended | Draining | Asked | TookOver | Tick
+EVENTS = kinds((Joined, Ready, Left, Ended, Draining, Asked, TookOver, Tick))
+
+
+def _check_ranks(ranks: int) -> None:
+    if not 0 <= ranks <= MOST_RANKS_OF_A_HOST:
+        raise ValueError(f"{ranks} ranks of a member")
 
 
 @dataclass(frozen=True)
@@ -129,12 +153,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Generation:
-    """An agreed membership. `number` counts them; `why` it was formed; `step` the last one committed before, or -1."""
+    """An agreed membership. `number` counts them; `why` it was formed; `step` the last one committed before, or -1;
+    `live`: whether some of its ranks have the state of the one before in memory."""
 
     number: int
     places: tuple[Place, ...]
     why: str
     step: int = -1
+    live: bool = False
 
     @property
     def size(self) -> int:
@@ -147,26 +173,31 @@ class Generation:
         return [place.name for place in self.places]
 
 
-def seated(members: Sequence[Joined]) -> tuple[Place, ...]:
-    """Returns the places of members in this order."""
-    firsts = accumulate((each.ranks for each in members), initial=0)
-    return tuple(Place(each.name, each.ranks, first) for each, first in zip(members, firsts, strict=False))
+def seated(ranks: Mapping[str, int]) -> tuple[Place, ...]:
+    """Returns the places of members in this order, with so many ranks each."""
+    firsts = accumulate(ranks.values(), initial=0)
+    return tuple(Place(name, count, first) for (name, count), first in zip(ranks.items(), firsts, strict=False))
 
 
 @dataclass(frozen=True)
 class Form:
-    """All members of the generation start their ranks."""
+    """All members of the generation give their waiting processes places in it."""
 
     generation: Generation
     events: tuple[str, ...]
 
 
+NOW, HALT, SAVE, END = "now", "halt", "save", "end"
+"""How ranks leave a generation: at once; after a step; after a step and a checkpoint, since some of them will not come
+back. They then wait for another place, with the state in memory. Or after a step and a checkpoint for good."""
+
+
 @dataclass(frozen=True)
 class Stop:
-    """All members of the generation end their ranks: at a step boundary with a checkpoint (`drain`), or at once."""
+    """The ranks of all members of the generation leave it. `how`: NOW, HALT, SAVE or END."""
 
     generation: int
-    drain: bool
+    how: str
     why: str
 
 
@@ -215,9 +246,10 @@ class Limits:
     """Sizes and times by which a membership is decided.
 
     minimum, maximum: numbers of nodes. Further ones wait until there is room.
-    settle: seconds without a new member after which a generation is formed or grows.
+    settle: seconds without a new member or rank after which a generation is formed or grows.
     rejoin: seconds for the members to find a coordinator that took over.
-    kill, drain: seconds for ranks to end, at once and at a step boundary.
+    kill, drain: seconds for ranks to leave a generation, at once and at a step boundary. A supervisor kills ranks that
+        do not leave at once, so `kill` is for one that does not obey.
     window: seconds in which the failures of a member are counted; at the k-th, from the second on, it is put aside for
         min(2^k, longest) seconds.
     fruitless: the job ends after so many failed generations in a row that have come no further than those before.
@@ -227,11 +259,11 @@ class Limits:
     maximum: int = MOST_NODES
     settle: float = 1.0
     rejoin: float = 2.0
-    kill: float = 5.0
+    kill: float = 60.0
     drain: float = 60.0
     window: float = 600.0
     longest: float = 300.0
-    fruitless: int = 3
+    fruitless: int = 5
 
 
 def node_limits(text: str) -> tuple[int, int]:

@@ -30,7 +30,6 @@ class Node:
     """A host, and what it knows of the job.
 
     name: the wished one. incarnation: of this process.
-    ranks: how many it starts.
     key: from the job's secret.
     open_store: opens a generation's store on an address; returns its port.
     arrange: returns further arguments of a program (the first argument) for a number of ranks (the second one).
@@ -41,7 +40,6 @@ class Node:
 
     name: str
     incarnation: str
-    ranks: int
     key: bytes
     open_store: Callable[[str], int]
     arrange: Callable[[list[str], int], list[str]]
@@ -56,12 +54,14 @@ class Leadership:
     name: this member's, once it was admitted.
     running, newest: the generation whose ranks run here (0 for none), and the newest one known; kept by the caller.
     confirmed: when the coordinator has answered last (time.monotonic); kept by the caller from then on.
+    offer: returns how many processes wait here, and the newest generation that one of them has left with its state.
     """
 
     def __init__(self, node: Node) -> None:
         self._node, self.name = node, node.name
         self.running = self.newest = 0
         self.confirmed = time.monotonic()
+        self.offer: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.succession = Succession(Limits())
         self._job: Admitted | None = None
         self._door: Door | None = None
@@ -170,8 +170,9 @@ class Leadership:
             sent = time.monotonic()
             connection = await call(host, port, node.key, LEASE)
             own_host, own_port = self.address if self._door is not None else self.listen(connection.own_host)
+            ready, holds = self.offer()
             connection.send(
-                Join(self.name, node.incarnation, node.ranks, own_host, own_port, self.running, self.newest)
+                Join(self.name, node.incarnation, ready, own_host, own_port, self.running, holds, self.newest)
             )
             try:
                 async with asyncio.timeout(LEASE):

@@ -1,12 +1,12 @@
 """The membership of a job as a state machine: events in, decisions out.
 
-    gathering --form--> running --a reason--> stopping --all ranks have ended--> gathering ... over
+    gathering --form--> running --a reason--> stopping --all ranks have left--> gathering ... over
 
 It has no clock, socket, file or thread: every event carries its time, and the same events give the same state and the
 same decisions. So a journal replays it, a standby follows it, and a test tries it with thousands of members.
 
 Two rules keep two generations from running at once. The next one is formed only when every member of the last has said
-that its ranks have ended, or is gone (a silent member ends its ranks by itself, see `lease`). And where members are
+that its ranks have left it, or is gone (a silent member ends its ranks by itself, see liveness). And where members are
 silent, which may be a cut link, only the side with more of the last generation's members goes on; where both have as
 many, the side whose coordinator was there before.
 """
@@ -17,6 +17,10 @@ from signal import SIGTERM
 
 from shoal.elastic.backoff import Backoff
 from shoal.elastic.events import (
+    END,
+    HALT,
+    NOW,
+    SAVE,
     Asked,
     Decision,
     Draining,
@@ -29,6 +33,7 @@ from shoal.elastic.events import (
     Joined,
     Left,
     Limits,
+    Ready,
     Release,
     Say,
     StepDown,
@@ -37,6 +42,7 @@ from shoal.elastic.events import (
     seated,
 )
 from shoal.elastic.quorum import outnumbered
+from shoal.elastic.roster import Roster
 from shoal.errors import CheckpointError, LaunchError, TrainingError, UserError
 
 GATHERING, RUNNING, STOPPING, DEPOSED, OVER = "gathering", "running", "stopping", "deposed", "over"
@@ -49,19 +55,16 @@ class Membership:
 
     phase: GATHERING, RUNNING, STOPPING, DEPOSED (this side must not go on, until somebody takes over) or OVER.
     generation: the newest one; its ranks run unless the phase is GATHERING.
-    members: those that are connected, by name.
-    known: the incarnation of every member that there ever was, by name, in the order in which they first came.
-    named, pending, awaited: the members of the generation; those of them whose ranks have not ended; those that have
+    roster: the members.
+    named, pending, awaited: the members of the generation; those of them whose ranks have not left it; those that have
         not found the coordinator that took over.
-    backoff: who is put aside.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.phase = GATHERING
         self.generation: Generation | None = None
-        self.members: dict[str, Joined] = {}
-        self.known: dict[str, str] = {}
+        self.roster = Roster(Backoff(limits.window, limits.longest))
         self.pending: set[str] = set()
         self.now = 0.0
         self._newest = self._number = 0  # numbers of the newest generation that anybody knows of, and of this one
@@ -72,11 +75,9 @@ class Membership:
         self._blamed: set[str] = set()  # those whose loss was counted
         self.awaited: set[str] = set()
         self._strict = False  # it took over because of silence
-        self.backoff = Backoff(limits.window, limits.longest)
-        self._draining: set[str] = set()
         self._asked = 0
         self._stop: Stop | None = None
-        self._came, self._idle = 0.0, -1.0  # when the last member came; when the last ranks had ended
+        self._idle = -1.0  # when the last ranks had left
         self._deadline = self._rejoined = float("inf")
         self._step = self._best = -1  # last committed steps: of the last generation, of all
         self._fruitless = 0
@@ -93,6 +94,8 @@ class Membership:
             self._leave(event)
         elif isinstance(event, Ended):
             self._end(event)
+        elif isinstance(event, Ready):
+            self.roster.wait(event.name, event.ranks, self.now)
         elif isinstance(event, Draining):
             decided = self._drain(event.name)
         elif isinstance(event, Joined):
@@ -107,28 +110,29 @@ class Membership:
 
     def due(self, now: float) -> bool:
         """Whether time alone changes something between the last event and `now`: then a Tick is to be applied."""
-        times = (self._came + self.limits.settle, self._deadline, self._rejoined, *self.backoff.until.values())
+        until = self.roster.backoff.until.values()
+        times = (self.roster.came + self.limits.settle, self._deadline, self._rejoined, *until)
         return self.phase != OVER and any(self.now < time <= now for time in times)
 
     def _join(self, event: Joined) -> list[Decision]:
         name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
-        if name not in self.members and name not in self.awaited:
-            self._note(f"{name} {'came back' if name in self.known else 'joined'} with {event.ranks} rank(s)")
-        self.members[name], self.known[name] = event, event.incarnation
+        if name not in self.roster.members and name not in self.awaited:
+            self._note(f"{name} {'came back' if name in self.roster.known else 'joined'}")
+        self.roster.join(event, event.holds == self._number > 0)
         self.awaited.discard(name)
         self._gone.pop(name, None)
         if current and event.running == self._number and name not in self._ended:  # only the connection was lost
             self.pending.add(name)
             return [self._stop] if self.phase == STOPPING and self._stop is not None else []
         if name in self.pending:
-            self._end(Ended(self.now, name, self._number, "lost", 0, -1, "it was cut off and ended its ranks"))
-        self._came = self.now
+            why, holds = "it was cut off and ended its ranks", event.holds == self._number
+            self._end(Ended(self.now, name, self._number, "lost", 0, -1, why, event.ranks, holds))
+        self.roster.came = self.now
         return []
 
     def _leave(self, event: Left) -> None:
         name = event.name
-        was = self.members.pop(name, None) is not None or name in self.pending
-        self._draining.discard(name)
+        was = self.roster.remove(name) or name in self.pending
         if name in self.named and (was or name in self._gone):
             self._lose(name, event.proven)
         if was:
@@ -138,27 +142,28 @@ class Membership:
         if event.generation == self._number and event.name in self.pending:
             self.pending.discard(event.name)
             self._ended[event.name] = event
-            if event.outcome in ("failed", "lost") or (event.outcome == "stopped" and self.phase == RUNNING):
+            self.roster.wait(event.name, event.ranks, self.roster.came)
+            self.roster.hold(event.name, event.holds and event.name in self.roster.members)
+            if event.outcome not in ("finished", "stopped") or (event.outcome == "stopped" and self.phase == RUNNING):
                 self._hurt = self._hurt or event
-            if event.outcome == "failed":
+            if event.outcome in ("failed", "killed"):
                 self._note(f"{event.name}: {event.message}")
 
     def _drain(self, name: str) -> list[Decision]:
-        if name not in self.members:
+        if name not in self.roster.members:
             return []
         self._note(f"{name} drains")
         if self.phase in (RUNNING, STOPPING) and name in self.named:
-            self._draining.add(name)
+            self.roster.draining.add(name)
             return []
-        del self.members[name]
+        self.roster.remove(name)
         return [Release(name), *self._last_one_left()]
 
     def _take_over(self, event: TookOver) -> list[Decision]:
         self._newest = max(self._newest, event.number)
         self._note(f"{event.name} coordinates in place of {event.former}")
-        self.members.clear()
-        self._draining.clear()
-        self._came = self.now
+        self.roster.release(list(self.roster.members))
+        self.roster.came = self.now
         if self.generation is None:
             return []
         self._gone = {name: True for name, proven in self._gone.items() if proven}  # who was silent may be heard here
@@ -167,41 +172,39 @@ class Membership:
         self.awaited = {name for name in self.named if name not in self._gone}
         self._strict = not event.proven
         self._rejoined = self.now + self.limits.rejoin
-        return self._begin_to_stop(f"{former}, which coordinated, is gone", drain=False)
+        return self._begin_to_stop(f"{former}, which coordinated, is gone", NOW)
 
     def _go_on(self) -> list[Decision]:
-        decided: list[Decision] = []
-        if self.phase == RUNNING:
-            decided += self._look_for_a_reason()
+        decided = self._look_for_a_reason() if self.phase == RUNNING else []
         if self.phase == STOPPING:
             decided += self._hurry()
             decided += self._all_have_ended() if not self.pending and not self.awaited else []
         if self.phase == GATHERING:
             decided += self._form()
+            decided += self._look_for_a_reason() if self.phase == RUNNING and self._asked else []
         return decided
 
     def _look_for_a_reason(self) -> list[Decision]:
         """Ends the running generation where a member is gone, has failed, leaves or waits to join."""
         if self._gone:
-            return self._begin_to_stop(f"{', '.join(self._gone)} is gone", drain=False)
+            return self._begin_to_stop(f"{', '.join(self._gone)} is gone", NOW)
         if self._hurt is not None:
-            return self._begin_to_stop(f"ranks of {self._hurt.name} ended: {self._hurt.message}", drain=False)
+            return self._begin_to_stop(f"ranks of {self._hurt.name} ended: {self._hurt.message}", NOW)
         if not self.pending:
             return [self._over(Finish(0, "the training is complete"))]
         if self._asked:
-            return self._begin_to_stop("the job was told to end", drain=True)
-        if leaving := self._draining & self.named:
-            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", drain=True)
-        if len(self.named) < self.limits.maximum and self.now >= self._came + self.limits.settle:
-            new = [name for name in self.members if name not in self.named and self._can_train(name)]
-            if new:
-                return self._begin_to_stop(f"{', '.join(new[:4])}{' ...' * (len(new) > 4)} joins", drain=True)
+            return self._begin_to_stop("the job was told to end", END)
+        if leaving := self.roster.draining & self.named:
+            return self._begin_to_stop(f"{', '.join(sorted(leaving))} leaves", SAVE)
+        if not self._ended and self.now >= self.roster.came + self.limits.settle:
+            new = self.roster.newcomers(self.named, len(self.named) < self.limits.maximum, self.now)
+            return self._begin_to_stop(new, HALT) if new else []
         return []
 
-    def _begin_to_stop(self, why: str, *, drain: bool) -> list[Decision]:
+    def _begin_to_stop(self, why: str, how: str) -> list[Decision]:
         self.phase = STOPPING
-        self._stop = Stop(self._number, drain, why)
-        self._deadline = self.now + (self.limits.drain if drain else self.limits.kill)
+        self._stop = Stop(self._number, how, why)
+        self._deadline = self.now + (self.limits.kill if how == NOW else self.limits.drain)
         return [self._stop] if self.pending else []
 
     def _hurry(self) -> list[Decision]:
@@ -211,12 +214,12 @@ class Membership:
             for name in sorted(self.awaited):
                 self._note(f"{name} is gone: it did not find the coordinator that took over")
                 self._lose(name, False)
-        if self._stop.drain and self.pending and (self._gone or self._hurt or self.now >= self._deadline):
-            return self._begin_to_stop(self._stop.why, drain=False)
+        if self._stop.how != NOW and self.pending and (self._gone or self._hurt or self.now >= self._deadline):
+            return self._begin_to_stop(self._stop.why, NOW)
         late = sorted(self.pending - self.awaited) if self.now >= self._deadline else []
         for name in late:
             self._note(f"{name} is gone: its ranks do not end")
-            del self.members[name]
+            self.roster.remove(name)
             self._lose(name, False)
         return [Drop(name, "its ranks do not end") for name in late]
 
@@ -229,15 +232,17 @@ class Membership:
         self.awaited.discard(name)
 
     def _all_have_ended(self) -> list[Decision]:
-        """Decides, once no rank of the generation runs any more, whether and with whom the job goes on."""
-        failed = [each for each in self._ended.values() if each.outcome == "failed"]
+        """Decides, once no rank is left in the generation, whether and with whom the job goes on."""
+        assert self._stop is not None
+        failed = [each for each in self._ended.values() if each.outcome in ("failed", "killed")]
         for each in failed:
-            self._fail(each.name)
+            if each.outcome == "failed":
+                self._fail(each.name)
             if each.code in _FATAL:
                 return [self._over(Finish(each.code, each.message))]
         if self._ended and all(each.outcome == "finished" for each in self._ended.values()):
             return [self._over(Finish(0, "the training is complete"))]
-        if self._asked:
+        if self._asked and self._stop.how == END:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
         self._step = max((each.step for each in self._ended.values() if each.step >= 0), default=self._step)
         self._fruitless = self._fruitless + 1 if failed and self._step <= self._best else 0
@@ -249,46 +254,40 @@ class Membership:
 
     def _let_go(self) -> list[Decision]:
         """Releases the members that drained, and waits for the next generation."""
-        leaving = sorted(self._draining & self.named)
-        for name in leaving:
-            self.members.pop(name, None)
+        leaving = sorted(self.roster.draining & self.named)
         self._gone |= dict.fromkeys(leaving, True)
-        self._draining.clear()
+        self.roster.release(leaving)
         self.phase, self._idle = GATHERING, self.now
         self._deadline = self._rejoined = float("inf")
         return [*(Release(name) for name in leaving), *(self._last_one_left() if leaving else [])]
 
     def _last_one_left(self) -> list[Decision]:
-        return [] if self.members else [self._over(Finish(128 + SIGTERM, "no node is left"))]
+        return [] if self.roster.members else [self._over(Finish(128 + SIGTERM, "no node is left"))]
 
     def _form(self) -> list[Decision]:
         if why := outnumbered(self.named, self._gone, self._strict):
             return [self._over(StepDown(why))]
-        if self._asked:
+        roster, least = self.roster, 1 if self._asked else self.limits.minimum
+        if self._asked and not roster.holding:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
-        if len(self.members) < self.limits.minimum:
-            return []
-        settling = self._came > self._idle and self.now < self._came + self.limits.settle
-        if settling and len(self.members) < self.limits.maximum:
-            return []
-        able = [name for name in self.known if name in self.members and self._can_train(name)]
-        if len(able) < self.limits.minimum:
+        able = roster.able(self.now)
+        full = len(able) == len(roster.members) >= self.limits.maximum
+        settling = roster.came > self._idle and self.now < roster.came + self.limits.settle and not full
+        if len(able) < least or settling:
             return []
         taken = set(sorted(able, key=lambda name: name not in self.named)[: self.limits.maximum])  # who trains goes on
-        chosen = [name for name in able if name in taken]
+        live = bool(roster.holding & taken)
+        places = seated(roster.place([name for name in able if name in taken]))
         why = self._stop.why if self._stop is not None else "the first"
         self._number = self._newest = self._newest + 1
-        self.generation = Generation(self._number, seated([self.members[name] for name in chosen]), why, self._step)
-        self.phase, self.named, self.pending = RUNNING, frozenset(chosen), set(chosen)
+        self.generation = Generation(self._number, places, why, self._step, live)
+        self.phase, self.named, self.pending = RUNNING, frozenset(taken), set(taken)
         self._ended, self._hurt, self._gone, self._blamed, self._strict = {}, None, {}, set(), False
         events, self._history = tuple(self._history[-20:]), []
         return [Form(self.generation, events)]
 
-    def _can_train(self, name: str) -> bool:
-        return name not in self._draining and self.backoff.left(name, self.now) <= 0
-
     def _fail(self, name: str) -> None:
-        self._note(self.backoff.failed(name, self.now))
+        self._note(self.roster.backoff.failed(name, self.now))
 
     def _note(self, text: str) -> None:
         if text:

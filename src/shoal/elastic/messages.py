@@ -19,6 +19,7 @@ class Join:
     host: str
     port: int
     running: int
+    holds: int
     newest: int
 
 
@@ -30,14 +31,23 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """So many of the member's processes wait for a place; see events.Ready."""
+
+    ranks: int
+
+
+@dataclass(frozen=True)
 class Report:
-    """The member's ranks have ended; see events.Ended."""
+    """The member's ranks have left their generation; see events.Ended."""
 
     generation: int
     outcome: str
     code: int
     step: int
     message: str
+    ranks: int
+    holds: bool
 
 
 @dataclass(frozen=True)
@@ -104,17 +114,19 @@ class Heard:
 
 @dataclass(frozen=True)
 class Start:
-    """Starts the member's ranks for a generation.
+    """Gives the member's waiting processes places in a generation.
 
-    first, size: their first number, and the number of all ranks.
+    first, ranks, size: their first number, how many they are, and the number of all ranks.
     host, port: the generation's store.
     nodes: the number of members.
     why, step, events: why it was formed, the last committed step of the one before (-1 for none), what has happened.
+    live: whether some ranks of the generation have the state of the one before in memory.
     args: further arguments of the program.
     """
 
     generation: int
     first: int
+    ranks: int
     size: int
     host: str
     port: int
@@ -122,15 +134,16 @@ class Start:
     why: str
     step: int
     events: list[str]
+    live: bool
     args: list[str]
 
 
 @dataclass(frozen=True)
 class End:
-    """The member's ranks are to end; see events.Stop."""
+    """The member's ranks are to leave their generation; see events.Stop."""
 
     generation: int
-    drain: bool
+    how: str
     why: str
 
 
@@ -168,5 +181,5 @@ class Over:
     why: str
 
 
-FROM_MEMBER = kinds((Join, Beat, Report, Drain, Ask, Held))
+FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Drain, Ask, Held))
 TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Heard, Start, End, Entry, Roster, Note, Released, Over))

@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from shoal.comm.secret import FILE_VARIABLE, VARIABLE, find_secret, new_secret
 from shoal.comm.signed import derived
+from shoal.elastic.crew import Crew
 from shoal.elastic.events import Limits
 from shoal.elastic.journal import Journal
 from shoal.elastic.leadership import Leadership, Node
-from shoal.elastic.messages import Admitted, Ask, Drain, Start
-from shoal.elastic.ranks import LocalRanks
+from shoal.elastic.messages import Admitted, Ask, Drain
 from shoal.elastic.supervisor import Supervisor
 from shoal.errors import UserError
 from shoal.launch.scratch import scratch
@@ -103,17 +103,12 @@ async def _supervise(
         return args
 
     name = re.sub(r"[^\w.-]", "-", socket.gethostname(), flags=re.ASCII).strip("-._")[:48] or "node"
-    node = Node(
-        name, secrets.token_hex(8), ranks, derived(secret, "coordinator"), open_store, arranged, _journal, _check, say
-    )
+    key = derived(secret, "coordinator")
+    node = Node(name, secrets.token_hex(8), key, open_store, arranged, _journal, _check, say)
     received: list[int] = []
     with scratch("run") as folder:
         leadership = Leadership(node)
-
-        def start(job: Admitted, start: Start) -> LocalRanks:
-            return LocalRanks(job, start, ranks, secret, folder, say)
-
-        supervisor = Supervisor(node, leadership, start)
+        supervisor = Supervisor(node, leadership, Crew(ranks, secret, folder, say))
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None

@@ -1,6 +1,6 @@
 """A node's supervisor: a member of the job that starts, watches and ends the ranks of its host.
 
-    the coordinator (here or on another node) <--messages--> supervisor --> ranks
+    the coordinator (here or on another node) <--messages--> supervisor --> processes
 
 It ends its ranks when the coordinator says so, and by itself when no beat has been answered for LEASE seconds: then it
 may have been cut off, and the others go on without it.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from signal import SIGTERM
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from shoal.elastic.messages import (
     Report,
     Roster,
     Start,
+    Waiting,
 )
 from shoal.elastic.records import Malformed
 from shoal.elastic.succession import Candidate
@@ -40,28 +41,47 @@ _LOOK = 0.02
 
 
 class Ranks(Protocol):
-    """The ranks of a host in one generation."""
+    """The processes of a host that are ranks or will be; see crew.Crew."""
+
+    @property
+    def ready(self) -> int:
+        """How many wait for a place."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks that have not left their generation."""
+
+    @property
+    def holds(self) -> int:
+        """The newest generation that a waiting one has left with its state in memory, 0 for none."""
+
+    def begin(self, job: Admitted) -> None:
+        """Starts the processes, once."""
+
+    def place(self, start: Start) -> None:
+        """Makes waiting processes ranks. Raises LaunchError where there are not enough."""
 
     def look(self) -> Report | None:
-        """Returns how the ranks have ended, once all have; notices ranks that hang."""
+        """Returns how the ranks have left their generation, once all have; notices ranks that hang."""
 
-    def stop(self) -> None:
-        """Asks the ranks to end at a step boundary."""
+    def leave(self, how: str) -> None:
+        """Has the ranks leave their generation; see events.NOW."""
 
     def kill(self) -> None:
         """Ends the ranks at once; does not wait."""
 
+    def close(self) -> None:
+        """Ends all processes."""
+
 
 class Supervisor:
-    """Supervises a node whose way to the coordinator is `leadership`.
+    """Supervises a node whose way to the coordinator is `leadership`, and whose processes are `ranks`."""
 
-    start: starts the ranks of a generation. Raises LaunchError.
-    """
-
-    def __init__(self, node: Node, leadership: Leadership, start: Callable[[Admitted, Start], Ranks]) -> None:
-        self._say, self._at, self._start_ranks = node.say, leadership, start
-        self._job: Admitted | None = None
-        self._ranks: Ranks | None = None
+    def __init__(self, node: Node, leadership: Leadership, ranks: Ranks) -> None:
+        self._say, self._at, self._ranks = node.say, leadership, ranks
+        leadership.offer = self._offer
+        self._told = 0  # how many processes wait here, as the coordinator knows
+        self._left: Report | None = None  # not told yet
         self._connection: Connection | None = None
         self._beats: dict[int, float] = {}
         self._wishes: list[Any] = []
@@ -86,18 +106,19 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._end_ranks()
+            self._ranks.close()
             await self._at.close()
 
     async def _stay(self) -> None:
         """Is a member until the job is over for this node."""
         while self._code is None:
             connection, job = await self._at.connect()
+            self._ranks.begin(job)
             if self._at.running and job.generation != self._at.running:
                 self._say(f"generation {self._at.running} is over: its ranks are ended")
                 self._at.running = 0
                 await self._end_ranks()
-            self._job, self._connection = job, connection
+            self._connection = connection
             try:
                 while self._code is None and self._connection is connection:
                     await self._obey(connection, await connection.receive())
@@ -114,11 +135,15 @@ class Supervisor:
                 await self._end_ranks()
 
     async def _end_ranks(self) -> None:
-        if self._ranks is not None:
-            self._ranks.kill()
-        while self._ranks is not None and self._ranks.look() is None:
+        """Kills ranks, and waits until `_tick` has seen their end."""
+        self._ranks.kill()
+        while self._ranks.busy:
             await asyncio.sleep(_LOOK)
-        self._ranks = None
+
+    def _offer(self) -> tuple[int, int]:
+        """Returns what the coordinator is told of the processes that wait; see Ranks.ready, Ranks.holds."""
+        self._told = self._ranks.ready
+        return self._told, self._ranks.holds
 
     async def _obey(self, connection: Connection, message: Any) -> None:
         succession = self._at.succession
@@ -145,21 +170,25 @@ class Supervisor:
             self._say(f"the job has ended: {message.why}")
 
     def _start(self, connection: Connection, start: Start) -> None:
-        assert self._job is not None
         self._at.running = self._at.newest = start.generation
+        self._told = 0
         try:
-            self._ranks = self._start_ranks(self._job, start)
+            self._ranks.place(start)
         except LaunchError as error:
             self._at.running = 0
-            connection.send(Report(start.generation, "failed", 1, -1, str(error)))
+            connection.send(Report(start.generation, "lost", 0, -1, str(error), *self._left_over(start.generation)))
 
     def _end(self, connection: Connection, end: End) -> None:
-        if self._ranks is None or end.generation != self._at.running:
-            connection.send(Report(end.generation, "stopped", 0, -1, "no rank ran"))
-        elif end.drain:
-            self._ranks.stop()
-        else:
-            self._ranks.kill()
+        if end.generation != self._at.running:
+            left = self._left_over(end.generation)
+            connection.send(Report(end.generation, "stopped", 0, -1, "no rank ran", *left))
+        elif self._ranks.busy:
+            self._ranks.leave(end.how)
+
+    def _left_over(self, generation: int) -> tuple[int, bool]:
+        """Returns how many processes wait after a generation, and whether one holds its state."""
+        ready, holds = self._offer()
+        return ready, holds == generation
 
     async def _tick(self) -> None:
         """Beats, looks after the ranks, and ends them where this node may have been cut off."""
@@ -173,22 +202,29 @@ class Supervisor:
                 connection.send(Beat(number))
             while connection is not None and self._wishes:
                 connection.send(self._wishes.pop(0))
-            if self._ranks is not None and (report := self._ranks.look()) is not None and connection is not None:
-                self._ranks = None
-                if report.generation == self._at.running:
-                    connection.send(report)
-                    self._at.running = 0
+            self._left = self._ranks.look() or self._left
+            if connection is not None:
+                self._tell(connection)
             if now - self._at.confirmed > LEASE and (connection is not None or self._at.running):
                 await asyncio.sleep(_LOOK)  # an answer may have come while this process stood still
                 if time.monotonic() - self._at.confirmed > LEASE:
                     self._cut_off()
 
+    def _tell(self, connection: Connection) -> None:
+        """Tells the coordinator that the ranks have left their generation, and how many processes wait."""
+        if self._left is not None and self._left.generation == self._at.running:
+            ranks, holds = self._left_over(self._left.generation)
+            connection.send(replace(self._left, ranks=ranks, holds=holds))
+            self._at.running = 0
+        self._left = None
+        if self._ranks.ready != self._told:
+            connection.send(Waiting(self._offer()[0]))
+
     def _cut_off(self) -> None:
         if self._at.running:
             self._say(f"no coordinator has answered for {LEASE:.0f} s: the ranks of this node are ended")
             self._at.running = 0
-            if self._ranks is not None:
-                self._ranks.kill()
+            self._ranks.kill()
         if self._connection is not None:
             self._connection.abort()
             self._connection = None

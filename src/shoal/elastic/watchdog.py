@@ -21,10 +21,16 @@ until a host on which no rank is missing gives up waiting for the others' superv
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that hang. `here`: whether they are on this host. `text`: which, and what each rank was in."""
+    """Ranks that hang. `ranks`: those on this host, none where they are elsewhere. `stopped`: because their processes
+    are. `text`: which, and what each rank was in."""
 
-    here: bool
+    ranks: tuple[int, ...]
+    stopped: bool
     text: str
+
+    @property
+    def here(self) -> bool:
+        return bool(self.ranks)
 
 
 class Watchdog:
@@ -34,16 +40,20 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=64)
         self._last: tuple[int, float] | None = None
         self._stopped: dict[int, float] = {}
+        self.step = -1
+        """The last step that any of the ranks has shown."""
 
     def look(self, boards: Mapping[int, Progress], stopped: set[int], now: float) -> Hang | None:
         """Returns the hang that there is now.
 
         boards: of the ranks that run, by number. stopped: those whose process is stopped. now: CLOCK_MONOTONIC.
         """
+        self.step = max(self.step, *(board.step for board in boards.values()), -1)
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
         long = [rank for rank, since in self._stopped.items() if now - since >= STOPPED]
         if long:
-            return Hang(True, f"rank {_numbers(long)}: the process is stopped (SIGSTOP); {_places(boards, now)}")
+            text = f"rank {_numbers(long)}: the process is stopped (SIGSTOP); {_places(boards, now)}"
+            return Hang(tuple(long), True, text)
         self._time_steps(boards)
         training = {rank: board for rank, board in boards.items() if board.training}
         late = {rank: board for rank, board in training.items() if now - board.stepped > self.limit}
@@ -52,15 +62,25 @@ class Watchdog:
         missing = [rank for rank, board in late.items() if not board.waits]
         seconds = min(now - board.stepped for board in late.values())
         if missing:
-            return Hang(True, f"rank {_numbers(missing)} committed no step for {seconds:.0f} s; {_places(boards, now)}")
+            text = f"rank {_numbers(missing)} committed no step for {seconds:.0f} s; {_places(boards, now)}"
+            return Hang(tuple(missing), False, text)
         if seconds > self.limit + ELSEWHERE:
-            return Hang(False, f"all ranks here wait for others; {_places(boards, now)}")
+            return Hang((), False, f"all ranks here wait for others; {_places(boards, now)}")
         return None
+
+    def look_last(self, board: Progress) -> None:
+        """Takes in what a rank had shown that has ended."""
+        self.step = max(self.step, board.step)
 
     @property
     def limit(self) -> float:
         """The seconds in which a step is to be committed."""
-        return max(LEAST, STEPS * statistics.median(self._steps)) if self._steps else float("inf")
+        return max(LEAST, STEPS * self.median) if self._steps else float("inf")
+
+    @property
+    def median(self) -> float:
+        """The seconds of a median step, 0 before the second one."""
+        return statistics.median(self._steps) if self._steps else 0.0
 
     def _time_steps(self, boards: Mapping[int, Progress]) -> None:
         """Takes in the time of the last step of the first rank; the first step of all is not like the others."""

@@ -11,9 +11,12 @@ with imports():
     from rich.panel import Panel
     from rich.text import Text
 
+    from shoal.elastic.control import control
+    from shoal.jobs.attempt import Outcome
     from shoal.jobs.evaluator import follow
+    from shoal.jobs.live import LiveRank
     from shoal.jobs.read import load_job
-    from shoal.jobs.train import Outcome, train
+    from shoal.jobs.train import train
     from shoal.jobs.underway import tell_what_is_under_way
     from shoal.launch import discover
     from shoal.report.metrics import read_metrics
@@ -23,6 +26,8 @@ with imports():
 def run(path: str, assignments: list[str]) -> int:
     """Trains the job file `path` with `assignments` on top, or evaluates what the ranks of its run train; returns the
     exit code. Rank 0 prints a summary, the report's path last."""
+    if (supervised := control()) is not None:
+        return _told(LiveRank(path, assignments, supervised).to_its_end())
     place = discover()
     with tell_what_is_under_way(place.rank == 0):
         job, origins = load_job(path, assignments)
@@ -30,6 +35,11 @@ def run(path: str, assignments: list[str]) -> int:
             follow(job, origins)
             return 0
         outcome = train(job, origins)
+    return _told(outcome)
+
+
+def _told(outcome: Outcome) -> int:
+    """Prints the summary where there is one; returns the exit code."""
     if outcome.report is not None:
         tell(outcome)
     return 128 + outcome.signal if outcome.signal else 0

@@ -15,8 +15,9 @@ FLOOR = 0.1
 """Final learning rate of a schedule, relative to the peak."""
 
 
-def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> Engine:
-    """Makes the engine that trains `model` as `job` says. `total`: steps over which the learning rate falls."""
+def make_engine(job: Job, model: ModelSpec, total: int | None, world: World, joins: bool = False) -> Engine:
+    """Makes the engine that trains `model` as `job` says. `total`: steps over which the learning rate falls; `joins`:
+    see Engine."""
     train = job.train
     assert train.schedule is not None and train.warmup is not None
     with in_section("train"):
@@ -36,4 +37,5 @@ def make_engine(job: Job, model: ModelSpec, total: int | None, world: World) -> 
             buffers=train.buffers,
             norms_every=job.run.norms_every,
             world=world,
+            joins=joins,
         )

@@ -58,20 +58,28 @@ def settle(job: Job, origins: Origins, world: World | Sizes) -> Settled:
 
     Raises UserError where job, model, data and ranks do not fit together.
     """
-    job, origins = spread(job, origins, world.size)
-    if job.run.nproc is None:
-        job, origins = put(job, origins, "run", nproc=world.local_size)
+    return at_size(opened(*spread(job, origins, world.size)), world)
+
+
+def opened(job: Job, origins: Origins) -> Settled:
+    """Chooses the values that do not depend on the ranks, and opens the data. Raises UserError as `settle`."""
     job, origins, model, data = (_settle_samples if job.model["name"] in DEFAULT else _settle_text)(job, origins)
     total = _total(job, data)
-    job, origins = _put_schedule(job, origins, total)
-    job, origins = _put_stages(job, origins, model, data, world)
-    return Settled(job, origins, model, data, total)
+    return Settled(*_put_schedule(job, origins, total), model, data, total)
+
+
+def at_size(settled: Settled, world: World | Sizes) -> Settled:
+    """Chooses what depends on the ranks: the plan, for so many, and its stages. Raises UserError as `settle`."""
+    job, origins = spread(settled.job, settled.origins, world.size)
+    if job.run.nproc is None:
+        job, origins = put(job, origins, "run", nproc=world.local_size)
+    job, origins = _put_stages(job, origins, settled.model, settled.data, world)
+    return replace(settled, job=job, origins=origins)
 
 
 def with_plan(settled: Settled, plan: Plan, world: World | Sizes) -> Settled:
     """Returns the job under another plan, with its stages found anew."""
-    job = replace(settled.job, plan=plan)
-    job, origins = _put_stages(job, settled.origins, settled.model, settled.data, world)
+    job, origins = _put_stages(replace(settled.job, plan=plan), settled.origins, settled.model, settled.data, world)
     return replace(settled, job=job, origins=origins)
 
 

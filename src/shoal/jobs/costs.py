@@ -11,6 +11,8 @@ from shoal.engine import Engine
 from shoal.models import ModelSpec
 from shoal.report.flops import count_flops
 
+_PEAKS: dict[tuple[torch.device, torch.dtype], float] = {}
+
 
 def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float | None:
     """Returns the FLOPs of forward and backward of one row of `sequence` tokens (None: of one sample).
@@ -34,7 +36,14 @@ def flops_per_sample(model: ModelSpec, data: Any, sequence: int | None) -> float
         return None
 
 
-def peak_flops(engine: Engine) -> float:
-    """Measures the FLOP/s of matrix products in the model's precision, summed over all ranks. A collective call."""
-    mine = measure_peak_flops(engine.device, engine.precision.model)
-    return float(engine.world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64), purpose="peak"))
+def peak_flops(engine: Engine, measure: bool = True) -> float:
+    """Returns the FLOP/s of matrix products in the model's precision, summed over all ranks. A collective call.
+
+    Each process measures once. measure: False where training goes on: ranks that have not measured count as the others.
+    """
+    key = engine.device, engine.precision.model
+    if measure and key not in _PEAKS:
+        _PEAKS[key] = measure_peak_flops(*key)
+    mine = torch.tensor([_PEAKS.get(key, 0.0), key in _PEAKS], dtype=torch.float64)
+    total, known = engine.world.everyone.all_reduce(mine, purpose="peak").tolist()
+    return float(total / known * engine.world.size) if known else 0.0

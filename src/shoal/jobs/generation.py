@@ -9,30 +9,39 @@ from pathlib import Path
 
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
-from shoal.elastic.told import Told, told
+from shoal.elastic.control import Place
+from shoal.jobs.choose import Settled
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
+from shoal.jobs.read import load_job
 from shoal.launch.board import open_board
 from shoal.report.metrics import MembershipRecord
 
 
-def record_of(known: Told, world: int, step: int) -> MembershipRecord:
-    """Returns the record of a generation, which goes on after `step` with `world` ranks."""
-    lost = max(0, known.step - step)
+def record_of(place: Place, step: int, *events: str) -> MembershipRecord:
+    """Returns the record of a generation, which goes on after `step`; `events`: what has happened besides."""
+    lost = max(0, place.step - step)
     return MembershipRecord(
-        step=step, generation=known.generation, nodes=known.nodes, world=world, why=known.why, lost=lost,
-        events=known.events,
+        step=step, generation=place.generation, nodes=place.nodes, world=place.size, why=place.why, lost=lost,
+        events=[*place.events, *events],
     )  # fmt: skip
 
 
-def resuming(job: Job) -> Job:
+def resuming(job: Job, generation: int) -> Job:
     """Returns the job, which goes on from its own checkpoints where it has any in a later generation."""
-    known = told()
-    if known is None or known.generation == 1:
+    if generation == 1:
         return job
     if job.run.resume not in ("auto", "never") and not completed(Path(job.run.dir) / DIRECTORY):
         return job
     return replace(job, run=replace(job.run, resume="auto"))
+
+
+def placed(settled: Settled, path: str, assignments: list[str], place: Place) -> Settled:
+    """Returns the job with the plan of its generation. `assignments`: those of all generations."""
+    job, origins = load_job(path, [*assignments, *place.args])
+    job = resuming(replace(settled.job, plan=job.plan), place.generation)
+    plan = {key: value for key, value in origins.items() if key.startswith("plan.")}
+    return replace(settled, job=job, origins={**settled.origins, **plan})
 
 
 class Shown:
@@ -50,3 +59,10 @@ class Shown:
         """Shows that something else than a step begins, which may take long."""
         if self._board is not None:
             self._board.show(False)
+
+    def close(self) -> None:
+        """Shows nothing more."""
+        if self._board is not None:
+            self._board.show(False)
+            self._board.close()
+            self._board = None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import psutil
 from filelock import FileLock
 
-from shoal.elastic.told import told
+from shoal.elastic.control import JOB
 from shoal.errors import UserError
 
 if TYPE_CHECKING:  # commands that only read a run import no torch
@@ -65,8 +65,10 @@ class Holder:
 
 
 @contextmanager
-def locked(run_dir: Path, group: Group) -> Iterator[None]:
+def locked(run_dir: Path, group: Group, keeps: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     """Holds the lock of the run directory. A collective of `group`, whose rank 0 takes the lock.
+
+    keeps: an exception after which the lock stays, because the job goes on.
 
     Raises UserError on all ranks where another run has it or it cannot be written.
     """
@@ -82,10 +84,14 @@ def locked(run_dir: Path, group: Group) -> Iterator[None]:
     problem = group.broadcast_object(problem)
     if problem is not None:
         raise problem
+    goes_on = False
     try:
         yield
+    except keeps:
+        goes_on = True
+        raise
     finally:
-        if group.rank == 0:
+        if group.rank == 0 and not goes_on:
             _give_back(run_dir, new)
 
 
@@ -130,8 +136,7 @@ def _give_back(run_dir: Path, new: bool) -> None:
 
 
 def _job() -> str:
-    known = told()
-    return known.job if known is not None else ""
+    return os.environ.get(JOB, "")
 
 
 def _holder(path: Path) -> Holder | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from shoal.errors import LaunchError
 from shoal.jobs.underway import shown_by
 from shoal.report import flops, units
 from shoal.report.events import plan_text
@@ -37,6 +38,9 @@ from shoal.training.evaluation import Evaluation
 from shoal.training.norms import by_layer
 from shoal.training.result import StepResult
 
+RECENT = 4
+"""How many steps a rank remembers, beside those whose numbers have not been read."""
+
 
 class Recorder:
     """Writes the records of one attempt to metrics.jsonl in `run_dir`, to the trackers and to the progress line.
@@ -61,14 +65,14 @@ class Recorder:
         late: int = 0,
         stream: TextIO | None = None,
     ) -> None:
-        self._active = active
+        self._active, self._flops_per_sample, self._peak = active, flops_per_sample, 0.0
+        self._memory = MemoryMeter(device)
+        self._recent: deque[tuple[StepResult, int, float]] = deque(maxlen=late + RECENT)
         self._started = self._lap = time.perf_counter()
         self._unread: deque[tuple[StepResult, int, float]] = deque()
         if not active:
             return
         self._late = late
-        self._flops_per_sample, self._peak = flops_per_sample, 0.0
-        self._memory = MemoryMeter(device)
         self._log: MetricsLog | None = MetricsLog(run_dir / "metrics.jsonl")
         self._trackers = Trackers(make_trackers(trackers, run_dir), self.warning)
         self._progress = Progress(total, stream or sys.stdout)
@@ -85,13 +89,27 @@ class Recorder:
 
     def step(self, result: StepResult, samples: int) -> None:
         """Takes in a step of `samples` samples. Its time is the time since the step before, without pauses."""
+        now = time.perf_counter()
+        self._recent.append((result, samples, now - self._lap))
+        self._lap = now
         if not self._active:
             return
-        now = time.perf_counter()
-        self._unread.append((result, samples, now - self._lap))
-        self._lap = now
+        self._unread.append(self._recent[-1])
         while len(self._unread) > self._late:
             self._read()
+
+    def recent(self) -> list[StepRecord]:
+        """Returns the records of the last steps, for whoever records in place of a rank 0 that is gone; all ranks have
+        them. Those of a step that was cut short are left out."""
+        found: list[StepRecord] = []
+        with suppress(LaunchError):
+            found += (self._record(*each) for each in self._recent)
+        return found
+
+    def missing(self, records: Sequence[StepRecord]) -> None:
+        """Takes in the records of steps that another process has trained and not recorded."""
+        for record in records:
+            self._write(record)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -148,6 +166,12 @@ class Recorder:
             return
         self.flush()
         self._write(EndRecord(reason=reason, seconds=time.perf_counter() - self._started))
+        self.close()
+
+    def close(self) -> None:
+        """Closes all outputs, without the end of the run: somebody else goes on."""
+        if not self._active:
+            return
         self._ending.close()
         self._progress.close()
         self._trackers.close()
@@ -155,11 +179,15 @@ class Recorder:
             self._log.close()
 
     def _read(self) -> None:
-        result, samples, seconds = self._unread.popleft()
+        record = self._record(*self._unread.popleft())
+        self._write(record)
+        self._progress.update(record)
+
+    def _record(self, result: StepResult, samples: int, seconds: float) -> StepRecord:
         tokens = round(result.tokens / (result.share or 1.0))
         share = flops.mfu(self._flops_per_sample * samples, seconds, self._peak) if self._flops_per_sample else None
         counts = result.tokens_per_expert
-        record = StepRecord(
+        return StepRecord(
             step=result.step + 1,
             epoch=result.epoch,
             loss=result.loss,
@@ -178,8 +206,6 @@ class Recorder:
             tokens_per_expert=counts if counts and sum(map(len, counts)) <= COUNTS else None,
             norms=by_layer(result.norms) if result.norms and not result.skipped else None,
         )
-        self._write(record)
-        self._progress.update(record)
 
     def _write(self, record: Record) -> None:
         if self._active:

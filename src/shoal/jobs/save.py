@@ -39,23 +39,28 @@ class Saver:
         self._latest = saved  # step 0 needs no checkpoint
         self.failure: CheckpointError | None = None
 
-    def save(self) -> None:
-        """Begins a checkpoint of the current step, and records whether the one before it was completed."""
+    def save(self, wait: bool = False) -> None:
+        """Begins a checkpoint of the current step, and records whether the one before it was completed.
+
+        wait: return when the checkpoint is complete, or has failed.
+        """
         step = self._engine.step_index
-        if step == self._latest:
+        if step == self._latest and not (wait and self._under_way):
             return
         began = time.perf_counter()
         try:
-            self._begin()
+            self._begin(wait)
             self._record()
         except CheckpointError as error:  # of the save before: this one has not begun
             self.failed(error)
             try:
-                self._begin()
+                self._begin(wait)
             except CheckpointError as error:
                 self.failed(error)
                 return
         self._latest, self._under_way = step, (step, time.perf_counter() - began)
+        if wait:
+            self._record()
 
     def close(self) -> None:
         """Waits for the save in progress, and closes the engine."""
@@ -70,8 +75,8 @@ class Saver:
         self._under_way, self.failure = None, error
         self._recorder.warning(str(error))
 
-    def _begin(self) -> None:
-        self._engine.save(self._run_dir / DIRECTORY, wait=False, keep=self._keep, extra=self._user())
+    def _begin(self, wait: bool) -> None:
+        self._engine.save(self._run_dir / DIRECTORY, wait=wait, keep=self._keep, extra=self._user())
 
     def _record(self) -> None:
         if self._under_way is not None:

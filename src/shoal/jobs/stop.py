@@ -13,12 +13,23 @@ from torch import Tensor
 
 from shoal.comm import Group, Lane
 from shoal.comm.lane import Ticket
+from shoal.elastic.events import END, HALT, NOW, SAVE
+from shoal.errors import LaunchError
 
 CHECK_SECONDS = 0.25  # between two all-reduces of the stop flag; one costs about 0.1 ms
 MOST_STEPS = 64
 STOPPED = "stopped by "
 """How the reason of a run begins that a signal ended."""
 _TIME_IS_OVER = 1  # signals have their own numbers, from 2 on: SIGINT is 2, SIGTERM 15
+_WISHES = {END: int(signal.SIGTERM), HALT: 100, SAVE: 101}
+
+
+class Halted(Exception):
+    """All ranks leave their generation after the same step, to go on in another one. `how`: HALT or SAVE."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
 
 
 class Stop:
@@ -47,6 +58,7 @@ class Stop:
         self._left = self._interval = 1
         self._handlers: dict[int, object] = {}
         self.signal: int | None = None
+        self._lost = False
         self.wanted = False
         """Whether rank 0 was asked for something by the time of the last reduction; the same on every rank."""
 
@@ -65,6 +77,16 @@ class Stop:
         if self._lane is not None and kind is None:  # after an error other ranks may never join the reduction
             self._lane.close()
 
+    def abandon(self) -> None:
+        """Ends the background work after an error, once the groups of this rank are closed."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def ask(self, how: str) -> None:
+        """Has the ranks leave their generation; see events.NOW. Any thread may call it."""
+        self._lost = self._lost or how == NOW
+        self._received = _WISHES.get(how, self._received)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number
         if number == signal.SIGINT:
@@ -76,7 +98,12 @@ class Stop:
         return time.monotonic() - self._started
 
     def after_step(self) -> str | None:
-        """Returns why to stop now, or None; the same on every rank. All ranks call it after each step."""
+        """Returns why to stop now, or None; the same on every rank. All ranks call it after each step.
+
+        Raises Halted, on all ranks alike, where one was asked to leave its generation after a step; LaunchError on a
+        rank that is to leave it at once."""
+        if self._lost:
+            raise LaunchError("this rank is to leave its generation at once")
         self._left -= 1
         self.wanted = False
         if self._left > 0:
@@ -88,6 +115,9 @@ class Stop:
         wish, asked, self._left = self._ask(torch.tensor([wish, asked, self._next_interval()])).tolist()
         self.wanted = bool(asked)
         self._interval = self._left = max(1, self._left)
+        for how in (HALT, SAVE):
+            if wish == _WISHES[how]:
+                raise Halted(how)
         if wish > _TIME_IS_OVER:
             self.signal = wish
             return f"{STOPPED}{signal.Signals(wish).name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +19,9 @@ from shoal.launch import mpi, slurm
 from shoal.launch.environment import RAY, discover
 from shoal.launch.identity import Identity
 from shoal.launch.local import launch
-from shoal.launch.store import connect, locate
+from shoal.launch.store import connect, connect_placed, locate
 
-__all__ = ["Identity", "connect", "discover", "join", "launch"]
+__all__ = ["Identity", "connect", "discover", "enter", "join", "launch"]
 
 
 def join(init: str | None = None, *, timeout: float = 300.0) -> World:
@@ -54,6 +54,14 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
         device=found[0] if len(found) == 1 else None,  # where a scheduler gives each task a GPU, that is the first one
         say=to_terminal if "SHOAL_TERMINAL" in os.environ else to_stderr,
     )
+
+
+def enter(identity: Identity, secret: bytes, check: Callable[[], None]) -> World:
+    """Returns a World of ranks that supervisors have placed (see connect_placed)."""
+    assert identity.local_rank is not None and identity.local_size is not None
+    store = connect_placed(identity, secret, check)
+    seat = Seat(identity.local_rank, identity.local_size)
+    return World(identity.rank, identity.size, seat=seat, store=store, generation=identity.generation, say=to_terminal)
 
 
 def to_terminal(line: str) -> None:

@@ -59,10 +59,14 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         text, exit_code = folded_traceback(error), 1
         if is_own_failure(error):
             message += f"\n{_LOST_DEVICE}"
-    lost_peer = isinstance(error, LaunchError) or (
+    return Failure(rank, socket.gethostname(), time.time(), message, text, exit_code, has_lost_peer(error))
+
+
+def has_lost_peer(error: BaseException) -> bool:
+    """Returns whether a rank raised `error` because another one was gone."""
+    return isinstance(error, LaunchError) or (
         isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER)
     )
-    return Failure(rank, socket.gethostname(), time.time(), message, text, exit_code, lost_peer)
 
 
 def write_failure(failure: Failure, path: Path) -> None:

@@ -95,16 +95,16 @@ class Team:
         threads: int | None = None,
         prefix: str = "",
     ) -> None:
-        self.ranks: list[_Rank] = []
+        self.ranks: list[RankProcess] = []
         self._failed: set[int] = set()
         try:
             logs.mkdir(parents=True, exist_ok=True)
             for local_rank in range(seats.here):
                 variables = {**env, **seats.variables(local_rank, folder), **(each or {}).get(local_rank, {})}
-                variables.update(_threads(variables, seats.here, threads))
+                variables.update(threads_of(variables, seats.here, threads))
                 rank = seats.first + local_rank
                 log = logs / f"{prefix}rank{rank}.log" if rank else None
-                self.ranks.append(_Rank(rank, program, variables, log))
+                self.ranks.append(RankProcess(rank, program, variables, log))
         except OSError as error:
             self.end()
             raise LaunchError(
@@ -116,7 +116,7 @@ class Team:
         """True while a rank's process runs."""
         return any(rank.running for rank in self.ranks)
 
-    def failures(self) -> list[_Rank]:
+    def failures(self) -> list[RankProcess]:
         """Returns the ranks that have failed since the last call."""
         new = [rank for rank in self.ranks if rank.rank not in self._failed and rank.failed]
         self._failed |= {rank.rank for rank in new}
@@ -142,33 +142,43 @@ class Team:
         while any(rank.running for rank in left) and time.monotonic() < deadline:
             time.sleep(POLL)
         for rank in self.ranks:
-            rank.signal_group(signal.SIGKILL)
-            rank.process.wait()
-            rank.ended = rank.ended or time.time()
+            rank.reap()
 
     def endings(self) -> list[Ending]:
         """Returns how each rank has ended, once `end` was called."""
         return [rank.ending() for rank in self.ranks]
 
 
-class _Rank:
-    """The process of one rank."""
+class RankProcess:
+    """The process of one rank.
 
-    def __init__(self, rank: int, program: list[str], variables: dict[str, str], log: Path | None) -> None:
+    variables: all that it has. log: the file for its output; None where it has the terminal.
+    descriptors: what else it is given, by the variable that tells their number.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        program: list[str],
+        variables: Mapping[str, str],
+        log: Path | None,
+        descriptors: Mapping[str, int] | None = None,
+    ) -> None:
         self.rank, self.log = rank, log
         self.failure_file = Path(variables["SHOAL_FAILURE_FILE"])
         self.ended: float | None = None
         self.stopped = False
         command = [sys.executable, "-m", "shoal.launch.rank", *program]
         with open(log or os.devnull, "wb") as output, _terminal() as terminal:
+            given = {"SHOAL_TERMINAL": terminal, **(descriptors or {})}
             self.process = subprocess.Popen(
                 command,
-                env={**variables, "SHOAL_TERMINAL": str(terminal)},
+                env={**variables, **{name: str(number) for name, number in given.items()}},
                 stdin=subprocess.DEVNULL,
                 stdout=output if log else None,
                 stderr=output if log else None,
                 start_new_session=True,
-                pass_fds=(terminal,),
+                pass_fds=tuple(given.values()),
             )
 
     @property
@@ -203,7 +213,14 @@ class _Rank:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
 
+    def reap(self) -> None:
+        """Kills what is left of the rank and the processes it started, and waits for its end."""
+        self.signal_group(signal.SIGKILL)
+        self.process.wait()
+        self.ended = self.ended or time.time()
+
     def ending(self) -> Ending:
+        """Returns how the rank has ended, once `reap` was called."""
         failure: Failure | None = read_failure(self.failure_file)
         assert self.process.returncode is not None and self.ended is not None
         return Ending(
@@ -221,7 +238,8 @@ def _terminal() -> Iterator[int]:
         os.close(terminal)
 
 
-def _threads(variables: Mapping[str, str], nproc: int, threads: int | None) -> dict[str, str]:
+def threads_of(variables: Mapping[str, str], nproc: int, threads: int | None = None) -> dict[str, str]:
+    """Returns OMP_NUM_THREADS of a rank, one of `nproc` on this host, where `threads` or nothing says it."""
     if threads is None and "OMP_NUM_THREADS" in variables:
         return {}
     return {"OMP_NUM_THREADS": str(threads or max(1, usable_cores() // nproc))}

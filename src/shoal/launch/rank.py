@@ -30,11 +30,11 @@ def main() -> None:
     """Runs the program in `sys.argv`; exits with the code of its error."""
     die_with_launcher(int(os.environ["SHOAL_LAUNCHER"]))
     faulthandler.enable()  # a crash in native code prints the Python stack
-    if "SHOAL_RANK" not in os.environ:
+    if "SHOAL_FAILURE_FILE" not in os.environ:
         tell_plainly()
         run_program(sys.argv[1:])
         return
-    rank = int(os.environ["SHOAL_RANK"])
+    rank = int(os.environ.get("SHOAL_RANK", "-1"))  # one that may have several in its life has none yet
     if "SHOAL_CLUSTER" in os.environ:
         cluster = json.loads(os.environ["SHOAL_CLUSTER"])
         os.environ[tf_config.VARIABLE] = tf_config.written(cluster, tf_config.trainers(cluster)[rank])

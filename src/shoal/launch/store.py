@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from shoal.comm.awaiting import AwaitingStore
 from shoal.comm.secret import find_secret
 from shoal.comm.signed import SignedStore, meet
 from shoal.errors import LaunchError
@@ -65,6 +67,13 @@ def connect(identity: Identity, timeout: float = 300.0, secret: bytes | None = N
     if identity.rank0_serves:
         _met.append((plain, identity.rank, identity.size))
     return store
+
+
+def connect_placed(identity: Identity, secret: bytes, check: Callable[[], None], timeout: float = 300.0) -> SignedStore:
+    """Returns the store of ranks that their supervisors have placed, so that nobody calls the roll. `check` is called
+    twice a second while this rank waits for others, and ends the wait by raising."""
+    bare = AwaitingStore(_tcp_store(identity, timeout), check)
+    return meet(bare, identity.rank, identity.size, secret, timedelta(seconds=timeout))
 
 
 @atexit.register

@@ -51,8 +51,10 @@ class Ending:
         return self.returncode if self.returncode > 0 else LaunchError.exit_code
 
 
-def verdict(endings: list[Ending]) -> tuple[str, int]:
+def verdict(endings: list[Ending], ranks: int | None = None) -> tuple[str, int]:
     """Returns the report and the exit code of a run; ("", 0) if no rank failed.
+
+    ranks: how many there are, where not all have ended.
 
     The rank at fault is the first that failed by itself, or else the first that lost a peer.
     """
@@ -68,7 +70,8 @@ def verdict(endings: list[Ending]) -> tuple[str, int]:
             lines[_one_line(ending, first)].append(ending.rank)
     same = lines.pop("the same error", [])
     who = sorted([first.rank, *same])
-    parts = [_in_full(first, "" if len(who) == len(endings) else f"rank {rank_list(who)} on host {first.host}")]
+    every = len(who) == (ranks or len(endings))
+    parts = [_in_full(first, "" if every else f"rank {rank_list(who)} on host {first.host}")]
     if first.log is not None and (first.failure is None or first.failure.traceback):
         parts += _tail(first.rank, first.log)
     parts += [f"rank {rank_list(ranks)}: {line}" for line, ranks in lines.items()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +13,11 @@ from typing import Any, TypeVar
 from shoal.errors import UserError
 
 from .changes import MembershipRecord, MovesRecord, PlanRecord
-from .jsonl import as_float, encode_lines, open_for_append, read_lines
+from .jsonl import as_float, encode_lines, open_for_append, parse, read_lines
 
 COUNTS = 512
 """The most counts of tokens per expert in a step's record."""
+_END_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +212,17 @@ def read_metrics(path: Path | str) -> RunRecords:
     if unknown:
         notes.append(WarningRecord(message=f"{path.name}: {unknown} records of an unknown form were left out"))
     return assemble(records, notes)
+
+
+def last_recorded(path: Path | str) -> tuple[int, int]:
+    """Returns the last steps that a run has recorded: a trained one, 0 for none, and an evaluated one, -1 for none. For
+    the one who goes on with it; reads only the end of the file, as far as a few records reach."""
+    with suppress(FileNotFoundError), Path(path).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        records = [decode(each) for each in map(parse, file.read().split(b"\n")) if each is not None]
+        steps = [each.step for each in records if isinstance(each, StepRecord)]
+        return max(steps, default=0), max((each.step for each in records if isinstance(each, EvalRecord)), default=-1)
+    return 0, -1
 
 
 def decode(line: dict[str, Any]) -> Record | None:

@@ -1,0 +1,235 @@
+"""The processes of a node: as many as it is to have, some of them ranks of the generation, others on their way there.
+
+A process stays when its generation ends, and with it the state in its memory. One that has ended is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shoal.comm.signed import derived
+from shoal.elastic.control import JOB, Place
+from shoal.elastic.events import END, NOW
+from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.watchdog import Hang, Watchdog
+from shoal.elastic.worker import Worker
+from shoal.errors import LaunchError, UserError
+from shoal.launch.process import MISTAKE_GRACE, threads_of
+from shoal.launch.verdict import Ending, verdict
+
+_LOOK_AT_BOARDS = 0.2
+TOGETHER = 2.0
+"""Seconds for which a process that is ready waits for those that are getting ready, so that they join together."""
+LEAST, STEPS, MOST = 5.0, 3.0, 45.0
+"""Seconds in which a rank has to leave its generation at once, then it is killed: at least; the same in median steps;
+at most."""
+PAUSE = 1.0
+"""Seconds after which a process is replaced, while others go on: they need the cores first."""
+TRIES = 3
+"""How often in a row a process may fail before it is ready, until its node gives up."""
+
+
+class Crew:
+    """The processes of a node.
+
+    wanted: how many they are. secret: the job's; a generation's own is derived from it, so that ranks of others are
+    strangers. folder: for what they tell this process. say: writes a line to the log.
+    """
+
+    def __init__(self, wanted: int, secret: bytes, folder: Path, say: Callable[[str], None]) -> None:
+        self._wanted, self._secret, self._folder, self._say = wanted, secret, folder, say
+        self._job: Admitted | None = None
+        self._workers: list[Worker] = []
+        self._started = self._tries = 0
+        self._start: Start | None = None  # the generation under way
+        self._watchdog, self._looked = Watchdog(), 0.0
+        self._hang: Hang | None = None
+        self._how: str | None = None  # the ranks are asked to leave
+        self._killed: float | None = None  # when those are killed that have not left
+        self._endings: list[Ending] = []  # of ranks of the generation
+        self._due = float("inf")  # when processes that have ended are replaced
+
+    def begin(self, job: Admitted) -> None:
+        """Starts the processes of a job, where that was not done. Raises LaunchError."""
+        if self._job is None:
+            self._job = job
+            self._restock(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are ranks that have not left their generation."""
+        return self._start is not None
+
+    @property
+    def ready(self) -> int:
+        """How many processes wait for a place."""
+        now = time.monotonic()
+        under_way = self._start.generation if self._start is not None else 0
+        waiting = [each for each in self._workers if each.waits and not each.was_in(under_way)]
+        alone = all(each.warm is not None or each.ended for each in self._workers)
+        return sum(bool(alone or each.place or now - (each.warm or now) > TOGETHER) for each in waiting)
+
+    @property
+    def holds(self) -> int:
+        """The newest generation that a waiting process has left with its state in memory, 0 for none."""
+        return max((each.holds for each in self._workers if each.waits), default=0)
+
+    def place(self, start: Start) -> None:
+        """Gives waiting processes their places in a generation: those first that hold the state of the one before.
+        Raises LaunchError where there are not enough."""
+        waiting = [each for each in self._workers if each.waits]
+        if len(waiting) < start.ranks:
+            raise LaunchError(f"{len(waiting)} processes wait, not {start.ranks}")
+        waiting.sort(key=lambda each: (-each.holds, each.place.rank if each.place else 0, each.slot))
+        secret = derived(self._secret, "ranks", str(start.generation)).hex()
+        for local, worker in enumerate(waiting[: start.ranks]):
+            worker.take(Place.of(start, local, worker.slot, secret))
+        self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
+        self._watchdog = Watchdog()
+
+    def leave(self, how: str) -> None:
+        """Has the ranks leave their generation; see events.NOW."""
+        if self._how == NOW:
+            return
+        self._how = how
+        if how == NOW:
+            limit = min(MOST, max(LEAST, STEPS * self._watchdog.median))
+            self._killed = min(self._killed or float("inf"), time.monotonic() + limit)
+        for worker in self._training():
+            worker.leave(how)
+
+    def kill(self) -> None:
+        """Ends the ranks of the generation at once; does not wait."""
+        self._how = NOW
+        for worker in self._training():
+            worker.kill()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.ending()
+        self._workers, self._wanted = [], 0
+
+    def look(self) -> Report | None:
+        """Looks after the processes. Returns how the ranks have left their generation, once all have. Raises what a
+        process fails with again and again before it is ready."""
+        for worker in self._workers:
+            worker.listen()
+        now = time.monotonic()
+        self._bury(now)
+        if self._job is not None and now >= self._due:
+            self._restock(self._job)
+        if self._start is None:
+            return None
+        training = self._training()
+        if not training:
+            start, self._start = self._start, None
+            report = self._conclude(start)
+            over = report.outcome == "finished" or self._how == END
+            self._due = float("inf") if over else min(self._due, now + PAUSE)
+            return report
+        failed = [each for each in training if each.process.failed]
+        if self._endings or failed:
+            mistake = any(each.exit_code == UserError.exit_code for each in self._endings if each.failed)
+            if failed or mistake:
+                self._killed = min(self._killed or float("inf"), now + MISTAKE_GRACE)
+            elif any(each.failed for each in self._endings):
+                self.leave(NOW)
+        if self._killed is not None and now >= self._killed:
+            self.kill()
+        if now - self._looked >= _LOOK_AT_BOARDS:
+            self._looked = now
+            self._watch(training, now)
+        return None
+
+    def _watch(self, training: list[Worker], now: float) -> None:
+        """Kills ranks that hang here; has the others leave, also where those that hang are elsewhere."""
+        boards = {each.process.rank: each.progress() for each in training}
+        stopped = {each.process.rank for each in training if each.is_stopped()}
+        hang = self._watchdog.look(boards, stopped, now)
+        if hang is None or self._hang is not None:
+            return
+        self._hang = hang
+        self._say(hang.text)
+        for worker in training:
+            if worker.process.rank in hang.ranks:
+                worker.kill()
+        self.leave(NOW)
+
+    def _training(self) -> list[Worker]:
+        return [each for each in self._workers if each.trains]
+
+    def _bury(self, now: float) -> None:
+        """Takes away the processes that have ended."""
+        for worker in [each for each in self._workers if each.ended]:
+            self._workers.remove(worker)
+            self._watchdog.look_last(worker.progress())
+            ending = worker.ending()
+            if ending.failed or ending.stopped:
+                self._due = min(self._due, now + PAUSE if self._workers else now)
+            if worker.trains:
+                self._endings.append(ending)
+            elif worker.warm is None and ending.failed:
+                self._failed_early(ending)
+
+    def _failed_early(self, ending: Ending) -> None:
+        """Gives up where processes fail before they are ready, because the job does not run here."""
+        self._tries += 1
+        said, code = verdict([ending], self._wanted + 1)
+        if code in (UserError.exit_code,) or self._tries >= TRIES:
+            failure = ending.failure
+            raise (UserError if code == UserError.exit_code else LaunchError)(
+                failure.message if failure is not None else said.removeprefix("error: ")
+            )
+        print(said, file=sys.stderr, flush=True)
+
+    def _restock(self, job: Admitted) -> None:
+        """Starts the processes that are missing."""
+        self._due = float("inf")
+        for slot in sorted({*range(self._wanted)} - {each.slot for each in self._workers}):
+            self._started += 1
+            log = Path(job.run_dir) / "logs" / f"{job.name}-process{self._started}.log"
+            try:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                self._workers.append(Worker(self._started, slot, job.program, self._folder, self._variables(), log))
+            except OSError as error:
+                raise LaunchError(f"process {self._started} cannot be started: {error}. Try fewer ranks.") from error
+
+    def _variables(self) -> Mapping[str, str]:
+        """Returns the environment of a process. It has no secret of the job: each generation has its own."""
+        own = {JOB: derived(self._secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
+        env = {**os.environ, **own}
+        return {**env, **threads_of(env, self._wanted)}
+
+    def _conclude(self, start: Start) -> Report:
+        """Judges how the ranks have left the generation."""
+        left = [each for each in self._workers if each.left and each.was_in(start.generation)]
+        steps = [*(each.left.step for each in left if each.left), self._watchdog.step]
+        asked = self._how is not None or any(each.left.asked for each in left if each.left)
+        outcome, code, message = self._judge(asked, bool(left), start.size)
+        if outcome not in ("failed", "killed"):
+            self._tries = 0
+        holds = self.holds == start.generation
+        return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, holds)
+
+    def _judge(self, asked: bool, some_left: bool, ranks: int) -> tuple[str, int, str]:
+        """Returns outcome, exit code and message of a generation of so many `ranks`."""
+        said, code = verdict(self._endings, ranks)
+        at_fault = [each for each in self._endings if each.failed and not (each.failure and each.failure.lost_peer)]
+        if self._hang is not None and self._hang.here:
+            return "killed" if self._hang.stopped else "failed", LaunchError.exit_code, self._hang.text
+        if at_fault:
+            print(said, file=sys.stderr, flush=True)
+            first = at_fault[0].failure
+            text = first.message if first is not None else said.partition("\n")[0].removeprefix("error: ")
+            killed = all(each.failure is None and each.returncode < 0 for each in at_fault)
+            return "killed" if killed else "failed", code or LaunchError.exit_code, text
+        if any(each.failed for each in self._endings) or self._how == NOW or (some_left and not asked):
+            return "lost", 0, "its ranks lost others"
+        return "stopped" if some_left or self._how == END else "finished", 0, ""

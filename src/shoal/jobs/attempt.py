@@ -1,0 +1,268 @@
+"""An attempt of a run: from its first record to its report, or to the end of its generation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.device import hardware_name, is_accelerator
+from shoal.elastic.events import NOW, SAVE
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, ShoalError, TrainingError
+from shoal.jobs import resume
+from shoal.jobs.choose import Settled
+from shoal.jobs.config import describe
+from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.generation import Shown
+from shoal.jobs.moves import Moves
+from shoal.jobs.record import Recorder
+from shoal.jobs.replan import Replanner
+from shoal.jobs.save import Saver
+from shoal.jobs.stop import Halted, Stop
+from shoal.jobs.timeline import Recording
+from shoal.report.events import FAILED
+from shoal.report.metrics import RunRecord
+
+log = logging.getLogger(__name__)
+
+FIRST_LOOK = 64  # rows of the evaluation before the first step at most: untrained weights need no more for a good mean
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run. `reason`: a sentence; `signal`: what stopped it, if one did; `report`: None but on rank 0."""
+
+    run_dir: Path
+    step: int
+    reason: str
+    signal: int | None
+    report: Path | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What MFU needs: the FLOPs of a sample, where known, and the peak FLOP/s of all ranks."""
+
+    flops_per_sample: float | None
+    peak: float
+
+
+def write_report(run_dir: Path) -> Path:
+    """Calls `report.page.write_report`. Imported here, because its libraries take half as long to import as torch."""
+    from shoal.report import page
+
+    return page.write_report(run_dir)
+
+
+class Attempt:
+    """An attempt of a run.
+
+    about: the job as checkpoints record it.
+    evaluated: the last step that was evaluated, where this attempt goes on in the middle of a run in memory; else None.
+    has_lost: whether an error shows that other ranks are gone, and this one goes on in another generation.
+    """
+
+    def __init__(
+        self,
+        settled: Settled,
+        engine: Engine,
+        restored: resume.Restored,
+        about: Mapping[str, Any],
+        speed: Speed,
+        evaluated: int | None = None,
+        has_lost: Callable[[BaseException], bool] = lambda error: False,
+    ) -> None:
+        job, world = settled.job, engine.world
+        self._seconds_before, self._saved = restored.user.get("seconds", 0.0), restored.saved
+        self._evaluated, self._has_lost = evaluated, has_lost
+        self.settled, self.job, self.engine = settled, job, engine
+        self.run_dir, self.first = Path(job.run.dir), world.rank == 0
+        self.data = settled.model.prepare_data(settled.data.train)
+        held_out = settled.data.validation
+        self.held_out = (
+            None if held_out is None else Subsample(settled.model.prepare_data(held_out), job.run.eval_samples)
+        )
+        self.recorder = Recorder(
+            self.run_dir,
+            job.run.trackers,
+            active=self.first,
+            device=engine.device,
+            total=settled.total,
+            flops_per_sample=speed.flops_per_sample,
+            late=engine.parts.lag,
+        )
+
+        def user() -> dict[str, Any]:
+            return {"seconds": self.seconds, "job": about}
+
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved)
+        self.replanner = Replanner(settled, engine, self.recorder, self.saver)
+        limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
+        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
+        group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
+        self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
+        self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
+        self.moves, self.shown = Moves(engine), Shown(world)
+        self.recorder.start(self._about(speed.peak))
+
+    @property
+    def seconds(self) -> float:
+        """How long this run has trained, with the attempts before."""
+        return float(self._seconds_before + self.stop.elapsed)
+
+    def to_its_end(self) -> Outcome:
+        """Trains; writes the end record and the report, also where training fails. Raises Halted where the run goes on
+        in another generation."""
+        try:
+            with self.stop:
+                reason = self._train()
+                self.saver.save()
+                self.saver.close()
+                self.timeline.close(self.recorder)
+            if self.saver.failure is not None:
+                raise CheckpointError(f"{reason}, but the newest weights are not saved: {self.saver.failure}")
+        except Halted as halted:
+            self._hand_on(halted.how)
+            raise
+        except BaseException as error:
+            if self._has_lost(error):
+                self._abandon()
+                raise Halted(NOW) from error
+            if isinstance(error, TrainingError):
+                self.saver.close()  # every rank raised it, so all of them can finish the save under way
+            said = str(error) if isinstance(error, ShoalError) else type(error).__name__
+            self._finish(f"{FAILED} {said}")
+            raise
+        return Outcome(self.run_dir, self.engine.step_index, reason, self.stop.signal, self._finish(reason))
+
+    def leave(self, how: str) -> None:
+        """Has this rank leave its generation; see events.NOW. Any thread may call it."""
+        self.stop.ask(how)
+        if how == NOW:
+            self.engine.world.close()
+
+    def _hand_on(self, how: str) -> None:
+        """Ends this attempt after a step, on all ranks alike. What would be lost with a rank is saved."""
+        self.timeline.before(-1)
+        self.shown.busy()
+        self.stop.abandon()
+        if how == SAVE or self.engine.why_not_regroup():
+            self.saver.save(wait=True)
+        self.timeline.close(self.recorder)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Ends this attempt on this rank alone. The engine keeps its state."""
+        self.engine.abandon()
+        self.stop.abandon()
+        self.recorder.close()
+        self.shown.close()
+
+    def _train(self) -> str:
+        """Trains all steps, with the evaluations before, between and after them; returns why training ended."""
+        engine, run, total = self.engine, self.job.run, self.settled.total
+        if self._evaluated is not None:
+            self._catch_up(self._evaluated)
+        if total is not None and engine.step_index >= total and self._evaluated is None:
+            return f"step {engine.step_index} of {total} was reached before: there is nothing left to train"
+        if engine.step_index == 0 and self._evaluated != 0:
+            self._evaluate(FIRST_LOOK)
+        log.info("the first step of this attempt")
+        stopped = None
+        for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
+            self.timeline.before(batch.step)
+            self.moves.before()
+            result = engine.step(batch)
+            self.recorder.step(result, len(batch.ids))
+            if self.first and (moves := self.moves.after(batch)) is not None:
+                self.recorder.moves(moves)
+            step = engine.step_index
+            self.shown.stepped(step)
+            stopped = self.stop.after_step()
+            if stopped or step == total:
+                break
+            if run.eval_every and step % run.eval_every == 0:
+                self._evaluate_and_write()
+            if run.save_every and step % run.save_every == 0:
+                self._save()
+            if self.replanner.is_due(self.stop.wanted):
+                self.timeline.before(-1)
+                self.shown.busy()
+                with self.recorder.pause():
+                    self.replanner.change(self.stop.wanted)
+                self.moves = Moves(engine)
+        self.timeline.before(-1)
+        self.shown.busy()
+        if self.stop.signal is None:
+            self._evaluate_and_write()
+        return stopped or f"all {total} steps were trained"
+
+    def _catch_up(self, evaluated: int) -> None:
+        """Does what was due after the last step, if the generation before did not come to its end."""
+        run, step = self.job.run, self.engine.step_index
+        if run.eval_every and step and step % run.eval_every == 0 and evaluated < step != self.settled.total:
+            self._evaluate_and_write()
+        if run.save_every and step % run.save_every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        self.shown.busy()
+        with self.recorder.pause():
+            self.saver.save()
+
+    def _evaluate_and_write(self) -> None:
+        """Evaluates, and has the model continue the prompt `run.sample`."""
+        self._evaluate()
+        job, engine = self.job, self.engine
+        if not (job.run.sample and can_write(self.settled.model.loss)):
+            return
+        assert self.settled.tokenizer is not None
+        log.info("the model writes a sample")
+        with self.recorder.pause():
+            text = write_on(engine, self.settled.tokenizer, job.run.sample)
+            self.recorder.sample(engine.step_index, job.run.sample, text)
+
+    def _evaluate(self, most: int | None = None) -> None:
+        if self.held_out is not None:
+            log.info("evaluating")
+            self.shown.busy()
+            held_out = self.held_out if most is None else Subsample(self.held_out, min(most, len(self.held_out)))
+            with self.recorder.pause():
+                right = measure_of(self.settled.model.loss)
+                found = self.engine.evaluate(held_out, also=() if right is None else (right,))
+                self.recorder.evaluation(self.engine.step_index, found, found.also[0] if found.also else None)
+
+    def _finish(self, reason: str) -> Path | None:
+        """Writes the end record and the report. A full disk costs only the report."""
+        self.recorder.end(reason)
+        if not self.first:
+            return None
+        try:
+            return write_report(self.run_dir)
+        except OSError as error:
+            print(f"warning: the report of {self.run_dir} cannot be written: {error}", file=sys.stderr)
+            return None
+
+    def _about(self, peak: float) -> RunRecord:
+        world = self.engine.world
+        return RunRecord(
+            host=world.host,
+            device=hardware_name(world.device) or f"CPU ({platform.machine()})",
+            world=world.size,
+            versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
+            parameters=sum(math.prod(layout.shape) for layout in self.engine.layouts.values()),
+            peak_flops=peak,
+            config=describe(self.job, self.settled.origins),
+            total=self.settled.total,
+            time=time.time(),
+        )

@@ -1,0 +1,217 @@
+"""A rank that keeps its process, and the state in its memory, from generation to generation (see docs/elastic.md).
+
+warm up --> wait for a place --> a world --> the state, from memory or a checkpoint --> an attempt --> its end
+                  ^                                                                        |
+                  +------------ other ranks are gone, leave or join -----------------------+
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.directory import completed
+from shoal.comm import World
+from shoal.elastic.control import Control, Left, Place, Warm
+from shoal.elastic.events import NOW
+from shoal.elastic.worker import STDOUT
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, LaunchError, ShoalError
+from shoal.jobs import resume
+from shoal.jobs.assemble import make_engine
+from shoal.jobs.attempt import Attempt, Outcome, Speed
+from shoal.jobs.choose import Settled, at_size, opened
+from shoal.jobs.costs import peak_flops
+from shoal.jobs.generation import placed, record_of
+from shoal.jobs.lock import locked
+from shoal.jobs.names import DIRECTORY
+from shoal.jobs.read import load_job
+from shoal.jobs.stop import Halted
+from shoal.jobs.train import about, begin, cost_of
+from shoal.jobs.underway import tell_what_is_under_way
+from shoal.jobs.write import write_resolved
+from shoal.launch import enter
+from shoal.launch.failure import has_lost_peer
+from shoal.launch.identity import Identity
+from shoal.report.metrics import StepRecord, last_recorded
+
+log = logging.getLogger(__name__)
+
+_SOON = 1.0
+"""Seconds in which a rank whose save failed hears that another one is gone, if that was why."""
+
+
+class LiveRank:
+    """A process of the job file `path` with `assignments` on top, which has its places from `control`."""
+
+    def __init__(self, path: str, assignments: list[str], control: Control) -> None:
+        self._path, self._assignments, self._control = path, assignments, control
+        self._opened = opened(*load_job(path, assignments))
+        self._cost = cost_of(self._opened)
+        self._engine: Engine | None = None
+        self._attempt: Attempt | None = None  # the last one
+        self._output = [os.dup(1), os.dup(2)]
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+    def to_its_end(self) -> Outcome:
+        """Trains in one generation after the other, until the run ends."""
+        self._control.send(Warm())
+        while True:
+            place = self._control.wait()
+            self._speak(place.rank == 0)
+            with tell_what_is_under_way(place.rank == 0):
+                outcome = self._train(place)
+            if isinstance(outcome, Outcome):
+                return outcome
+            step = -1 if self._engine is None else self._engine.step_index
+            self._control.send(Left(place.generation, step, self._engine is not None, outcome != NOW))
+
+    def _train(self, place: Place) -> Outcome | str:
+        """Trains in a generation; returns how this rank has left it, where the run goes on (see events.NOW)."""
+        how = NOW
+        world: World | None = None
+        try:
+            world = self._enter(place)
+            with locked(Path(self._opened.job.run.dir), world.everyone, keeps=Halted), self._losses():
+                self._attempt = self._begin(place, world)
+                self._control.leave_by(self._attempt.leave)
+                return self._attempt.to_its_end()
+        except Halted as halted:
+            how = halted.how
+        except Exception as error:
+            if not self._has_lost(error):
+                raise
+        if world is not None:
+            world.close()
+        return how
+
+    def _enter(self, place: Place) -> World:
+        """Makes the world of a generation, which is closed when this rank is to leave at once."""
+        host = f"[{place.host}]" if ":" in place.host else place.host
+        identity = Identity(
+            place.rank,
+            place.size,
+            place.slot,
+            place.here,
+            f"tcp://{host}:{place.port}",
+            place.generation,
+            "shoal train --nodes",
+        )
+        world = enter(identity, place.secret.encode(), self._check)
+
+        def leave(how: str) -> None:
+            if how == NOW:
+                world.close()
+
+        self._control.leave_by(leave)
+        return world
+
+    def _check(self) -> None:
+        if self._control.leaves_now():
+            raise LaunchError("this rank is to leave its generation at once")
+
+    @contextmanager
+    def _losses(self) -> Iterator[None]:
+        """Raises Halted where other ranks are gone."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, Halted) or not self._has_lost(error):
+                raise
+            raise Halted(NOW) from error
+
+    def _has_lost(self, error: BaseException) -> bool:
+        """Returns whether other ranks are gone. A save that fails may be the first to notice."""
+        if not isinstance(error, Exception) or isinstance(error, Halted):
+            return False
+        seconds = _SOON if isinstance(error, CheckpointError) else 0.0
+        return has_lost_peer(error) or self._control.leaves_now(seconds)
+
+    def _begin(self, place: Place, world: World) -> Attempt:
+        """Returns the attempt of this generation: from what ranks have in memory, else from the newest checkpoint."""
+        settled = at_size(placed(self._opened, self._path, self._assignments, place), world)
+        why = ""
+        if place.live:
+            try:
+                if (attempt := self._go_on(place, world, settled)) is not None:
+                    return attempt
+            except CheckpointError as error:
+                why = f"the ranks went on from the newest checkpoint: {error}"
+                log.warning(why)
+        self._let_go()
+        begun = begin(settled, world)
+        self._engine = begun.engine
+        record = record_of(place, begun.engine.step_index, *filter(None, [why]))
+        return begun.attempt(self._cost, record, has_lost=self._has_lost)
+
+    def _go_on(self, place: Place, world: World, settled: Settled) -> Attempt | None:
+        """Returns the attempt that goes on from memory; None where the newest checkpoint is newer. A collective call;
+        raises CheckpointError, on all ranks alike, where memory is not enough."""
+        run_dir, engine = Path(settled.job.run.dir), self._engine
+        told = world.everyone.all_gather_object([self._brought(), _on_disk(run_dir) if world.rank == 0 else None])
+        saved, recorded, evaluated = told[0][1]
+        brought = [each for each, _ in told if each is not None]
+        newest = max((each["step"] for each in brought), default=-1)
+        if newest < saved or newest < 0:
+            return None
+        log.info("going on from memory")
+        if engine is None:
+            engine = make_engine(settled.job, settled.model, settled.total, world, joins=True)
+        else:
+            engine.regroup(settled.job.plan, world)
+        self._engine = engine
+        user = {"seconds": max(each["seconds"] for each in brought)}
+        speed = Speed(self._cost, peak_flops(engine, measure=False))
+        restored = resume.Restored(saved, user, "", [])
+        if world.rank == 0:
+            write_resolved(settled.job, settled.origins, run_dir)
+        attempt = Attempt(
+            settled, engine, restored, about(settled), speed, evaluated=evaluated, has_lost=self._has_lost
+        )
+        attempt.recorder.missing(_missing([each["recent"] for each in brought], recorded, engine.step_index))
+        attempt.recorder.membership(record_of(place, engine.step_index))
+        return attempt
+
+    def _brought(self) -> dict[str, Any] | None:
+        """Returns what the ranks of a new generation have to know of the one before, None on one that was not there."""
+        if self._engine is None or self._attempt is None:
+            return None
+        attempt = self._attempt
+        recent = [asdict(each) for each in attempt.recorder.recent()]
+        return {"step": self._engine.step_index, "seconds": attempt.seconds, "recent": recent}
+
+    def _let_go(self) -> None:
+        """Frees the engine of earlier generations."""
+        engine, self._engine, self._attempt = self._engine, None, None
+        if engine is not None:
+            with suppress(ShoalError):  # ranks that are gone cannot be told
+                engine.close()
+        del engine
+        gc.collect()
+
+    def _speak(self, first: bool) -> None:
+        """Gives rank 0 the terminal of its node; what other ranks print goes to their log."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        names = (STDOUT, "SHOAL_TERMINAL")
+        for number, own in zip((1, 2), self._output, strict=True):
+            os.dup2(int(os.environ[names[number - 1]]) if first else own, number)
+
+
+def _on_disk(run_dir: Path) -> list[int]:
+    """Returns the last steps of a run that are saved, recorded and evaluated."""
+    steps = [step for step, _ in completed(run_dir / DIRECTORY)]
+    return [max(steps, default=0), *last_recorded(run_dir / "metrics.jsonl")]
+
+
+def _missing(recent: Sequence[Sequence[dict[str, Any]]], recorded: int, step: int) -> list[StepRecord]:
+    """Returns the records of the steps up to `step` that nobody has recorded, of those that ranks remember."""
+    known = {each["step"]: each for one in recent for each in one if recorded < each["step"] <= step}
+    return [StepRecord(**known[number]) for number in sorted(known)]

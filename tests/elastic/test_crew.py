@@ -1,0 +1,146 @@
+"""The processes of a node: how they end or leave a generation, and who takes their place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.elastic import crew as room
+from shoal.elastic.crew import Crew
+from shoal.elastic.events import END, HALT, NOW
+from shoal.elastic.messages import Admitted, Report, Start
+from shoal.errors import LaunchError, UserError
+
+SCRIPT = """
+import os, signal, sys, time
+from shoal.elastic.control import Control, Left, Warm
+from shoal.errors import LaunchError, UserError
+if sys.argv[1] == "mistaken":
+    raise UserError("the corpus is empty")
+if sys.argv[1] == "broken":
+    raise KeyError("x")
+control = Control()
+control.send(Warm())
+while True:
+    place = control.wait()
+    told = []
+    control.leave_by(told.append)
+    if place.rank == place.size - 1:
+        if sys.argv[1] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if sys.argv[1] == "raise":
+            raise KeyError("bad sample")
+        if sys.argv[1] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "finish":
+        break
+    while not told:
+        time.sleep(0.01)
+    if told[0] == "end":
+        break
+    if sys.argv[1] != "deaf" or place.rank:
+        control.send(Left(place.generation, 7, True, told[0] != "now"))
+"""
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Callable[..., Crew]]:
+    made: list[Crew] = []
+
+    def make(what: str, ranks: int = 2) -> Crew:
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        made.append(Crew(ranks, b"secret" * 4, tmp_path, lambda text: None))
+        made[-1].begin(Admitted("a", 0, [str(script), what], str(tmp_path), str(tmp_path), str(script), "", 1, 1))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def start_of(generation: int, ranks: int) -> Start:
+    return Start(generation, 0, ranks, ranks, "127.0.0.1", 1, 1, "", -1, [], generation > 1, [])
+
+
+def ready(crew: Crew, ranks: int, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while crew.ready != ranks:
+        assert crew.look() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def left(crew: Crew, seconds: float = 60.0) -> Report:
+    deadline = time.monotonic() + seconds
+    while (report := crew.look()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return report
+
+
+@pytest.mark.parametrize(
+    "what, how, outcome, said, ranks",
+    [
+        ("kill", None, "killed", "rank 1 on host", 1),
+        pytest.param("finish", None, "finished", "", 0, marks=pytest.mark.matrix),
+        pytest.param("raise", None, "failed", "KeyError: 'bad sample'", 1, marks=pytest.mark.matrix),
+        pytest.param("stop", None, "killed", "rank 1: the process is stopped", 1, marks=pytest.mark.matrix),
+        pytest.param("wait", NOW, "lost", "", 2, marks=pytest.mark.matrix),
+        pytest.param("wait", HALT, "stopped", "", 2, marks=pytest.mark.matrix),
+        pytest.param("wait", END, "stopped", "", 0, marks=pytest.mark.matrix),
+    ],
+)
+def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said, ranks, capfd):
+    made = crew(what)
+    ready(made, 2)
+    made.place(start_of(1, 2))
+    assert made.busy and made.ready == 0
+    if how is not None:
+        made.leave(how)
+    report = left(made)
+    assert (report.outcome, report.generation, report.ranks) == (outcome, 1, ranks) and said in report.message
+    assert report.holds == (ranks > 0) == (made.holds == 1) and not made.busy
+    assert report.step == (7 if ranks else -1)
+    if what == "raise":
+        assert "Traceback" in capfd.readouterr().err
+    if what == "kill":  # it is replaced, and who has the state in memory is placed first
+        survivor = made._workers[0].process.process.pid
+        ready(made, 2)
+        made.place(start_of(2, 2))
+        assert min(made._workers, key=lambda each: each.process.rank).process.process.pid == survivor
+        assert sorted(each.slot for each in made._workers) == [0, 1]
+
+
+@pytest.mark.matrix
+def test_a_rank_that_does_not_leave_is_killed(crew, monkeypatch):
+    monkeypatch.setattr(room, "LEAST", 0.5)
+    made = crew("deaf")
+    ready(made, 2)
+    made.place(start_of(1, 2))
+    made.leave(NOW)
+    report = left(made, 10.0)
+    assert (report.outcome, report.ranks, report.holds) == ("lost", 1, True)
+
+
+@pytest.mark.matrix
+def test_a_place_is_refused_where_a_process_has_ended_meanwhile(crew):
+    made = crew("wait")
+    ready(made, 2)
+    os.kill(made._workers[0].process.process.pid, signal.SIGKILL)
+    while made.ready == 2:
+        made.look()
+    with pytest.raises(LaunchError, match="1 processes wait, not 2"):
+        made.place(start_of(1, 2))
+
+
+@pytest.mark.parametrize("what, error", [("mistaken", UserError), ("broken", LaunchError)])
+@pytest.mark.matrix
+def test_a_job_that_does_not_come_to_train_ends(crew, what, error, capfd):
+    made = crew(what, ranks=1)
+    with pytest.raises(error, match=r"corpus is empty|KeyError"):
+        ready(made, 1)
