@@ -30,6 +30,7 @@ from shoal.plan import Plan
 from shoal.training.loss import Loss
 from shoal.training.microbatches import choose_microbatch
 from shoal.training.norms import ClipRule
+from shoal.training.result import StepResult
 
 
 class Engine(Running):
@@ -52,11 +53,10 @@ class Engine(Running):
     dropout: "keyed" (any plan drops the same) or "fused" (torch's own kernels; depends on the plan).
     buffers: where forwards write buffers that several ranks cannot have as one process would: "exact" refuses,
         "averaged" takes the mean over microbatches.
-    keep_gradients: for `gradients()`.
+    keep_gradients: for `gradients()`; collate: makes a batch of samples.
     norms_every: after so many steps the result has `norms` by name; 0 for never.
-    collate: makes a batch of samples.
     world: by default what the launcher's variables say.
-    joins: takes the state of the run from the other ranks of `world`, which call `regroup` meanwhile.
+    joins: takes the state of the run from the other ranks of `world`, which call `regroup`.
 
     Raises UserError for what does not fit together.
     """
@@ -108,16 +108,16 @@ class Engine(Running):
         world = world_to_go_on(plan, world, self.world)
         self._replan(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
-    def regroup(self, plan: Plan, world: World) -> None:
-        """Goes on with the ranks of `world` after others have failed, or with more: in memory, from the newest step
-        that they hold. They call it alike, after a step that raised LaunchError or between two; ranks that come make an
-        `Engine(..., joins=True)` meanwhile.
+    def regroup(self, plan: Plan, world: World) -> StepResult | None:
+        """Goes on in memory with the ranks of `world`, after others have failed or with more, from the newest step that
+        they hold. They call it alike, after a step that raised LaunchError or between two; new ranks make an
+        `Engine(..., joins=True)`. A step that was cut short is undone: go on with new `batches(...)`.
 
-        A step that was cut short is undone: go on with new `batches(...)`. Otherwise as `replan`. Raises
-        CheckpointError, on all ranks alike, where what they hold is not enough (see checkpoint.survivors).
+        Returns the result of a step that raised after its update. Raises CheckpointError, on all ranks alike, where
+        what they hold is not enough (see checkpoint.survivors). Otherwise as `replan`.
         """
         check_regroup(plan, world, self.world)
-        self._regroup(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
+        return self._regroup(partial(assemble, recipe=self._recipe, plan=plan, world=world, fill=False), world)
 
 
 def assemble(

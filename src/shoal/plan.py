@@ -22,6 +22,8 @@ MOST_RANKS, MOST_RANKS_OF_A_HOST = 1 << 20, 4096
 Option = str | Mapping[str, Any]
 """A name, or a table {name = ..., parameter = ...}."""
 
+AUTO = "auto"
+
 UNITS = {"": 1, "B": 1} | {f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}
 UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 
@@ -39,6 +41,8 @@ class Plan:
         elements of the weight matrices are balanced. In a job also "counted" (operations), "measured" (times), or a
         table with one of these names and the `memory` of a rank.
     exchange, schedule, recompute, memory: a name, or a table with a name and parameters.
+    buddy: a snapshot of the state that only one rank has goes to another rank's memory after so many steps, and the
+        reduced gradients of each step between, so that no single failure loses it; "auto", or 0 for never.
     compile: False, True (the default backend) or the name of a backend; applies to the forward of each block.
 
     Raises UserError for an invalid degree or for an unknown value of `context` or `zero`.
@@ -57,6 +61,7 @@ class Plan:
     stages: Sequence[int] | Sequence[Sequence[str]] | Option | None = None
     recompute: Option = "none"
     memory: Option | None = None
+    buddy: int | str = 0
     compile: bool | str = False
 
     def __post_init__(self) -> None:
@@ -68,6 +73,11 @@ class Plan:
                 )
         if not isinstance(self.compile, (bool, str)):
             raise UserError(f"plan.compile = {self.compile!r}: give true, false or a torch.compile backend's name")
+        if self.buddy != AUTO and (type(self.buddy) is not int or self.buddy < 0):
+            raise UserError(
+                f'plan.buddy = {self.buddy!r:.100}: give the number of steps between two snapshots, "auto", or 0 for '
+                "none"
+            )
         if self.dp * self.cp > 1:  # else the number of ranks may not be known yet
             self.check_groups()
         option_name(self.exchange, "exchange")

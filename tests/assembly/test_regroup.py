@@ -140,7 +140,8 @@ def _trains(world: World, row: Row, disk: str) -> Any:
                 with pytest.raises(LaunchError):
                     running.regroup(Plan(dp=len(alive)), again(world, alive.index(world.rank), len(alive), "first"))
             joined = again(world, left.index(world.rank), len(left)) if row.joins else None
-            running.regroup(new, joined or running.world.without(list(row.dead)))
+            if (made := running.regroup(new, joined or running.world.without(list(row.dead)))) is not None:
+                losses[made.step] = made.loss
     assert FAILS <= running.step_index <= FAILS + 1
     for batch in running.batches(data, steps=STEPS - running.step_index):
         losses[batch.step] = running.step(batch).loss

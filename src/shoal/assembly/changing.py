@@ -24,6 +24,7 @@ from shoal.checkpoint.session import Session
 from shoal.comm import World
 from shoal.errors import LaunchError
 from shoal.training.loop import Loop
+from shoal.training.result import StepResult
 
 Resized = Callable[[World, World], object]
 """Told of the old world and the new one."""
@@ -80,13 +81,15 @@ class Changing:
         return self._session.why_not_left_behind()
 
     @without_collections()
-    def _regroup(self, assemble: Assemble, world: World) -> None:
+    def _regroup(self, assemble: Assemble, world: World) -> StepResult | None:
+        made = self._trainer.runner.unreported
         self.world.close()  # who waits for a rank that lives waits no longer
         with everywhere_or_nowhere(world):
             check_hooks_of_users(self._local, world.everyone)
             with self._session.left_behind(world) as source:
                 new = reassembled(source, self._session, self._model, assemble, self.followers)
         self._succeed(*new, closing=suppress(LaunchError))  # ranks cannot say goodbye to those that are no more
+        return made
 
     def _succeed(self, new: Assembled, fresh: Session, closing: AbstractContextManager[object]) -> None:
         """Goes on with another assembly; `closing`: around what is closed of the old one."""

@@ -62,6 +62,8 @@ def reassembled(
                 follower.check(new)
             fresh = session(new, ending, None if old is None else old.user)
             fresh.take_over(source, old)
+            if fresh.state.buddy is not None:
+                fresh.state.buddy.snapshot(fresh.progress.step)
         except REFUSALS as error:
             source.refuse(str(error))
             raise

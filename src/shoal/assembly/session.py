@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from shoal.assembly.assembled import Assembled
-from shoal.assembly.model import Local
-from shoal.checkpoint.role import WriterRole
+from shoal.assembly.role import role
 from shoal.checkpoint.run import Members, State
 from shoal.checkpoint.session import Session
 from shoal.checkpoint.user_state import UserState
@@ -35,20 +34,9 @@ def session(assembled: Assembled, closing: ExitStack, user: UserState | None = N
         trainer.scheduler,
         trainer.loss_scale,
         trainer.given,
+        trainer.buddy,
     )
     settings = {"seed": recipe.seed, "global_batch": recipe.global_batch, "precision": recipe.precision.name}
     user = UserState() if user is None else user
     trainer.runner.forward.effects.of_the_caller.append(user)
     return Session(ranks.plan, ranks.world, settings, members, role(local), state, trainer.runner, closing, user)
-
-
-def role(local: Local) -> WriterRole:
-    """Who this rank is for a checkpoint."""
-    mine, parts = local.ranks.replicas, {"experts": local.parallelized.beside, "tied": local.ranks.parts}
-    apart = {
-        kind: WriterRole(local.layouts, group.rank, group.size, parts[kind].rank, parts[kind].size)
-        for kind, group in local.apart.items()
-    }
-    silent = frozenset(f"buffer.{name}" for axis in local.axes for name in axis.silent_buffers)
-    model = local.ranks.parts
-    return WriterRole(local.layouts, mine.rank, mine.size, model.rank, model.size, apart, silent)

@@ -7,10 +7,12 @@ from functools import partial
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.assembly.buddy import buddy
 from shoal.assembly.compatibility import check_gradients_by_name
 from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
+from shoal.checkpoint.buddy import Buddy
 from shoal.checkpoint.given import Given
 from shoal.chunks import GradientPool
 from shoal.chunks.allocate import Shared
@@ -44,6 +46,7 @@ class Trainer:
     `given`: what the caller gave optimizer and scheduler, for checkpoints. `lane`: where gradients are exchanged.
     `gradient_pool`: the memory that gradients take in turn, None where each has its own.
     `versions`: the weights that microbatches under way still see, None where a schedule has a flush.
+    `buddy`: keeps state of another rank, None without `plan.buddy`.
     """
 
     optimizer: ChunkOptimizer
@@ -53,6 +56,7 @@ class Trainer:
     gradient_pool: GradientPool | None
     loss_scale: LossScale | None
     versions: Versions | None
+    buddy: Buddy | None
     runner: StepRunner | NoFlushRunner
 
 
@@ -74,8 +78,11 @@ def trainer(local: Local, memory: Memory, recipe: Recipe, microbatch: int) -> Tr
     check_gradients_by_name(local.ranks.plan, recipe, memory.exchange, local.flushes)
     scale = LossScale(memory.precision.scaling, world.device) if memory.precision.scaling else None
     versions = None if local.flushes else Versions(memory.trainable, memory.parameters, _late(local) + 1)
-    runner = _runner(local, memory, recipe, microbatch, optimizer, scheduler, scale, versions)
-    return Trainer(optimizer, scheduler, given, lane, gradient_pool, scale, versions, runner)
+    keeps = buddy(local, memory, recipe, optimizer)
+    hooks = UserHooks(memory.parameters, local.layouts, local.axes)
+    trained = Trained(memory.parameters, hooks, memory.exchange, optimizer, scheduler, scale, keeps)
+    runner = _runner(local, memory, recipe, microbatch, trained, versions)
+    return Trainer(optimizer, scheduler, given, lane, gradient_pool, scale, versions, keeps, runner)
 
 
 def lockstep(local: Local, memory: Memory) -> bool:
@@ -114,9 +121,7 @@ def _runner(
     memory: Memory,
     recipe: Recipe,
     microbatch: int,
-    optimizer: ChunkOptimizer,
-    scheduler: LRScheduler | None,
-    scale: LossScale | None,
+    trained: Trained,
     versions: Versions | None,
 ) -> StepRunner | NoFlushRunner:
     """Makes what runs steps of `microbatch` samples a forward."""
@@ -125,8 +130,6 @@ def _runner(
     streams = forward.streams
     of_group = (group.rank // streams, group.size // streams, partners_in(group, partners, streams))
     dealing = Dealing(microbatch, recipe.even, recipe.sync_bn, *of_group, lockstep=lockstep(local, memory))
-    hooks = UserHooks(memory.parameters, local.layouts, local.axes)
-    trained = Trained(memory.parameters, hooks, memory.exchange, optimizer, scheduler, scale)
     clipping = ClipSettings(recipe.clip, recipe.keep_gradients, recipe.norms_every, local.layouts)
     if pipeline is None or versions is None:
         groups = StepGroups(group, partners, local.axes)

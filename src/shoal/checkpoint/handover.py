@@ -3,15 +3,14 @@ no rank holds more than it held and will hold."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.parcels import PARCEL_BYTES, Parcels
 from shoal.checkpoint.pieces import Piece, Want
 from shoal.comm import Group
 from shoal.comm.wire import pack, unpack
@@ -19,13 +18,6 @@ from shoal.errors import CheckpointError
 from shoal.parallel.layout import Box, intersect, subtract
 
 PURPOSE = "replan"
-
-PARCEL_BYTES = 4 * 2**20
-"""Most bytes that a rank sends to another at once, and half of the memory that moving takes: little enough that caches
-still hold a parcel when it is sent, or taken apart."""
-
-ALIGNED = 16
-"""Bytes; each box of a parcel starts at a multiple, so that a view of its dtype can be taken there."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,8 @@ class Handover:
     def __init__(
         self, group: Group, pieces: Sequence[Piece], extra: Mapping[str, Any], host: str, device: torch.device
     ) -> None:
-        self._group, self._pieces, self._device, self._refused = group, pieces, device, False
+        self._group, self._pieces, self._refused = group, pieces, False
+        self._parcels = Parcels(group, device, PURPOSE)
         self.extra: Mapping[str, Any] = group.broadcast_object(dict(extra))
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, list[Held]] = {}
@@ -125,7 +118,7 @@ class Handover:
         for step in range(1, size):
             target, source = (here + step) % size, (here - step) % size
             out = [self._values(index, box) for index, box in theirs[target]]
-            self._exchange(target, out, source, mine.get(source, []))
+            self._parcels.exchange(target, out, source, mine.get(source, []))
         return all(done for _, done, _ in rounds)
 
     def _requests(self, wants: Sequence[Want]) -> dict[int, list[Request]]:
@@ -167,70 +160,6 @@ class Handover:
     def _values(self, index: int, box: Box) -> Tensor:
         piece = self._pieces[index]
         return piece.tensor[box.within(piece.box).slices]
-
-    def _exchange(self, target: int, out: Sequence[Tensor], source: int, requests: Sequence[Request]) -> None:
-        """Sends `out` to rank `target`, and fills the `requests` from rank `source`, parcel by parcel."""
-        for leaving, coming in zip_longest(_parcels(out), _parcels(requests)):
-            sent = None if leaving is None else self._packed(leaving)
-            got = None if coming is None else self._staging[1, : _room(coming)]
-            if sent is not None and got is not None:
-                self._group.exchange(got, source, sent, target, PURPOSE)
-            elif sent is not None:
-                self._group.send(sent, target, PURPOSE)
-            elif got is not None:
-                self._group.recv(got, source, PURPOSE)
-            if got is not None:
-                for start, each in _placed(coming):
-                    values = got[start : start + each.nbytes].view(each.dtype).view(each.box.sizes)
-                    each.into.copy_(values)
-
-    def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        parcel = self._staging[0, : _room(tensors)]
-        for start, each in _placed(tensors):
-            parcel[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each)
-        return parcel
-
-    @cached_property
-    def _staging(self) -> Tensor:
-        """Memory of a parcel that leaves and of one that comes; always the same, since the kernel zeroes new memory."""
-        return torch.empty(2, PARCEL_BYTES, dtype=torch.uint8, device=self._device)
-
-
-class _Sized(Protocol):
-    @property
-    def nbytes(self) -> int: ...
-
-
-_S = TypeVar("_S", bound=_Sized)
-
-
-def _parcels(things: Sequence[_S]) -> Iterator[list[_S]]:
-    """Deals `things` out, in their order, to parcels of at most PARCEL_BYTES: sender and receiver alike."""
-    parcel, size = list[_S](), 0
-    for each in things:
-        if parcel and size + each.nbytes > PARCEL_BYTES:
-            yield parcel
-            parcel, size = [], 0
-        parcel.append(each)
-        size += _rounded(each.nbytes)
-    if parcel:
-        yield parcel
-
-
-def _placed(parcel: Sequence[_S]) -> Iterator[tuple[int, _S]]:
-    """Yields each thing in the parcel with the byte at which it begins."""
-    start = 0
-    for each in parcel:
-        yield start, each
-        start += _rounded(each.nbytes)
-
-
-def _room(parcel: Sequence[_Sized]) -> int:
-    return sum(_rounded(each.nbytes) for each in parcel)
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shoal.checkpoint.buddy import Buddy
 from shoal.checkpoint.given import Given
 from shoal.chunks import Chunk
 from shoal.chunks.versions import Versions
@@ -75,3 +76,4 @@ class State:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     loss_scale: LossScale | None
     given: Given
+    buddy: Buddy | None = None

@@ -109,8 +109,8 @@ class Session:
         """Gives, inside the context, what the ranks of `world` have left after others have failed (see survivors).
         Raises CheckpointError where that is not enough. A save under way is given up."""
         self.abandon_saves()
-        given = (self.plan, self.state, self.steps, self.progress, self.place, self.role.with_copies, self.user)
-        left = what_is_left(*given)
+        ranks, role = (self.plan, self.world.rank), self.role.with_copies
+        left = what_is_left(ranks, self.state, self.steps, self.progress, self.place, role, self.user)
         with self._disk_aside(), survivors(world, left) as source:
             yield source
 
@@ -204,6 +204,8 @@ class Session:
     def _read(self, source: Source) -> dict[str, Any]:
         """Replaces the state by that of `source`; returns its JSON state."""
         mine, role = self.state, self.role
+        if mine.buddy is not None:
+            mine.buddy.forget()
         self.steps.flush()
         mine.exchange.settle()
         mine.optimizer.settle()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.checkpoint.buddy import Buddy
 from shoal.checkpoint.given import as_json
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.optimizer_state import optimizer_extra
@@ -33,6 +34,8 @@ class Left:
     pieces: all that it holds
     user: the caller's own
     began: whether that is what it was when the step began
+    rank: its number until now
+    buddy: keeps another rank's state here; None without `plan.buddy`
     """
 
     step: int
@@ -41,6 +44,8 @@ class Left:
     pieces: Sequence[Piece]
     user: Sequence[Piece]
     began: bool
+    rank: int
+    buddy: Buddy | None
 
 
 def why_not(plan: Plan, state: State, progress: Progress) -> str:
@@ -55,7 +60,7 @@ def why_not(plan: Plan, state: State, progress: Progress) -> str:
 
 
 def what_is_left(
-    plan: Plan,
+    ranks: tuple[Plan, int],
     state: State,
     steps: Steps,
     progress: Progress,
@@ -65,20 +70,23 @@ def what_is_left(
 ) -> Left:
     """Returns what this rank holds, without asking others, of which some are no more; a step under way is given up.
 
+    ranks: the plan, and the number of this rank
     place: gives the position of the run and its settings
     role: of one that gives all that it holds
     user: the caller's own
     """
-    step, reason = progress.step, why_not(plan, state, progress)
+    step, (plan, rank) = progress.step, ranks
+    reason = why_not(plan, state, progress)
     ahead = steps.abandon()
     if ahead is None or reason:
-        return Left(step, reason, {}, [], [], began=False)
+        return Left(step, reason, {}, [], [], False, rank, state.buddy)
     step += ahead
     state.optimizer.settle()
     extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}
     held = pieces(state.module, state.chunks, state.optimizer, role)
     user.give_up(step)
-    return Left(step, "", as_json(extra), held, user.pieces(step), user.committed_at == step)
+    began = user.committed_at == step
+    return Left(step, "", as_json(extra), held, user.pieces(step), began, rank, state.buddy)
 
 
 @contextmanager
@@ -102,28 +110,55 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
 
 
 def _newest(world: World, left: Left | None) -> Handover:
-    mine = None if left is None else [left.step, left.why_not, left.began, dict(left.extra)]
-    told = {rank: each for rank, each in enumerate(world.everyone.all_gather_object(mine)) if each is not None}
-    for _, why_not, _, _ in told.values():
+    mine = None if left is None else [left.rank, left.step, left.why_not, left.began, dict(left.extra)]
+    told = [each for each in world.everyone.all_gather_object(mine) if each is not None]
+    for _, _, why_not, _, _ in told:
         if why_not:
             raise CheckpointError(why_not)
-    newest = max((step for step, _, _, extra in told.values() if extra), default=None)
+    newest = max((step for _, step, _, _, extra in told if extra), default=None)
     if newest is None:
         raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
-    holders = {rank: each for rank, each in told.items() if each[3] and each[0] == newest}
-    gives = min(holders, key=lambda rank: (not holders[rank][2], rank))
-    held = list(left.pieces) if left and world.rank in holders else []
-    if left and world.rank == gives:
-        held += left.user
-    extra = _merged([extra for _, _, _, extra in holders.values()])
-    return Handover(world.everyone, held, extra, world.host_id, world.device)
+    began = {rank: began for rank, step, _, began, extra in told if extra and step == newest}
+    whole = {rank: extra for rank, step, _, _, extra in told if extra and step == newest}
+    gives = min(whole, key=lambda rank: (not began[rank], rank))
+    offered, kept = _from_buddies(world, left, newest, whole)
+    found = list(kept)
+    if left is not None and left.rank in whole:
+        found += left.pieces
+        found += left.user if left.rank == gives else []
+    return Handover(world.everyone, found, _merged([*whole.values(), *offered]), world.host_id, world.device)
+
+
+def _from_buddies(
+    world: World, left: Left | None, step: int, whole: Collection[int]
+) -> tuple[list[Mapping[str, Any]], Sequence[Piece]]:
+    """Returns what buddies have kept of ranks that are gone, or not at `step`: the JSON state of all of them, and the
+    pieces that are kept here. Raises CheckpointError where a rank that had something alone and its buddy are gone.
+
+    whole: the ranks that hold the step
+    """
+    buddy = None if left is None else left.buddy
+    everyone = world.everyone.all_gather_object(None if buddy is None else buddy.known())
+    told = [each for each in everyone if each is not None]
+    if not told:
+        return [], []
+    offer = None if buddy is None else buddy.offer(step, whole, told)
+    mine = None if offer is None else [offer.rank, as_json(offer.optimizer)]
+    offers = [each for each in world.everyone.all_gather_object(mine) if each is not None]
+    lacking = set(told[0].needed).difference(whole, (rank for rank, _ in offers))
+    if lacking:
+        rank = min(lacking)
+        buddys = told[0].buddies[rank]
+        why = "not yet as a whole" if buddys in {each.rank for each in told} else "and both are gone"
+        raise CheckpointError(f"what only rank {rank} had was kept by its buddy, rank {buddys}, {why}")
+    return [optimizer for _, optimizer in offers], [] if offer is None else offer.pieces
 
 
 def _merged(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the JSON state of all, to which ranks with other parts of the model bring what the optimizer has of
     those."""
     groups, plain = list[dict[str, Any]](), dict[str, Any]()
-    for each in extras:
+    for each in reversed(extras):  # what a rank holds itself counts more than what is made again
         groups += [group for group in each["groups"] if group not in groups]
         plain.update(each["optim"])
     return {**extras[0], "groups": groups, "optim": plain}

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from shoal.chunks.allocate import ALIGNMENT
+from shoal.comm.wire import sent
 
 
+@sent
 @dataclass(frozen=True)
 class Slot:
     """Position of one parameter, or a part of it, in a flat tensor.
@@ -52,6 +54,7 @@ class Slot:
         return Slot(self.name, torch.Size([last - first]), first - start, first - self.offset, self.shape)
 
 
+@sent
 @dataclass(frozen=True)
 class ChunkSpec:
     """Description of a chunk.

@@ -139,17 +139,16 @@ class ChunkOptimizer:
         chunk.rest()
 
     def apply(self, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None:
-        """Updates what this rank owns with gradients times `factor` (0-dim), and casts the masters into its weights.
-        No rank waits for another; `share` brings the weights together.
+        """Updates what this rank owns with gradients times `factor` (0-dim); `share` brings the weights together.
 
         `untouched` parameters are left alone, as torch leaves those whose gradient is None. A `skip` (0-dim float, on
         the device) that is not zero leaves everything alone, and the host need not know; only fused optimizers take it.
         """
+        self._unshared = self._chunks
         if self._host is None and not isinstance(self.torch, ChunkwiseOptimizer):
             self._update(self._owned, self._clip(self._owned, factor), skip, set(untouched))
             for chunk in self._chunks:
                 chunk.rest(self.turn)
-            self._unshared = self._chunks
             return
         if skip is not None and bool(skip):
             return
@@ -163,7 +162,6 @@ class ChunkOptimizer:
             deque(self._updates([chunk for chunk in self._chunks if not chunk.passes], factor, left_out), maxlen=0)
             waits = [chunk for chunk in self._chunks if chunk.passes]
             self._deferred.start(waits, self._updates(waits, factor, left_out))
-        self._unshared = self._chunks
         self.torch._opt_called = True  # type: ignore[attr-defined]  # what a schedule looks for
 
     def _updates(self, chunks: Sequence[Chunk], factor: Tensor, untouched: Collection[str]) -> Iterator[Chunk]:
@@ -187,8 +185,7 @@ class ChunkOptimizer:
             yield chunk
 
     def share(self) -> None:
-        """Brings the updated stretches of all ranks together, where there was an update since the last call; all ranks
-        that share chunks call it."""
+        """Brings the stretches of all ranks together that were updated since the last call; all of them call it."""
         shared, self._unshared = self._unshared, ()
         for chunk in shared:
             chunk.share()

@@ -84,7 +84,9 @@ class Commit:
     def _update(
         self, step: int, clipped: Clipped, count: Tensor, skip: Tensor | None, untouched: Sequence[str]
     ) -> None:
-        algorithm = self._trained.algorithm
+        algorithm, buddy = self._trained.algorithm, self._trained.buddy
+        if buddy is not None:
+            buddy.made(step, clipped.factor, skip, untouched)
         algorithm.update(step, clipped.factor, skip, untouched)
         algorithm.renew(clipped.to_mean, skip, untouched)
         algorithm.counted(count)

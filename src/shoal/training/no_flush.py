@@ -105,6 +105,7 @@ class NoFlushRunner:
         self._is_whole = True  # no error has left a call in the middle
         self.gradients: list[Tensor] = []
         self.per_sample = 1.0
+        self.unreported: StepResult | None = None
 
     def run(self, batch: Batch) -> StepResult:
         """The forwards of `batch`, and the backwards and the update that are due.
@@ -141,7 +142,6 @@ class NoFlushRunner:
 
     def abandon(self) -> None:
         """Returns that the state is that of no step: some are always under way."""
-        return None
 
     def settle(self) -> None:
         """Raises what a step left unread on the device."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.checkpoint.buddy import Buddy
 from shoal.chunks import value_of
 from shoal.comm import Group
 from shoal.exchange import Algorithm
@@ -45,6 +46,7 @@ class Trained:
     - `algorithm`: how replicas agree on an update
     - `scheduler`: stepped once a step
     - `scale`: what the loss is multiplied by, where gradients are fp16
+    - `buddy`: is told what updates are made with, where state that only one rank has is kept twice
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -53,6 +55,7 @@ class Trained:
     optimizer: ChunkOptimizer
     scheduler: LRScheduler | None = None
     scale: LossScale | None = None
+    buddy: Buddy | None = None
 
     @property
     def lr(self) -> tuple[float, ...]:

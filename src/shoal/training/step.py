@@ -75,6 +75,8 @@ class StepRunner:
         """Counts seen a sample, the expectation for the next step: saved, so that a resumed run has the same bits."""
         self._step = self._samples = 0
         self._phase = _Phase.BETWEEN
+        self.unreported: StepResult | None = None
+        """The result of a step whose update is made, until `run` or `end` return it."""
 
     def run(self, batch: Batch) -> StepResult:
         """Makes one step on `batch`. Raises TrainingError, with the weights of the step before, on NaN."""
@@ -106,6 +108,8 @@ class StepRunner:
         self._reduce.begin(step, most)  # ends what an error has left of the step before
         self._trained.algorithm.begin(step)
         self._effects.begin(step)
+        if self._trained.buddy is not None:
+            self._trained.buddy.begin(step)
         self._phase = _Phase.OPEN
 
     def backward(self, sums: Sums, last: bool) -> None:
@@ -126,6 +130,8 @@ class StepRunner:
         alone = self._holds(step) is Holds.INDEPENDENT
         reduced = self._reduce.finish()
         agree(totals, self._effects, self._groups, self.forward.streams, alone)
+        if trained.buddy is not None:
+            trained.buddy.log(step, reduced.touched)
         answer = self._ballot.cast(totals.values, reduced, totals.ran, after, alone)
         clipped = self._clip.clip(step, answer.totals[1], answer.squares, totals.expected)
         self.gradients = clipped.gradients
@@ -139,13 +145,13 @@ class StepRunner:
                 self._phase = _Phase.BETWEEN
                 raise
             trained.algorithm.end(step)
-        self._phase = _Phase.SHARING
+        self._phase, self.unreported = _Phase.SHARING, result
         return result
 
     def _share(self) -> None:
         with torch.no_grad():
             self._commit.share()
-        self._phase = _Phase.BETWEEN
+        self._phase, self.unreported = _Phase.BETWEEN, None
 
     def abandon(self) -> int | None:
         """Puts back what the forwards of a step that was cut short have changed. Returns by how many updates what this
@@ -159,6 +165,8 @@ class StepRunner:
     def follow(self) -> None:
         """Goes on with the chunks that the algorithm has now."""
         self._reduce.follow()
+        if self._trained.buddy is not None:
+            self._trained.buddy.follow()
 
     def settle(self) -> None:
         """Raises what a step left unread on the device."""
