@@ -18,7 +18,8 @@ from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
-from shoal.data import Batch
+from shoal.comm import World
+from shoal.data import BalancedCursor, Batch, Cursor, ElasticSampler
 from shoal.data.loader import Order
 from shoal.errors import UserError
 from shoal.models.generate import generate
@@ -125,6 +126,22 @@ class Running(Changing):
         loop = Loop(runner, group, microbatches, lambda: progress.step, self._stepped, partners, joined)
         self._loops.add(loop)
         return loop
+
+    def sampler(
+        self, dataset: Any, *, cursor: Cursor | BalancedCursor | None = None, name: str = "sampler"
+    ) -> ElasticSampler:
+        """The parts of this rank of the global batches of a map-style dataset, in the order of `batches`, for a torch
+        DataLoader of a loop of your own (see ElasticSampler): registered as `state` by this name, and resized when the
+        ranks change."""
+        check_dataset(dataset, indexed=True)
+        order, runner = cursor or Cursor(len(dataset), self.global_batch, self.seed), self._trainer.runner
+        sampler = self.state(name, ElasticSampler(order, runner.dealing.ranks, runner.dealing.rank))
+
+        def resize(old: World, new: World) -> None:
+            sampler.resize(self._trainer.runner.dealing.ranks, self._trainer.runner.dealing.rank)
+
+        self.on_resize(resize)
+        return sampler
 
     def evaluate(
         self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None, also: Sequence[Loss] = ()

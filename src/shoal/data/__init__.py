@@ -13,6 +13,7 @@ from .cursor import Cursor
 from .iterable import IterableSource
 from .loader import Batch, map_batches, stack_samples
 from .pack import PackedText
+from .sampler import ElasticSampler
 from .shards import Shards, build_shards, damaged_files, open_shards
 from .split import Split, split_documents
 from .text import TextData, open_text
@@ -26,6 +27,7 @@ __all__ = [
     "CachedDataset",
     "Corpus",
     "Cursor",
+    "ElasticSampler",
     "IterableSource",
     "LoadBalancedBatchSampler",
     "LoadBalancedSampler",

@@ -20,6 +20,7 @@ class GlobalBatches:
 
     samples: int
     global_batch: int
+    seed: int
 
     @property
     def steps_per_epoch(self) -> int:
@@ -60,6 +61,13 @@ class Cursor(GlobalBatches):
         first = step_in_epoch * self.global_batch
         positions = np.arange(first, min(first + self.global_batch, self.samples), dtype=np.uint64)
         return permute(positions, self.samples, ("cursor", self.seed, epoch)).astype(np.int64)
+
+
+def share_start(number: int, rank: int, ranks: int) -> int:
+    """Returns where the share of `rank` begins of `number` things: the first ranks have one more where they do not come
+    out even."""
+    each, more = divmod(number, ranks)
+    return rank * each + min(rank, more)
 
 
 def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]) -> NDArray[np.uint64]:

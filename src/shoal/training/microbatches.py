@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shoal.comm import Group
+from shoal.data.cursor import share_start
 from shoal.errors import ArgumentError
 from shoal.models.moe import Router
 from shoal.module.batchnorm import has_batch_statistics
@@ -72,13 +73,13 @@ class Dealing:
     def _sample(self, samples: int, rank: int) -> int:
         """The first sample of `rank`: the number of samples that ranks before it have."""
         if self.even:
-            return _start(samples, rank, self.ranks)
-        return min(samples, _start(-(-samples // self.size), rank, self.ranks) * self.size)
+            return share_start(samples, rank, self.ranks)
+        return min(samples, share_start(-(-samples // self.size), rank, self.ranks) * self.size)
 
     def _before(self, samples: int, rank: int) -> int:
         """The number of microbatches that ranks before `rank` have."""
         if not self.even:
-            return _start(-(-samples // self.size), rank, self.ranks)
+            return share_start(-(-samples // self.size), rank, self.ranks)
         each, more = divmod(samples, self.ranks)
         larger, smaller = (max(-(-share // self.size), int(self.all_run)) for share in (each + 1, each))
         return min(rank, more) * larger + max(0, rank - more) * smaller
@@ -88,13 +89,6 @@ def partners_in(group: Group, partners: Group, streams: int = 1) -> range:
     """Numbers the `partners`, ranks of `group` side by side, among replicas of which `streams` ranks share each row."""
     first, last = (group.ranks.index(partners.ranks[end]) // streams for end in (0, -1))
     return range(first, last + 1)
-
-
-def _start(number: int, rank: int, ranks: int) -> int:
-    """Where the run of `rank` begins of `number` things: the first ranks have one more where they do not come out
-    even."""
-    each, more = divmod(number, ranks)
-    return rank * each + min(rank, more)
 
 
 def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int]) -> list[Run]:
