@@ -112,9 +112,9 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
 def _newest(world: World, left: Left | None) -> Handover:
     mine = None if left is None else [left.rank, left.step, left.why_not, left.began, dict(left.extra)]
     told = [each for each in world.everyone.all_gather_object(mine) if each is not None]
-    for _, _, why_not, _, _ in told:
-        if why_not:
-            raise CheckpointError(why_not)
+    for _, _, reason, _, _ in told:
+        if reason:
+            raise CheckpointError(reason)
     newest = max((step for _, step, _, _, extra in told if extra), default=None)
     if newest is None:
         raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
