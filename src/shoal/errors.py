@@ -95,6 +95,16 @@ class StorageError(ShoalError):
     exit_code = 6
 
 
+class CorruptionError(ShoalError):
+    """Replicas hold different bits. `here`: whether this rank may be the one that is wrong."""
+
+    exit_code = 7
+
+    def __init__(self, message: str, here: bool) -> None:
+        super().__init__(message)
+        self.here = here
+
+
 class BudgetExceeded(UserError):
     """A memory budget is too small. `needed`, `capacity`: bytes of the smallest sufficient budget, of the given one."""
 

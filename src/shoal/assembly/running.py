@@ -18,6 +18,7 @@ from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
 from shoal.assembly.compatibility import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
+from shoal.assembly.verify import check_verify, held
 from shoal.comm import World
 from shoal.data import BalancedCursor, Batch, Cursor, ElasticSampler
 from shoal.data.loader import Order
@@ -31,6 +32,7 @@ from shoal.training.norms import whole_gradients
 from shoal.training.objective import Objective
 from shoal.training.result import StepResult
 from shoal.training.step import StepRunner
+from shoal.training.vote import Vote, vote
 
 T = TypeVar("T")
 
@@ -99,6 +101,21 @@ class Running(Changing):
         them.
         """
         self._memory.exchange.settle()
+
+    def verify(self) -> Vote:
+        """Has replicas compare what they hold, bit by bit: weights, masters, optimizer state, buffers. All ranks call
+        it alike, between steps; it costs a pass over the memory, and one small collective.
+
+        Raises CorruptionError, on all ranks, where they differ: with the rank that is wrong, where there are three or
+        more; of two nobody knows which. What no other rank holds, such as the shards of plan.zero, cannot be compared:
+        the result says how much that is. Raises UserError where replicas differ on purpose.
+        """
+        check_verify(self._local, self._memory)
+        self.settle()
+        self._trainer.runner.settle()
+        self._trainer.optimizer.settle()
+        held_here = list(held(self._local, self._memory, self._trainer))
+        return vote(held_here, self._local.ranks.everyone, self.step_index)
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's by name, after the exchange and before clipping, in the unit of the mean loss; whole where

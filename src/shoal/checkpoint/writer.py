@@ -16,7 +16,7 @@ from shoal.checkpoint.meeting import Meeting, World
 from shoal.checkpoint.pieces import BOX_BYTES, Piece, cut
 from shoal.checkpoint.save import Job, save_together
 from shoal.device import finish, is_accelerator
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, LaunchError
 
 _ABANDON_SECONDS = 10.0  # for the files that a rank was writing, or for a store whose host does not answer
 
@@ -31,13 +31,14 @@ class Writer:
 
     At most one save is in flight. Its failure is the same on every rank, and raised there as CheckpointError by the
     next `save`, `wait` or `close`; `last_error` shows it without raising. Earlier checkpoints are then unchanged, and a
-    caller who catches the error may go on training and save again.
+    caller who catches the error may go on training and save again. A rank that loses the store raises LaunchError,
+    alone: the others cannot save without it.
     """
 
     def __init__(self, directory: Path | str, world: World, keep: int = 3, timeout: float = 1800.0) -> None:
         assert keep >= 1 and (world.store is not None or world.size == 1)
         self.directory = Path(directory).absolute()
-        self.last_error: CheckpointError | None = None
+        self.last_error: CheckpointError | LaunchError | None = None
         self._world, self._keep, self._timeout = world, keep, timeout
         self._store = HashStore() if world.store is None else world.store
         self._saves = 0
@@ -105,8 +106,8 @@ class Writer:
             save_together(job, meeting)
         except CheckpointError as error:
             self.last_error = error
-        except Exception as error:  # the store is gone: only this rank notices
-            self.last_error = CheckpointError(f"the checkpoint of step {job.step} was not finished: {error}")
+        except Exception as error:  # only this rank notices, and it can take part in no further save
+            self.last_error = LaunchError(f"the store is gone; the checkpoint of step {job.step} failed: {error}")
 
     def _prepare(self) -> None:
         """Makes the directory, on every rank, so that each notices a failure; the first rank cleans up after a

@@ -243,6 +243,45 @@ def report(directory: Annotated[Path, typer.Argument(help="The directory of a ru
 
 
 @app.command()
+def chaos(
+    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    schedule: Annotated[Path | None, typer.Argument(help="The faults, TOML. Default: each kind once.")] = None,
+    faults: Annotated[str | None, typer.Option(metavar="KIND,...", help="Draws a schedule with these faults.")] = None,
+    seed: Annotated[int, typer.Option(help="Draws the order, the steps and whom faults meet.")] = 0,
+    nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="MOST nodes; LEAST go on.")] = "1:3",
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help="Ranks of each node.")] = 1,
+    directory: Annotated[Path | None, typer.Option("--dir", help="A new folder. Default: one in runs/.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Relative difference of losses from the reference.")] = 1e-5,
+    pace: Annotated[float | None, typer.Option(help="Seconds of a step at least. Default: 6 s between faults.")] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set train.steps=400."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
+) -> None:
+    """Trains a job on nodes of this host, undisturbed and then under faults, and compares. Exit code 1 if anything was
+    lost."""
+    with imports():
+        from shoal.cli.chaos import rehearse
+
+    raise typer.Exit(
+        rehearse(
+            job,
+            schedule,
+            faults,
+            seed,
+            nodes=nodes,
+            nproc=nproc,
+            directory=directory,
+            tolerance=tolerance,
+            pace=pace,
+            assignments=assignments or [],
+            as_json=as_json,
+        )
+    )
+
+
+@app.command()
 def top(
     directory: Annotated[Path, typer.Argument(help="The directory of a run.", metavar="RUN")],
     once: Annotated[bool, typer.Option("--once", help="One frame, as where stdout is no terminal.")] = False,

@@ -50,7 +50,11 @@ class Watchdog:
         """
         self.step = max(self.step, *(board.step for board in boards.values()), -1)
         self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
-        long = [rank for rank, since in self._stopped.items() if now - since >= STOPPED]
+        long = [
+            rank
+            for rank, since in self._stopped.items()
+            if now - since >= STOPPED and (rank not in boards or now - boards[rank].alive >= STOPPED)  # not just slow
+        ]
         if long:
             text = f"rank {_numbers(long)}: the process is stopped (SIGSTOP); {_places(boards, now)}"
             return Hang(tuple(long), True, text)

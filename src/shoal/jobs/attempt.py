@@ -18,8 +18,9 @@ import torch
 from shoal.device import hardware_name, is_accelerator
 from shoal.elastic.events import NOW, SAVE
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, ShoalError, TrainingError
+from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError
 from shoal.jobs import resume
+from shoal.jobs.batches import batches
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import describe
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
@@ -69,7 +70,8 @@ class Attempt:
 
     about: the job as checkpoints record it.
     evaluated: the last step that was evaluated, where this attempt goes on in the middle of a run in memory; else None.
-    has_lost: whether an error shows that other ranks are gone, and this one goes on in another generation.
+    has_lost: whether an error shows that other ranks are gone, and this one goes on in another generation; None where
+        there is no other one.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Attempt:
         about: Mapping[str, Any],
         speed: Speed,
         evaluated: int | None = None,
-        has_lost: Callable[[BaseException], bool] = lambda error: False,
+        has_lost: Callable[[BaseException], bool] | None = None,
     ) -> None:
         job, world = settled.job, engine.world
         self._seconds_before, self._saved = restored.user.get("seconds", 0.0), restored.saved
@@ -88,10 +90,8 @@ class Attempt:
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         self.data = settled.model.prepare_data(settled.data.train)
-        held_out = settled.data.validation
-        self.held_out = (
-            None if held_out is None else Subsample(settled.model.prepare_data(held_out), job.run.eval_samples)
-        )
+        whole = settled.data.validation
+        self.held_out = None if whole is None else Subsample(settled.model.prepare_data(whole), job.run.eval_samples)
         self.recorder = Recorder(
             self.run_dir,
             job.run.trackers,
@@ -105,7 +105,8 @@ class Attempt:
         def user() -> dict[str, Any]:
             return {"seconds": self.seconds, "job": about}
 
-        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved)
+        told = user, restored.saved, job.run.verify_every > 0
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, *told)
         self.replanner = Replanner(settled, engine, self.recorder, self.saver)
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
@@ -135,10 +136,10 @@ class Attempt:
             self._hand_on(halted.how)
             raise
         except BaseException as error:
-            if self._has_lost(error):
+            if self._has_lost is not None and self._has_lost(error):
                 self._abandon()
                 raise Halted(NOW) from error
-            if isinstance(error, TrainingError):
+            if isinstance(error, TrainingError) or (isinstance(error, CorruptionError) and self._has_lost is None):
                 self.saver.close()  # every rank raised it, so all of them can finish the save under way
             said = str(error) if isinstance(error, ShoalError) else type(error).__name__
             self._finish(f"{FAILED} {said}")
@@ -179,7 +180,7 @@ class Attempt:
             self._evaluate(FIRST_LOOK)
         log.info("the first step of this attempt")
         stopped = None
-        for batch in engine.batches(self.data, steps=None if total is None else total - engine.step_index):
+        for batch in batches(engine, self.data, total, run.verify_every, self.recorder.warning):
             self.timeline.before(batch.step)
             self.moves.before()
             result = engine.step(batch)

@@ -102,6 +102,7 @@ class Run:
     trackers: any of "tensorboard", "wandb", "mlflow".
     sample: a prompt to continue at each evaluation, "" for none.
     norms_every: steps between records of the gradient norms by layer, 0 for none.
+    verify_every: steps between votes of replicas on what they hold, which find silent corruption; 0 for none.
     at: changes of the plan, tables of the `step` after which one is made and the fields that it changes:
         {step = 1000, plan = {tp = 2}}. Without dp, that is what is left of the ranks.
     """
@@ -116,11 +117,12 @@ class Run:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     sample: str = ""
     norms_every: int = 0
+    verify_every: int = 0
     at: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _check_changes(self.at)
-        for key in ("eval_every", "eval_samples", "save_every", "norms_every"):
+        for key in ("eval_every", "eval_samples", "save_every", "norms_every", "verify_every"):
             if getattr(self, key) < 0:
                 raise UserError(f"run.{key} = {getattr(self, key)}: give 0 or more")
         for key in ("nproc", "keep"):

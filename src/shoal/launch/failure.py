@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from shoal.device import is_own_failure
-from shoal.errors import LaunchError, ShoalError
+from shoal.errors import CorruptionError, LaunchError, ShoalError
 
 _PACKAGES = Path(__file__).parents[2]
 _SHOAL = str(_PACKAGES / "shoal")
@@ -38,7 +38,8 @@ class Failure:
 
     seconds: Unix time of the failure, to order the ranks.
     traceback: empty where `message` says all.
-    lost_peer: a collective or the store failed because another rank was gone; this rank is not at fault.
+    lost_peer: a collective or the store failed because another rank was gone, or another rank holds wrong bits; this
+        rank is not at fault.
     """
 
     rank: int
@@ -63,9 +64,11 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def has_lost_peer(error: BaseException) -> bool:
-    """Returns whether a rank raised `error` because another one was gone."""
-    return isinstance(error, LaunchError) or (
-        isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER)
+    """Returns whether a rank raised `error` because another one was gone, or holds wrong bits."""
+    return (
+        isinstance(error, LaunchError)
+        or (isinstance(error, CorruptionError) and not error.here)
+        or (isinstance(error, RuntimeError | OSError) and any(s in str(error) for s in _LOST_PEER))
     )
 
 

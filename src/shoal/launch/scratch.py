@@ -30,12 +30,15 @@ def scratch(kind: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def sweep() -> list[Path]:
-    """Removes this user's folders whose process has ended and returns them; leaves everything else with such a name."""
+def sweep(where: Path | None = None) -> list[Path]:
+    """Removes this user's folders whose process has ended and returns them; leaves everything else with such a name.
+
+    where: by default the system's folder for temporary files.
+    """
     swept: list[Path] = []
     if _started(os.getpid()) is None:  # this system does not tell which processes live
         return swept
-    for path in Path(tempfile.gettempdir()).glob("shoal-*"):
+    for path in (where or Path(tempfile.gettempdir())).glob("shoal-*"):
         if (found := _NAME.fullmatch(path.name)) is None or found[1] != str(_namespace()):
             continue
         try:

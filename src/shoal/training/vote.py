@@ -1,0 +1,135 @@
+"""A vote of replicas on what each of them holds: a bit that has flipped in the memory of one is found, and the rank.
+
+A rank hashes, on the device, the tensors that other ranks hold with the same bits. All ranks tell each other the
+hashes, one number for each kind of tensor, and judge alike: of three or more, a majority is right; of two that differ,
+nobody knows which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.comm import Group
+from shoal.errors import CorruptionError
+
+_BLOCK = 1 << 18
+"""Words of 64 bits that are hashed at once: temporary memory of 2 MiB."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The golden ratio in 64 bits, as int64: neighbouring words get factors that have little in common."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of this rank.
+
+    what: its kind, for messages: "weights".
+    replicas: the ranks that hold the same, or None where this rank alone has it.
+    """
+
+    what: str
+    tensor: Tensor
+    replicas: Group | None
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A vote in which all agreed. `compared`, `alone`: bytes here that were compared, and those without a replica, by
+    kind."""
+
+    compared: dict[str, int]
+    alone: dict[str, int]
+
+
+def vote(held: Sequence[Held], everyone: Group, step: int) -> Vote:
+    """Has replicas compare what they hold after `step` steps. A collective call of `everyone`.
+
+    Raises CorruptionError, on all ranks, where they differ: it says who is wrong, if that can be known.
+    """
+    compared: dict[str, int] = defaultdict(int)
+    alone: dict[str, int] = defaultdict(int)
+    groups: dict[str, list[Tensor]] = defaultdict(list)
+    for each in held:
+        if each.replicas is None or each.replicas.size == 1:
+            alone[each.what] += each.tensor.nbytes
+        else:
+            compared[each.what] += each.tensor.nbytes
+            groups[f"{each.what}/{each.replicas.ranks[0]}/{each.replicas.size}"].append(each.tensor)
+    mine = {key: f"{combined(tensors):x}" for key, tensors in groups.items()}
+    told = everyone.all_gather_object(mine)
+    wrong, tied = judge(told)
+    if wrong or tied:
+        raise _error(wrong, tied, everyone, step)
+    return Vote(dict(compared), dict(alone))
+
+
+def judge(told: Sequence[Mapping[str, str]]) -> tuple[dict[int, list[str]], dict[int, list[str]]]:
+    """Judges the hashes of all ranks, by the name of what each group of replicas holds.
+
+    Returns the places of the ranks that are outvoted, and of those of which it is not known who is right, each with the
+    kinds of tensors in which they differ.
+    """
+    wrong: dict[int, list[str]] = defaultdict(list)
+    tied: dict[int, list[str]] = defaultdict(list)
+    for key in sorted({key for each in told for key in each}):
+        votes = {place: each[key] for place, each in enumerate(told) if key in each}
+        most, number = Counter(votes.values()).most_common(1)[0]
+        majority = 2 * number > len(votes)
+        for place, hashed in votes.items():
+            if number < len(votes) and (hashed != most or not majority):
+                (wrong if majority else tied)[place].append(key.partition("/")[0])
+    return dict(wrong), dict(tied)
+
+
+def _error(
+    wrong: Mapping[int, list[str]], tied: Mapping[int, list[str]], everyone: Group, step: int
+) -> CorruptionError:
+    said = [
+        f"rank {everyone.ranks[place]} holds other bits ({', '.join(kinds)}) than most ranks with the same state"
+        for place, kinds in sorted(wrong.items())
+    ]
+    if tied:
+        ranks, kinds = (", ".join(map(str, each)) for each in ([everyone.ranks[p] for p in sorted(tied)], _all(tied)))
+        said.append(f"ranks {ranks} hold different bits ({kinds}), and there is no majority that says which are right")
+    here = everyone.rank in wrong or everyone.rank in tied
+    return CorruptionError(
+        f"after step {step} {'; '.join(said)}. Memory, a device or a link has changed what it holds: go on from the "
+        "newest checkpoint, without that host if it happens again",
+        here,
+    )
+
+
+def _all(kinds: Mapping[int, list[str]]) -> list[str]:
+    return sorted({kind for each in kinds.values() for kind in each})
+
+
+def combined(tensors: Iterable[Tensor]) -> int:
+    """Returns a hash of several tensors in their order, 64 bits."""
+    total = 0
+    for each in [digest(tensor) for tensor in tensors]:  # all are under way before the first is waited for
+        total = (total * _ODD + int(each)) % (1 << 64)
+    return total
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Returns a hash of the bits of a tensor, int64 (0-dim) on its device.
+
+    The sum of the 64-bit words, each times an odd factor of its place, block by block. A single bit that differs, or
+    several in one word, always change it.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words, rest = flat[:whole], flat.new_zeros(8)
+    rest[: flat.numel() - whole] = flat[whole:]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    factors = (2 * torch.arange(min(_BLOCK, whole // 8), device=flat.device) + 1) * _ODD
+    total = rest.view(torch.int64)[0] * _ODD
+    for block in words.view(torch.int64).split(_BLOCK):
+        total = total * _ODD + (block * factors[: block.numel()]).sum()
+    return total
