@@ -100,7 +100,7 @@ def _flip_in_next_update(engine: Engine, chosen: random.Random) -> None:
         _flip(optimizer.grad(chosen.choice(list(optimizer.known))), chosen)
         apply(*args)
 
-    optimizer.apply = with_a_flip  # type: ignore[method-assign]
+    optimizer.apply = with_a_flip  # type: ignore[method-assign, assignment]
 
 
 def _flip(values: Tensor, chosen: random.Random) -> None:
