@@ -25,7 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def flipped(world: Any, case: str, plan: dict[str, Any], precision: str, where: str, rank: int) -> tuple[Any, ...]:
-    """Votes between steps; then a bit flips on one rank. Returns what the vote says, and whether this rank is blamed."""
+    """Votes between steps; then a bit flips on one rank. Returns what is said, and whether this rank is blamed."""
     running = engine(case, precision, 1, plan=Plan(**plan), world=world)
     vote, said = running.verify(), ""
     for batch in running.batches(CASES[case].data(), steps=4):

@@ -48,8 +48,8 @@ def test_values_that_change_places_change_the_hash(monkeypatch):
         ([{"weights/0": "a"}] * 4, {}, {}),
         ([{"weights/0": "a"}, {"weights/0": "b"}, {"weights/0": "a"}], {1: ["weights"]}, {}),
         ([{"weights/0": "a"}, {"weights/0": "b"}], {}, {0: ["weights"], 1: ["weights"]}),
-        ([{"m/0": x} for x in "aabb"], {}, dict.fromkeys(range(4), ["m"])),
-        ([{"m/0": x} for x in "abc"], {}, dict.fromkeys(range(3), ["m"])),
+        ([{"m/0": x} for x in "aabb"], {}, {place: ["m"] for place in range(4)}),
+        ([{"m/0": x} for x in "abc"], {}, {place: ["m"] for place in range(3)}),
         ([{"m/0": x} for x in "aabca"], {2: ["m"], 3: ["m"]}, {}),
         # two groups of replicas, and a rank that has a copy of nothing
         ([{"m/0": "a"}, {"m/1": "b"}, {"m/0": "a"}, {"m/1": "c"}, {}], {}, {1: ["m"], 3: ["m"]}),

@@ -32,8 +32,8 @@ from shoal.report.metrics import StepRecord
 
 _SECONDS_A_FAULT = 6.0
 """Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""
-_UNSURE = "drop"
-"""A fault that ranks may not even notice: none of their connections has to be in use."""
+_UNSURE = ("drop", "hangup")
+"""Faults that need not end a generation: a connection may be one that nobody uses, or one that is made again."""
 _UNSURE_SECONDS = 5.0
 _VOTES = 5
 """Steps between votes, where a job has none and bits are to flip."""
@@ -187,8 +187,7 @@ def _suffer(cluster: Cluster, schedule: Schedule, drill: Path, say: Callable[[st
         for fault in schedule.faults:
             _complete(cluster, watch)
             watch.wait(partial(_is_due, watch, fault), "the step of the next fault has not come")
-            rows.append(_one(injector, watch, fault))
-            say(f"step {rows[-1].step}: {fault.kind}, {rows[-1].victim}")
+            rows.append(_one(injector, watch, fault, say))
         _complete(cluster, watch)
         (drill / "pace").unlink()
         watch.wait(lambda: watch.over, "the run is not complete", seconds=10 * PATIENCE)
@@ -217,18 +216,19 @@ def _complete(cluster: Cluster, watch: Watch) -> None:
     )
 
 
-def _one(injector: Injector, watch: Watch, fault: Fault) -> Row:
+def _one(injector: Injector, watch: Watch, fault: Fault, say: Callable[[str], None]) -> Row:
     """Injects a fault and waits for the next step."""
     injector.prepare(fault)
     victim = injector.inject(fault)
     since = injector.moment
+    say(f"step {since.step}: {fault.kind}, {victim}")
     another = fault.kind not in LASTING
     if fault.kind in LASTING:
         time.sleep(fault.seconds)
-    elif fault.kind == _UNSURE:
+    elif fault.kind in _UNSURE:
         deadline = time.time() + _UNSURE_SECONDS
         watch.wait(lambda: watch.noticed(since) is not None or time.time() > deadline, "nothing is noticed")
-        another = watch.noticed(since) is not None
+        another = watch.generation > since.generation or watch.noticed(since) is not None
     watch.wait(lambda: watch.next_step(since, another) is not None, f"no step is committed after {fault.kind}")
     step, noticed = watch.next_step(since, another), watch.noticed(since)
     assert step is not None
