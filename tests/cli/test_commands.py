@@ -214,7 +214,7 @@ def test_the_doctor_names_what_is_missing_and_what_to_do(monkeypatch, capsys):
 
 
 def test_the_demo_and_the_examples_are_jobs():
-    from shoal.cli.start import DEMO
+    from shoal.cli.demo import DEMO
 
     assert load_job(DEMO)[0].train.seconds is not None
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))

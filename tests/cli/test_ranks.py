@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from shoal import checkpoint
-from shoal.cli.start import DEMO
+from shoal.cli.demo import DEMO
 from shoal.comm import World
 from shoal.jobs.read import load_job
 from shoal.jobs.train import train

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -65,59 +65,58 @@ class Node:
 
 
 class Cluster:
-    """The nodes of one run, of which there are to be `size`, each with `nproc` ranks.
+    """The nodes of one run, of which there are to be `size`, each with `nproc` ranks; at first there is one.
 
     job: `shoal train` gets it, with these `assignments`.
-    least: of nodes that train.
-    folder: for the run, its nodes' output, their temporary files.
+    nodes: the least number of nodes that train, and `size`.
+    folder: for their output and temporary files, and for the run unless `run_dir` is given.
     variables: of all processes, beside those of this one.
     """
 
     def __init__(
         self,
         job: Path,
-        assignments: list[str],
-        least: int,
-        size: int,
+        assignments: Sequence[str],
+        nodes: tuple[int, int],
         nproc: int,
         folder: Path,
         variables: Mapping[str, str],
+        run_dir: Path | None = None,
     ) -> None:
-        self.run_dir, self.size, self._nproc, self._folder = folder / "run", size, nproc, folder
+        least, self.size = nodes
+        self.run_dir, self._folder = run_dir or folder / "run", folder
         self.mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
-        secret = new_secret()
-        self._env = {**os.environ, MARK: self.mark, SECRET: secret, "TMPDIR": str(self.temporary), **variables}
+        self._env = {**os.environ, MARK: self.mark, SECRET: new_secret(), "TMPDIR": str(self.temporary), **variables}
         self.nodes: list[Node] = []
         given = [f"--set={each}" for each in (*assignments, f'run.dir="{self.run_dir}"')]
-        self._add([str(job), f"--nodes={least}:{size}", f"--nproc={nproc}", *given])
+        first = self._add([str(job), f"--nodes={least}:{self.size}", f"--nproc={nproc}", *given])
         deadline = time.monotonic() + _PATIENCE
-        while (found := re.search(r"--join (\S+:\d+)", self.nodes[0].said)) is None:
-            if not self.nodes[0].lives or time.monotonic() > deadline:
-                raise LaunchError(f"the first node does not start:\n{self.nodes[0].said}")
+        while (found := re.search(r"--join (\S+:\d+)", first.said)) is None:
+            if not first.lives or time.monotonic() > deadline:
+                raise LaunchError(f"the first node does not start:\n{first.said}")
             time.sleep(0.02)
-        for _ in range(size - 1):
-            self._add([f"--join={found[1]}", f"--nproc={nproc}"])
+        self._first, self._nproc = found[1], nproc
 
     def _add(self, arguments: list[str]) -> Node:
         self.nodes.append(Node(arguments, self._env, self._folder / f"node{len(self.nodes)}.log"))
         return self.nodes[-1]
+
+    def join(self, nproc: int | None = None) -> Node:
+        """Starts another node, which joins with `nproc` ranks, by default as many as the first one has."""
+        leads = coordinator(self.run_dir)
+        return self._add([f"--join={leads[1] if leads else self._first}", f"--nproc={nproc or self._nproc}"])
 
     @property
     def living(self) -> list[Node]:
         """The nodes whose supervisor lives, in the order in which they came."""
         return [node for node in self.nodes if node.lives]
 
-    def join(self) -> Node:
-        """Starts another node, which joins."""
-        _, host, port = coordinator(self.run_dir)
-        return self._add([f"--join={host}:{port}", f"--nproc={self._nproc}"])
-
     def leader(self) -> Node:
         """Returns the node that coordinates."""
-        pid, _, _ = coordinator(self.run_dir)
-        return next((node for node in self.living if node.process.pid == pid), self.living[0])
+        leads = coordinator(self.run_dir)
+        return next((node for node in self.living if leads and node.process.pid == leads[0]), self.living[0])
 
     def wait(self, seconds: float) -> bool:
         """Waits until all supervisors have ended; returns whether they have."""
@@ -154,14 +153,15 @@ def ended(cluster: Cluster) -> Iterator[Cluster]:
         cluster.end()
 
 
-def coordinator(run_dir: Path) -> tuple[int, str, int]:
-    """Returns who coordinates the job of a run, by its newest journal: process id, host and port."""
-    newest = max((run_dir / "membership").glob("*.journal"), key=lambda path: path.stat().st_ctime_ns)
-    name, places = "", dict[str, tuple[str, int]]()
-    for event in read(newest):
+def coordinator(run_dir: Path) -> tuple[int, str] | None:
+    """Returns who coordinates the job of a run, by its newest journal: process id and address; None where nobody does
+    yet."""
+    journals = sorted((run_dir / "membership").glob("*.journal"), key=lambda path: path.stat().st_ctime_ns)
+    name, places = "", dict[str, str]()
+    for event in read(journals[-1]) if journals else ():
         if isinstance(event, Joined):
-            places[event.name] = event.host, event.port
+            places[event.name] = f"{event.host}:{event.port}"
             name = name or event.name
         elif isinstance(event, TookOver):
             name = event.name
-    return int(newest.stem.rpartition("-")[2]), *places[name]
+    return (int(journals[-1].stem.rpartition("-")[2]), places[name]) if name else None

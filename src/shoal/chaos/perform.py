@@ -158,8 +158,11 @@ def _reference(setting: Setting) -> tuple[Path, Path]:
 
 
 def _cluster(setting: Setting, least: int, folder: Path, drill: Path) -> Cluster:
-    given = list(setting.assignments)
-    return Cluster(setting.job, given, least, setting.size, setting.nproc, folder, {VARIABLE: str(drill)})
+    variables = {VARIABLE: str(drill)}
+    cluster = Cluster(setting.job, setting.assignments, (least, setting.size), setting.nproc, folder, variables)
+    for _ in range(setting.size - 1):
+        cluster.join()
+    return cluster
 
 
 def _drill(folder: Path, pace: float) -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from shoal.chaos.nodes import Cluster
@@ -12,7 +13,7 @@ from shoal.elastic.events import Draining, Ended, Left, TookOver
 from shoal.elastic.journal import read
 from shoal.errors import LaunchError
 from shoal.report.follow import Follower
-from shoal.report.metrics import EndRecord, MembershipRecord, StepRecord
+from shoal.report.metrics import EndRecord, MembershipRecord, Record, StepRecord, read_metrics
 
 _LOOK = 0.005
 PATIENCE = 120.0
@@ -96,6 +97,16 @@ class Watch:
                 return record
         return None
 
+    @property
+    def records(self) -> Sequence[Record]:
+        """All that the run has recorded so far."""
+        return self._follower.records
+
+    def stall(self, since: Moment) -> float:
+        """Returns the longest time between two steps since that moment, in seconds."""
+        times = [since.time, *(each.time for each in self.records[since.records :] if isinstance(each, StepRecord))]
+        return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+
     def lost(self, since: Moment) -> int:
         """Returns how many committed steps were trained again since that moment."""
         later = self._follower.records[since.records :]
@@ -114,6 +125,4 @@ class Watch:
 
 def steps_of(run_dir: Path) -> list[StepRecord]:
     """Returns the committed steps of a run, each once, as its last attempt has them."""
-    from shoal.report.metrics import read_metrics
-
     return list(read_metrics(run_dir / "metrics.jsonl").steps)

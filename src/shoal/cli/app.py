@@ -163,9 +163,9 @@ def demo(
         Path | None, typer.Option("--dir", help="The run directory. Default: a new one in runs/.")
     ] = None,
 ) -> None:
-    """Trains a small GPT on Python's standard library for less than a minute."""
+    """Trains a small GPT on Python's standard library for less than a minute; a worker dies, and another one joins."""
     with imports():
-        from shoal.cli.start import start_demo
+        from shoal.cli.demo import start_demo
 
     raise typer.Exit(start_demo(nproc, directory))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 
 from shoal.elastic.events import node_limits
@@ -17,8 +16,6 @@ from shoal.launch import discover, launch
 from shoal.launch.roles import launch_roles
 from shoal.launch.tf_config import TRAINERS, parse_roles
 from shoal.report.events import plan_text
-
-DEMO = Path(__file__).with_name("demo.toml")
 
 
 def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) -> int:
@@ -94,13 +91,6 @@ def start_script(program: list[str], nproc: int | None, roles: str | None = None
     if roles is not None:
         return launch_roles(program, parse_roles(roles))
     return launch(program, nproc if nproc is not None else default_ranks())
-
-
-def start_demo(nproc: int, directory: Path | None) -> int:
-    """Trains the built-in job on `nproc` ranks in `directory` (default: a new one in runs/); returns the exit code."""
-    directory = directory or Path("runs") / f"demo-{datetime.now():%Y%m%d-%H%M%S}"
-    print(f"A small GPT learns Python from its standard library, on {nproc} process(es). In {directory}:\n", flush=True)
-    return start_job(DEMO, [text_assignment("run.dir", str(directory)), f"run.nproc={nproc}"])
 
 
 def change_plan(run_dir: Path, assignments: Sequence[str]) -> None:
