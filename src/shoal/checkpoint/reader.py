@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,22 @@ def newest(directory: Path | str, on_damage: Callable[[Path, str], None]) -> Pat
             return path
         on_damage(path, reason)
     return None
+
+
+def newest_of(directory: Path, group: Group) -> Path:
+    """Returns the newest sound checkpoint, found by the first rank of `group`, which warns of damaged ones. A
+    collective call. Raises CheckpointError, on all ranks, if there is none."""
+    found: Path | None = None
+    damaged: list[str] = []
+    if group.rank == 0:
+        found = newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
+    found, damaged = group.broadcast_object((found, damaged))
+    told = "; ".join(damaged)
+    if found is None:
+        raise CheckpointError(f"no checkpoint to load in {directory}" + (f" (damaged: {told})" if damaged else ""))
+    if damaged and group.rank == 0:
+        warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {told}", stacklevel=4)
+    return found
 
 
 def require_sound(path: Path, group: Group) -> None:

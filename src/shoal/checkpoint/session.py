@@ -15,7 +15,7 @@ from shoal.checkpoint import exchange_state, optimizer_state, state, version_sta
 from shoal.checkpoint.given import as_json
 from shoal.checkpoint.handover import Handover
 from shoal.checkpoint.pieces import Piece
-from shoal.checkpoint.reader import newest, require_sound
+from shoal.checkpoint.reader import newest_of, require_sound
 from shoal.checkpoint.role import WriterRole
 from shoal.checkpoint.run import Members, Progress, State, Steps
 from shoal.checkpoint.source import OnDisk, Source
@@ -25,7 +25,6 @@ from shoal.checkpoint.whole import of_all_stages, whole_parameters
 from shoal.checkpoint.writer import Writer
 from shoal.comm import World
 from shoal.data import IterableSource
-from shoal.errors import CheckpointError
 from shoal.exchange.kept import from_older
 from shoal.exchange.mean import mean_of_optimizers, mean_of_replicas
 from shoal.models.export import export_whole
@@ -197,7 +196,7 @@ class Session:
         """Reads a checkpoint (see Engine.load)."""
         path = Path(directory)
         if not path.name.startswith("step-"):
-            path = self._newest(path)
+            path = newest_of(path, self.members.everyone)
         require_sound(path, self.members.everyone)
         return self._read(OnDisk(path))["user"]
 
@@ -255,21 +254,6 @@ class Session:
     def _warn(self, lines: Sequence[str]) -> None:
         for line in lines if self.members.everyone.rank == 0 else ():
             warnings.warn(line, stacklevel=5)
-
-    def _newest(self, directory: Path) -> Path:
-        """Returns the newest sound checkpoint, found by rank 0, which reads every byte; warns of damaged ones."""
-        found: Path | None = None
-        damaged: list[str] = []
-        everyone = self.members.everyone
-        if everyone.rank == 0:
-            found = newest(directory, lambda bad, why: damaged.append(f"{bad.name}: {why}"))
-        found, damaged = everyone.broadcast_object((found, damaged))
-        told = "; ".join(damaged)
-        if found is None:
-            raise CheckpointError(f"no checkpoint to load in {directory}" + (f" (damaged: {told})" if damaged else ""))
-        if damaged and everyone.rank == 0:
-            warnings.warn(f"damaged checkpoints passed over, {found.name} is used: {told}", stacklevel=4)
-        return found
 
     def export(self, directory: str | Path) -> Path:
         """Writes the weights as one model (see Engine.export)."""
