@@ -187,8 +187,11 @@ class Cli:
             time.sleep(0.05)
         return found
 
+    def process_of(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
     def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return self.process_of().children(recursive=True)
 
 
 def records(folder: Path) -> RunRecords:

@@ -86,7 +86,9 @@ class Attempt:
     ) -> None:
         job, world = settled.job, engine.world
         self._seconds_before, self._saved = restored.user.get("seconds", 0.0), restored.saved
-        self._evaluated, self._has_lost = evaluated, has_lost
+        self._evaluated, self._has_lost, self._ended = evaluated, has_lost, 0.0
+        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
+        group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
         self.settled, self.job, self.engine = settled, job, engine
         self.run_dir, self.first = Path(job.run.dir), world.rank == 0
         self.data = settled.model.prepare_data(settled.data.train)
@@ -109,8 +111,6 @@ class Attempt:
         self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, *told)
         self.replanner = Replanner(settled, engine, self.recorder, self.saver)
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
-        ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
-        group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
         self.moves, self.shown = Moves(engine), Shown(world)
@@ -119,7 +119,7 @@ class Attempt:
     @property
     def seconds(self) -> float:
         """How long this run has trained, with the attempts before."""
-        return float(self._seconds_before + self.stop.elapsed)
+        return self._ended or float(self._seconds_before + self.stop.elapsed)
 
     def to_its_end(self) -> Outcome:
         """Trains; writes the end record and the report, also where training fails. Raises Halted where the run goes on
@@ -164,6 +164,7 @@ class Attempt:
 
     def _abandon(self) -> None:
         """Ends this attempt on this rank alone. The engine keeps its state."""
+        self._ended = self.seconds
         self.engine.abandon()
         self.stop.abandon()
         self.recorder.close()
