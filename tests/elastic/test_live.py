@@ -1,0 +1,201 @@
+"""Faults in real jobs: who is left goes on in its process and from its memory, and the losses are those of a run that
+nothing disturbed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.elastic.nodes import SECRET
+from shoal.report.jsonl import read_lines
+from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
+
+STEPS, BATCH = 600, 24
+
+
+@dataclass
+class Run:
+    """A job in a folder of its own, and the nodes that train it."""
+
+    folder: Path
+    nodes: list[Cli]
+
+    def __post_init__(self) -> None:
+        job = write_job(self.folder, STEPS, 0)
+        text = job.read_text().replace("global_batch = 8", f"global_batch = {BATCH}")
+        job.write_text(text.replace("layers = 1", "layers = 2"))
+
+    def start(self, *sets: str, nodes: str = "1", ranks: int = 4) -> Run:
+        assigned = [part for each in sets for part in ("--set", each)]
+        self.nodes.append(Cli(self.folder, "job.toml", "--nodes", nodes, "--nproc", str(ranks), *assigned))
+        return self
+
+    def join(self, ranks: int) -> Cli:
+        port = self.nodes[0].wait_for(r"--join 127.0.0.1:(\d+)")[1]
+        secret = self.folder / "runs/job" / SECRET
+        self.nodes.append(Cli(self.folder, "--join", f"127.0.0.1:{port}", "--nproc", str(ranks), secret=secret))
+        return self.nodes[-1]
+
+    def ranks(self, node: int = 0) -> list[psutil.Process]:
+        """The processes of a node, in the order in which they started: that of their ranks in the first generation."""
+        return sorted(self.nodes[node].process_of().children(), key=lambda each: (each.create_time(), each.pid))
+
+    def trains(self, more: int = 20, world: int | None = None) -> None:
+        """Waits until so many more steps are done, by a world of that size."""
+        if world is not None:
+            until(lambda: self.worlds[-1:] == [world], 60)
+        before = steps_done(self.folder)
+        until(lambda: steps_done(self.folder) >= before + more, 60)
+
+    @property
+    def worlds(self) -> list[int]:
+        with suppress(Exception):
+            return [each.world for each in records(self.folder).memberships]
+        return []
+
+    def ends(self, node: int = 0) -> None:
+        assert self.nodes[node].process.wait(120) == 0, self.nodes[node].said
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path, [])
+    yield made
+    for node in made.nodes:
+        node.process.kill()
+        node.process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the job on one rank."""
+    alone = Run(tmp_path_factory.mktemp("undisturbed"), [])
+    node = Cli(alone.folder, "job.toml")
+    assert node.process.wait(120) == 0, node.said
+    return [each.loss for each in records(alone.folder).steps]
+
+
+def kill(*ranks: int) -> Callable[[Run], None]:
+    def strike(run: Run) -> None:
+        found = run.ranks()
+        for rank in ranks:
+            found[rank].kill()
+
+    return strike
+
+
+def stop(run: Run) -> None:
+    run.ranks()[2].suspend()
+
+
+def kill_in_a_save(run: Run) -> None:
+    folder = run.folder / "runs/job/checkpoints"
+    until(lambda: folder.is_dir() and any(each.suffix for each in folder.iterdir() if not each.name.isalnum()), 30)
+    run.ranks()[1].kill()
+
+
+def kill_again_while_they_go_on(run: Run) -> None:
+    found = run.ranks()
+    found[3].kill()
+    run.nodes[0].wait_for("generation 2")
+    found[1].kill()
+
+
+@dataclass
+class Row:
+    """Faults of a node with four ranks. `lost`: whether steps are trained again. `sets`: of the job."""
+
+    strike: Callable[[Run], None]
+    sets: tuple[str, ...] = ()
+    lost: bool = False
+    survivors: int = 3
+
+
+ROWS = {
+    "a rank": Row(kill(2)),
+    "rank 0": Row(kill(0)),
+    "a stopped rank": Row(stop),
+    "two at once": Row(kill(1, 2), survivors=2),
+    "another while they go on": Row(kill_again_while_they_go_on, survivors=2),
+    "in a save": Row(kill_in_a_save, ("run.save_every=10",)),
+    "rank 0 in evaluations": Row(kill(0), ("run.eval_every=1",)),
+    "tensor parallel": Row(kill(3), ("plan.tp=2",)),
+    "stages": Row(kill(1), ("plan.pp=2",)),
+    "its shard is gone": Row(kill(2), ("plan.zero=1", "run.save_every=25"), lost=True),
+    "all at once": Row(kill(0, 1, 2, 3), ("run.save_every=25",), lost=True, survivors=0),
+}
+
+
+def steps_written(folder: Path) -> list[int]:
+    lines, _ = read_lines(folder / "runs/job/metrics.jsonl")
+    return [line["step"] for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "rank 0" else pytest.param(name, marks=pytest.mark.matrix) for name in ROWS]
+)
+def test_the_others_go_on_in_memory_and_a_new_process_joins_them(name: str, run: Run, undisturbed: list[float]):
+    row = ROWS[name]
+    run.start(*row.sets)
+    run.trains(60, world=4)
+    before = run.ranks()
+    row.strike(run)
+    run.trains(20, world=4)
+    after = run.ranks()
+    assert len(set(after) & set(before)) == row.survivors
+    run.ends()
+    found = records(run.folder)
+    assert [each.step for each in found.steps] == list(range(1, STEPS + 1))
+    assert [each.loss for each in found.steps] == pytest.approx(undisturbed, rel=1e-5)
+    assert any(each.lost for each in found.memberships) == row.lost
+    if not row.lost:
+        assert steps_written(run.folder) == list(range(1, STEPS + 1))
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in {*before, *after})
+
+
+def same(run: Run, undisturbed: list[float]) -> None:
+    """The run is complete, in memory all along, and its losses are those of an undisturbed one."""
+    found = records(run.folder)
+    assert steps_written(run.folder) == list(range(1, STEPS + 1))
+    assert [each.loss for each in found.steps] == pytest.approx(undisturbed, rel=1e-5)
+    assert not any(each.lost for each in found.memberships)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("coordinates", [True, False])
+def test_the_ranks_of_a_node_that_is_killed_are_missed_and_no_more(coordinates: bool, run: Run, undisturbed):
+    run.start(nodes="1:2", ranks=2)
+    run.trains(10, world=2)
+    other = run.join(2)
+    run.trains(20, world=4)
+    gone, left = (0, 1) if coordinates else (1, 0)
+    before = run.ranks(left)
+    run.nodes[gone].process.kill()
+    run.trains(20, world=2)
+    assert run.ranks(left) == before
+    run.ends(left)
+    assert other.process.poll() is not None or not coordinates
+    same(run, undisturbed)
+
+
+@pytest.mark.matrix
+def test_nodes_come_and_leave_between_two_steps(run: Run, undisturbed):
+    run.start(nodes="1:3", ranks=1)
+    run.trains(10, world=1)
+    first = run.ranks()
+    other = run.join(2)
+    run.trains(20, world=3)
+    other.process.send_signal(signal.SIGTERM)
+    assert other.process.wait(30) == 143
+    run.trains(20, world=1)
+    assert run.ranks() == first
+    run.nodes[0].process.send_signal(signal.SIGINT)
+    assert run.nodes[0].process.wait(30) == 130
+    saved = records(run.folder).checkpoints[-1].step
+    assert saved == steps_done(run.folder) > 50
