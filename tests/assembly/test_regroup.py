@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal import Plan
 from shoal.assembly import replan
+from shoal.checkpoint.buddy.ring import Ring
 from shoal.comm.world import Seat, World
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, LaunchError, UserError
@@ -42,6 +43,7 @@ WHERE = {  # what a rank comes to in the step that fails, and whether it goes be
     "in its update": (ChunkOptimizer, "apply", True),
     "after its update": (Commit, "apply", True),
     "while it goes on": (replan, "session", False),
+    "on its way to a buddy": (Ring, "carry", False),
 }
 
 
