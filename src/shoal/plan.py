@@ -140,6 +140,11 @@ class Plan:
         return self.dp * self.cp
 
     @property
+    def replicas_of_experts(self) -> int:
+        """The number of ranks that have the same experts."""
+        return self.dp * self.cp // self.ep
+
+    @property
     def copy_size(self) -> int:
         """The number of these among which ZeRO cuts one copy of the state."""
         return (self.shard or self.dp) * self.cp

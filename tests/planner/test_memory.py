@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shoal import Engine, Plan, UserError
+from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
@@ -93,9 +94,15 @@ def held(world: World | None, plan: Plan, precision, optimizer, model=gpt, chunk
             "tier": None if running.parts.tier is None else dict(running.parts.tier.most),
             "executor": None if running.parts.gather is None else running.parts.gather.executor.most,
             "chunk_bytes": running.parts.chunk_bytes,
+            "buddy": 0 if running.parts.buddy is None else kept_elsewhere(running.world, running.parts.buddy.nbytes),
         }
     finally:
         running.close()
+
+
+def kept_elsewhere(world: World, kept_here: int) -> int:
+    """Bytes that its buddy, the next rank, keeps of this one."""
+    return world.everyone.all_gather_object(kept_here)[(world.rank + 1) % world.size]
 
 
 def smallest(plan: Plan, precision, optimizer, model=gpt) -> int:
@@ -108,6 +115,7 @@ def check(need: MemoryNeed, real: dict) -> None:
     assert sum(need.of(role) for role in KEPT) == real["kept"]
     assert need.of("optimizer state") == real["state"]
     assert need.of("buffers") == real["buffers"]
+    assert need.of(FOR_BUDDY) == real["buddy"]
     if real["tier"] is not None:
         assert need.of("gradients on loan") == real["tier"]["gradients on loan"]
         assert need.of(MOVING) == real["tier"][MOVING] == real["executor"]
@@ -187,6 +195,8 @@ TWO_RANKS = [
     *({"zero": stage} for stage in range(4)),
     {"zero": 2, "precision": {"name": "bf16", "master": "split"}},
     {"zero": 1, "optimizer": "adafactor"},
+    {"zero": 3, "buddy": 1},
+    {"zero": 2, "memory": {}, "buddy": 1},
     {"zero": 0, "memory": {}},
     {"zero": 2, "memory": {}},
     {"zero": 3, "memory": {}, "precision": "bf16"},
@@ -216,6 +226,8 @@ CUT = [
     {"tp": 2, "dp": 1},
     {"tp": 2, "dp": 1, "memory": {}, "precision": "bf16"},
     {"tp": 2, "zero": 1},
+    {"tp": 2, "zero": 1, "buddy": 1},
+    {"ep": 2, "zero": 1, "buddy": 1},
     {"cp": 2, "dp": 1, "memory": {}},
     {"cp": 2, "dp": 1, "zero": 2, "memory": {}, "context": "ring"},
     {"ep": 2, "zero": 1},
@@ -238,6 +250,7 @@ STAGES = [
     {"pp": 2, "dp": 1},
     {"pp": 2, "dp": 1, "schedule": "gpipe", "memory": {}, "precision": "bf16"},
     {"pp": 2, "dp": 1, "schedule": "zbv"},
+    {"pp": 2, "dp": 1, "buddy": 1},
     {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
     {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
     {"pp": 2, "dp": 1, "schedule": "2bw"},

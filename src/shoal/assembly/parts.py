@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.trainer import Trainer
+from shoal.checkpoint.buddy import Buddy
 from shoal.chunks import Chunk, Gather, Tier
 from shoal.chunks.gradient_pool import GradientPool
 from shoal.chunks.versions import Versions
@@ -33,6 +34,7 @@ class Parts:
     `tier`: what is on the device of `plan.memory`, `host`: what it has at home there.
     `exchange`: the algorithm of the plan's exchange; `runner`: what makes steps.
     `versions`: the weights that microbatches under way see, where the schedule has no flush.
+    `buddy`: keeps state of another rank.
     `lag`: how many steps go by until the numbers of one can be read without waiting, for the device, or for the stages
     behind where the schedule has no flush. `rounds(batch)`: the most microbatches that a rank has of it.
     """
@@ -50,6 +52,7 @@ class Parts:
     exchange: Algorithm
     runner: StepRunner | NoFlushRunner
     versions: Versions | None
+    buddy: Buddy | None
     lag: int
     rounds: Callable[[Batch], int]
 
@@ -72,6 +75,7 @@ def parts_of(local: Local, memory: Memory, trainer: Trainer) -> Parts:
         exchange=memory.exchange,
         runner=runner,
         versions=trainer.versions,
+        buddy=trainer.buddy,
         lag=on_device if local.flushes else ranks.stages.size - 1,
         rounds=lambda batch: runner.dealing.cut(batch.ids).most,
     )

@@ -6,6 +6,7 @@ from collections import Counter
 
 from torch import Tensor
 
+from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks import Tier
 from shoal.device import is_accelerator
 from shoal.engine import Engine
@@ -42,4 +43,6 @@ def _kept(engine: Engine) -> dict[str, int]:
     states = engine.optimizer.torch.state.values()
     storages = {id(value): value.nbytes for state in states for value in state.values() if isinstance(value, Tensor)}
     kept["optimizer state"] = sum(storages.values())
+    if engine.parts.buddy is not None:
+        kept[FOR_BUDDY] = engine.parts.buddy.nbytes
     return dict(kept)

@@ -9,8 +9,10 @@ from typing import Literal
 
 import torch
 
+from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks import Budget, budget
 from shoal.chunks.gradient_pool import BUFFERS
+from shoal.chunks.make import ALIKE, EXPERTS, TIED_ALIKE
 from shoal.optim.tiers.disk import sectors
 from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.optim.tiers.placement import IN_TURN, number_away
@@ -77,8 +79,8 @@ def memory_need(
     microbatches: int,
     process: int = 0,
 ) -> MemoryNeed:
-    """Adds up what the rank at `place` needs, which runs `microbatches` a step of the recorded kind. `process`: bytes
-    of an interpreter with torch.
+    """Adds up what the rank at `place` needs, which runs `microbatches` a step of the recorded kind. `plan.buddy` is a
+    number here (see steps_between). `process`: bytes of an interpreter with torch.
 
     Not counted are what an exchange keeps of its own (error feedback, averages), codes on their way, and what kernels
     allocate inside.
@@ -103,6 +105,7 @@ def memory_need(
         rows.append(Row("temporaries", "device", recording.temporaries, "backward"))
     else:  # such a tier counts what a plan moves or keeps, and the rest is host memory like any other
         rows.append(Row("temporaries", "host", recording.temporaries, "backward"))
+    rows += _for_buddy(chunks, plan, place, precision, state)
     rows.append(Row("process", "host", process))
     others = kept - recording.activations  # of other microbatches, which a replay does not see
     beside = round((1 - allowed.activations) * others)
@@ -227,6 +230,24 @@ def _summed(rows: Sequence[Row]) -> list[Row]:
         key = (row.role, row.tier, row.phase, row.sharers)
         sums[key] = sums.get(key, 0) + row.nbytes
     return [Row(role, tier, nbytes, phase, sharers) for (role, tier, phase, sharers), nbytes in sums.items()]
+
+
+def _for_buddy(chunks: Sequence[Laid], plan: Plan, place: Place, precision: Precision, state: State) -> list[Row]:
+    """What this rank keeps of another one: two snapshots, and the gradients of the steps between. That is as much as
+    another rank keeps of this one, of what no third rank has."""
+    found = 0
+    for chunk in chunks if plan.buddy and plan.size > 1 else ():
+        ranks = plan.replicas if chunk.key.group != EXPERTS else plan.replicas_of_experts
+        parts = plan.stage_size // plan.replicas if chunk.key.group in (ALIKE, TIED_ALIKE) else 1
+        if parts * ranks > (place.sharers(chunk.key) if chunk.is_cut and plan.zero else 1):
+            continue
+        if not chunk.key.trainable:
+            found += chunk.owned * chunk.key.dtype.itemsize
+            continue
+        states = sum(state.nbytes(chunk.key.options, slot.shape) for slot in chunk.own)
+        found += 2 * (chunk.owned * precision.master.itemsize + states)
+        found += int(plan.buddy) * chunk.owned * precision.grad.itemsize
+    return [Row(FOR_BUDDY, "host", found)]
 
 
 def _on_loan(chunks: Sequence[Laid], plan: Plan, place: Place, precision: Precision, moved: Replayed) -> list[Row]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal.assembly.compatibility import check_exchange
+from shoal.checkpoint.buddy import steps_between
 from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
@@ -96,7 +97,8 @@ def predict(
     parameters, given = recording.parameters, given_chunk_bytes(exchange, chunk)
     size = chosen_chunk(parameters, plan, place, precision, state.whole_parameters, given, USUAL_CHUNK)
     chunks = lay_out_all(parameters, plan, place, precision, state.whole_parameters, size)
-    need = memory_need(recording, chunks, plan, place, precision, state, microbatches, process)
+    asked = replace(plan, buddy=steps_between(plan.buddy, optimizer, recording.options, precision))
+    need = memory_need(recording, chunks, asked, place, precision, state, microbatches, process)
     sizes = None
     if passes(plan, place):
         sizes = search(parameters, place.together, precision.grad.itemsize, state.whole_parameters, limit)

@@ -9,6 +9,9 @@ from shoal.optim.groups import OptimizerFactory, state_keys
 from shoal.plan import AUTO
 from shoal.precision import Precision
 
+FOR_BUDDY = "kept for a buddy"
+"""Role of what a rank keeps of another one."""
+
 
 def steps_between(
     asked: int | str, factory: OptimizerFactory, options: Sequence[Mapping[str, Any]], precision: Precision
