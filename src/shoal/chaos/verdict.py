@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -38,11 +39,17 @@ def check_losses(found: Sequence[StepRecord], reference: Sequence[StepRecord], t
     checks = [Check("steps", same, f"{len(steps)} of {len(wanted)}, each once" if same else _unequal(steps, wanted))]
     pairs = [(mine.loss, theirs.loss) for mine, theirs in zip(found, reference, strict=False)]
     equal = sum(mine == theirs for mine, theirs in pairs)
-    worst = max((abs(mine - theirs) / max(abs(theirs), 1e-12) for mine, theirs in pairs), default=0.0)
+    worst = max((_difference(mine, theirs) for mine, theirs in pairs), default=0.0)
     if equal == len(pairs):
         return [*checks, Check("losses", bool(pairs), "equal to the reference, bit by bit")]
     text = f"within {worst:.1e} of the reference (allowed: {tolerance:.0e}), {equal} of {len(pairs)} bit by bit"
     return [*checks, Check("losses", worst <= tolerance, text)]
+
+
+def _difference(mine: float, theirs: float) -> float:
+    """Returns the relative difference of two losses; infinity where one of them is not finite."""
+    found = abs(mine - theirs) / max(abs(theirs), 1e-12)
+    return found if math.isfinite(found) else math.inf
 
 
 def _unequal(steps: Sequence[int], wanted: Sequence[int]) -> str:

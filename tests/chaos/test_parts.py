@@ -1,0 +1,160 @@
+"""The parts of `shoal chaos` by themselves: schedules, connections that are shut, and what the verdict notices."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shoal.chaos.faults import KINDS, Fault, drawn, read_schedule
+from shoal.chaos.inject import shut_connections
+from shoal.chaos.nodes import coordinator
+from shoal.chaos.perform import Setting, settle
+from shoal.chaos.verdict import batches_of, check_losses, check_samples, read_dealt
+from shoal.elastic.events import Joined, TookOver
+from shoal.elastic.journal import Journal
+from shoal.errors import UserError
+from shoal.jobs.drill import Dealt
+from shoal.report.metrics import StepRecord
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_seed_draws_each_fault_once_in_an_order_of_its_own():
+    schedule = drawn(list(KINDS), 1000, 3)
+    assert schedule == drawn(list(KINDS), 1000, 3) != drawn(list(KINDS), 1000, 4)
+    assert sorted(fault.kind for fault in schedule.faults) == sorted(KINDS)
+    steps = [fault.step for fault in schedule.faults]
+    assert steps == sorted(steps) and steps[0] > 0 and steps[-1] < 1000 and len(set(steps)) == len(steps)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("seed = 1", "a table .*fault"),
+        ("[[fault]]\nkind = 'kill'", "a kind and a step"),
+        ("[[fault]]\nkind = 'kil'\nstep = 1", 'Did you mean "kill"'),
+        ("[[fault]]\nkind = 'kill'\nstep = -1", "0 or more"),
+        ("[[fault]]\nkind = 'kill'\nstep = 'x'", "expected int"),
+        ("[[fault]]\nkind = 'kill'\nstep = 1\nnod = 2", 'Did you mean "node"'),
+        ("sed = 1", 'Did you mean "seed"'),
+        ("[[fault", "cannot be read"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(text, message, tmp_path):
+    (tmp_path / "faults.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_schedule(tmp_path / "faults.toml")
+
+
+def test_a_schedule_comes_in_the_order_of_its_steps(tmp_path):
+    path = tmp_path / "faults.toml"
+    path.write_text("seed = 7\n[[fault]]\nkind='stop'\nstep=9\n[[fault]]\nkind='slow'\nstep=2\nnode=1\nseconds=2.5")
+    schedule = read_schedule(path)
+    assert schedule.faults == (Fault("slow", 2, 1, None, 2.5), Fault("stop", 9)) and schedule.seed == 7
+    with pytest.raises(UserError, match="unknown fault"):
+        drawn(["kill", "flood"], 100, 0)
+    with pytest.raises(UserError, match="2 faults in 4 steps"):
+        drawn(["kill", "stop"], 4, 0)
+
+
+def test_what_a_schedule_needs_of_the_job(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("[model]\nname = 'gpt'\n[train]\nsteps = 100")
+    setting = Setting(path, (), 1, 2, 1, tmp_path / "out")
+    settled, _ = settle(setting, drawn(["kill", "weight"], 100, 0))
+    assert set(settled.assignments) == {"run.save_every=8", "run.verify_every=5", "run.trackers=[]"}
+    with pytest.raises(UserError, match=r"coordinator: .* its only node"):
+        settle(replace(setting, size=1), drawn(["kill", "coordinator"], 100, 0))
+    with pytest.raises(UserError, match=r"give train\.steps"):
+        settle(replace(setting, assignments=("train.seconds=9",), job=_without_steps(path)), drawn(["kill"], 100, 0))
+
+
+def _without_steps(path: Path) -> Path:
+    path.write_text("[model]\nname = 'gpt'\n[train]\nepochs = 1")
+    return path
+
+
+PEER = """
+import socket, sys
+end = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+print("ready", flush=True)
+print("got", end.recv(1), flush=True)
+"""
+
+
+def test_the_connections_of_another_process_are_shut():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        command = [sys.executable, "-c", PEER, str(door.getsockname()[1])]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
+            end, _ = door.accept()
+            assert peer.stdout is not None and peer.stdout.readline() == "ready\n"
+            assert shut_connections(psutil.Process(peer.pid)) == 1
+            assert peer.stdout.readline() == "got b''\n" and end.recv(1) == b""
+            end.close()
+
+
+def test_who_coordinates_is_in_the_newest_journal(tmp_path):
+    assert coordinator(tmp_path) is None
+    (tmp_path / "membership").mkdir()
+    journal = Journal(tmp_path / "membership" / "host-a-12.journal", [])
+    assert coordinator(tmp_path) is None
+    journal.append([Joined(1.0, "a", "x", 1, "127.0.0.1", 10), Joined(1.0, "b", "y", 1, "127.0.0.1", 11)])
+    assert coordinator(tmp_path) == (12, "127.0.0.1:10")
+    os.utime(tmp_path / "membership" / "host-a-12.journal")
+    later = Journal(tmp_path / "membership" / "host-a-34.journal", journal.lines)
+    later.append([TookOver(2.0, "b", "a", True, 1)])
+    assert coordinator(tmp_path) == (34, "127.0.0.1:11")
+
+
+def step(number: int, loss: float) -> StepRecord:
+    return StepRecord(
+        step=number, epoch=0, loss=loss, grad_norm=1.0, lr=1.0, tokens=1, seconds=1.0, tokens_per_second=1.0, mfu=None,
+        memory_bytes=1, time=0.0,
+    )  # fmt: skip
+
+
+def test_losses_that_differ_and_steps_that_are_missing_are_noticed():
+    reference = [step(1, 2.0), step(2, 1.0)]
+
+    def passed(found: list[StepRecord]) -> list[bool]:
+        return [each.passed for each in check_losses(found, reference, 1e-5)]
+
+    assert passed(reference) == [True, True]
+    assert "bit by bit" in check_losses(reference, reference, 1e-5)[1].text
+    assert passed([step(1, 2.0), step(2, 1.000009)]) == [True, True]
+    assert passed([step(1, 2.0), step(2, 1.00002)]) == [True, False]
+    assert passed([step(1, 2.0)]) == [False, True] and passed([step(2, 2.0), step(2, 1.0)]) == [False, True]
+    assert passed([]) == [False, False] and passed([step(1, 2.0), step(2, float("nan"))]) == [True, False]
+
+
+def dealt(generation: int, number: int, replica: int, ids: list[int]) -> Dealt:
+    return Dealt(generation, number, replica, 0.0, ids, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "told, good",
+    [
+        ([dealt(1, 0, 0, [1, 2]), dealt(1, 0, 1, [3])], True),
+        ([dealt(1, 0, 0, [1, 2]), dealt(2, 0, 0, [1, 2, 3])], True),  # the first attempt was not committed
+        ([dealt(1, 0, 0, [1, 2]), dealt(1, 0, 0, [1, 2]), dealt(1, 0, 1, [3])], True),  # two ranks of one replica
+        ([dealt(1, 0, 0, [1, 2]), dealt(1, 0, 0, [1, 3]), dealt(1, 0, 1, [3])], False),
+        ([dealt(1, 0, 0, [1, 2]), dealt(1, 0, 1, [2, 3])], False),
+        ([dealt(1, 0, 0, [1, 2])], False),
+        ([dealt(1, 0, 0, [1, 2]), dealt(1, 0, 1, [3]), dealt(2, 0, 0, [1])], False),
+        ([], False),
+    ],
+)
+def test_a_sample_that_is_missing_or_comes_twice_is_noticed(told, good, tmp_path):
+    lines = [json.dumps(asdict(each)) for each in told]
+    (tmp_path / "samples-1-0").write_text("\n".join([*lines, '{"generation": 9, "st']))  # a killed process's last line
+    assert read_dealt(tmp_path) == told
+    assert check_samples(told, 1, {0: [1, 2, 3]}).passed == good
+    assert batches_of(told) == ({0: [1, 2, 3]} if told else {})
