@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.comm.signed import derived
+from shoal.elastic.etcd import Etcd, parse
+from shoal.elastic.etcd_election import EtcdElection
 from shoal.elastic.events import END, NOW, Limits
 from shoal.elastic.journal import Journal
 from shoal.elastic.leadership import Leadership, Node
@@ -106,6 +108,19 @@ class Member:
 
     def lead(self, limits: Limits | None = None) -> Member:
         self.at.lead("127.0.0.1", JOB, limits or Limits(settle=0.1))
+        self.task = asyncio.create_task(self.supervisor.run())
+        return self
+
+    def by_etcd(self, url: str, key: bytes = KEY, run_dir: str = "/", **limits: float) -> Member:
+        """Has it found or join the job of an etcd cluster once `run` is called."""
+        election = EtcdElection(Etcd(parse(url, {})), key, run_dir, Limits(**{"settle": 0.1, **limits}))
+        self.at = Leadership(self.node, election)
+        self.supervisor = Supervisor(self.node, self.at, Crew(self))
+        self.at.listen("127.0.0.1")
+        self.at.stand(JOB)
+        return self
+
+    def run(self) -> Member:
         self.task = asyncio.create_task(self.supervisor.run())
         return self
 

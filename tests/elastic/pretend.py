@@ -1,4 +1,6 @@
-"""A node whose ranks only pretend, as a process: python -m tests.elastic.pretend lead HOST | join HOST PORT OWN_HOST.
+"""A node whose ranks only pretend, as a process:
+
+    python -m tests.elastic.pretend lead HOST | join HOST PORT OWN_HOST | etcd URL NAME
 
 Prints a line of JSON for all that happens: where it listens, which generation its ranks run, that they have ended.
 """
@@ -40,8 +42,10 @@ class Node(Member):
 
 
 async def main(what: str, host: str, *rest: str) -> int:
-    node = Node(f"node-{(rest[1] if rest else host).rpartition('.')[2]}")
-    if what == "lead":
+    node = Node(rest[0] if what == "etcd" else f"node-{(rest[1] if rest else host).rpartition('.')[2]}")
+    if what == "etcd":
+        node.by_etcd(host)
+    elif what == "lead":
         node.at.lead(host, JOB, Limits(minimum=1, maximum=8, settle=1.0))
     else:
         node.at.listen(rest[1])

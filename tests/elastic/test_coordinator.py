@@ -173,8 +173,8 @@ async def test_who_does_not_know_the_secret_is_refused_and_told_so():
     stranger = Member("b")
     object.__setattr__(stranger.node, "key", b"another key")
     stranger.at.follow(*a.at.address)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(LaunchError, match="it has another secret"):
-        patch.setattr("shoal.elastic.leadership.FIRST_PATIENCE", 0.3)
+    stranger.at.patience = 0.3
+    with pytest.raises(LaunchError, match="it has another secret"):
         await stranger.supervisor.run()
     assert generation(a) == 1
     await close(a)

@@ -65,7 +65,12 @@ def train(
         typer.Option(metavar="LEAST:MOST", help="Nodes that may come and go; this is the first: --nodes 1:4."),
     ] = None,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Joins a job that another node has started with --nodes.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Joins a job of --nodes, at its first node or by its --coordinator."),
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(metavar="etcd://HOST:2379/PREFIX", help="With --nodes: founds the job there, or joins it."),
     ] = None,
     host: Annotated[
         str | None, typer.Option(metavar="INTERFACE", help="Listens for nodes there. Default: loopback.")
@@ -89,7 +94,7 @@ def train(
     given += [f"run.nproc={nproc}"] if nproc is not None else []
     given += [text_assignment("run.resume", resume)] if resume is not None else []
     if join is not None:
-        if job is not None or nodes is not None or assignments or resume is not None or roles is not None:
+        if job is not None or any((nodes, coordinator, assignments, resume, roles)):
             raise UserError("--join takes the job of the first node: give --nproc and --host beside it, nothing else")
         raise typer.Exit(join_nodes(join, nproc, host))
     if job is None:
@@ -97,9 +102,10 @@ def train(
     if nodes is not None:
         if roles is not None:
             raise UserError("--nodes and --roles both say which processes there are: give one of them")
-        raise typer.Exit(start_nodes(job, given, nodes, host))
-    if host is not None:
-        raise UserError("--host is where nodes find each other: give --nodes or --join with it")
+        raise typer.Exit(start_nodes(job, given, nodes, host, coordinator))
+    for option, value in (("--host", host), ("--coordinator", coordinator)):
+        if value is not None:
+            raise UserError(f"{option} is where nodes find each other: give --nodes or --join with it")
     raise typer.Exit(start_job(job, given, roles))
 
 

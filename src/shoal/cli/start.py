@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.elastic.events import node_limits
-from shoal.elastic.nodes import Program, found, join
+from shoal.elastic.nodes import Program, found, found_or_join, join
 from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.ranks import default_ranks, fitted, ranks_here, spread
@@ -59,19 +59,27 @@ def _trainers(counts: Mapping[str, int]) -> int:
     return sum(count for role, count in counts.items() if role in TRAINERS)
 
 
-def start_nodes(path: Path, assignments: Sequence[str], nodes: str, interface: str | None) -> int:
-    """Trains the job file on nodes that come and go, of which this is the first; returns the exit code."""
+def start_nodes(
+    path: Path, assignments: Sequence[str], nodes: str, interface: str | None, coordinator: str | None = None
+) -> int:
+    """Trains the job file on nodes that come and go; returns the exit code.
+
+    This is the first node, or where `coordinator` is the URL of an etcd cluster any of them.
+    """
     limits = node_limits(nodes)
     job, origins = load_job(path, assignments)
     if discover().size > 1:
         raise UserError("--nodes: another launcher has started this process as a rank. Start shoal itself on each node")
     here = ranks_here(job)
     spread(job, origins, here) if limits[0] == 1 else fitted(job, here)
-    refuse_if_taken(Path(job.run.dir))
     arguments = ["-m", "shoal.jobs", str(path.resolve()), *assignments]
     if "run.dir" not in origins:
         arguments.append(text_assignment("run.dir", job.run.dir))
-    return found(Program(arguments, path.resolve(), Path(job.run.dir).resolve()), limits, here, interface, _arrange)
+    program = Program(arguments, path.resolve(), Path(job.run.dir).resolve())
+    if coordinator is not None:
+        return found_or_join(program, limits, here, interface, _arrange, coordinator)
+    refuse_if_taken(program.run_dir)
+    return found(program, limits, here, interface, _arrange)
 
 
 def join_nodes(address: str, nproc: int | None, interface: str | None) -> int:

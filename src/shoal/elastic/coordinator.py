@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.elastic.connection import Connection
+from shoal.elastic.election import Tenure, free_name
 from shoal.elastic.events import (
     Asked,
     Decision,
@@ -55,7 +56,7 @@ from shoal.elastic.messages import (
     Start,
     Waiting,
 )
-from shoal.elastic.peers import Peer, Peers
+from shoal.elastic.peers import STANDBYS, Peer, Peers
 from shoal.elastic.records import Malformed
 from shoal.elastic.waiting import why_it_waits
 
@@ -70,6 +71,7 @@ class Site:
     job: what every member is told when it is admitted; the name and the generation are filled in.
     open_store: opens the store of a generation; returns its host and port.
     arrange: returns further arguments of the program for so many ranks. say: writes a line to the log.
+    tenure: keeps the journal, in place of standbys.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Site:
     open_store: Callable[[Generation], tuple[str, int]]
     arrange: Callable[[int], list[str]]
     say: Callable[[str], None]
+    tenure: Tenure | None = None
 
 
 class Coordinator:
@@ -85,7 +88,7 @@ class Coordinator:
 
     def __init__(self, machine: Membership, journal: Journal, site: Site) -> None:
         self.machine, self.journal, self._site = machine, journal, site
-        self._peers = Peers(site.name, machine.roster.known)
+        self._peers = Peers(site.name, machine.roster.known, STANDBYS if site.tenure is None else 0)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._names = {each: name for name, each in machine.roster.known.items()} | {site.incarnation: site.name}
         self.released = False
@@ -100,17 +103,15 @@ class Coordinator:
                 while not self._events.empty():
                     events.append(self._events.get_nowait())
                 self.journal.append(events)
-                decisions: list[Decision] = []
-                for event in events:
-                    decisions += self.machine.apply(event)
+                decisions = [each for event in events for each in self.machine.apply(event)]
                 for event in events:
                     if isinstance(event, Joined):
                         self._admit(event.name)
-                await self._peers.replicate(self.journal.lines)
-                for decision in decisions:
-                    end = self._carry_out(decision)
-                    if end is not None or self.released:
-                        return end
+                await self._keep()
+                ends = [self._carry_out(each) for each in decisions if not (self.released and isinstance(each, Form))]
+                ends = [end for end in ends if end is not None]
+                if ends or self.released:
+                    return ends[0] if ends else None
                 self._peers.tell_roster(self._names)
         finally:
             watching.cancel()
@@ -198,14 +199,10 @@ class Coordinator:
 
     def _name_for(self, join: Join) -> str:
         """Returns the name that this process has here, else the wished one, with a number where that is taken."""
-        if join.incarnation in self._names:
-            return self._names[join.incarnation]
-        name, number = join.name, 1
-        while name in self._peers or name in self.machine.awaited or name == self._site.name:
-            number += 1
-            name = f"{join.name}.{number}"
-        self._names[join.incarnation] = name
-        return name
+        if join.incarnation not in self._names:
+            name = free_name(join.name, self._peers, self.machine.awaited, (self._site.name,))
+            self._names[join.incarnation] = name
+        return self._names[join.incarnation]
 
     def _admit(self, name: str) -> None:
         peer = self._peers.get(name)
@@ -251,3 +248,9 @@ class Coordinator:
         about = generation.why, generation.step, events, generation.live, args
         for place in generation.places:
             self._peers.send(place.name, Start(number, place.first, place.ranks, size, host, port, nodes, *about))
+
+    async def _keep(self) -> None:
+        """Waits until the journal is where the next coordinator finds it."""
+        if self._site.tenure is not None:
+            await self._site.tenure.keep(self.journal.lines)
+        await self._peers.replicate(self.journal.lines)

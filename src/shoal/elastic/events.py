@@ -253,6 +253,8 @@ class Limits:
     window: seconds in which the failures of a member are counted; at the k-th, from the second on, it is put aside for
         min(2^k, longest) seconds.
     fruitless: the job ends after so many failed generations in a row that have come no further than those before.
+    quorum: only the side of a cut network with more members goes on. False where an election elsewhere (etcd) has said
+        who coordinates.
     """
 
     minimum: int = 1
@@ -264,6 +266,7 @@ class Limits:
     window: float = 600.0
     longest: float = 300.0
     fruitless: int = 5
+    quorum: bool = True
 
 
 def node_limits(text: str) -> tuple[int, int]:

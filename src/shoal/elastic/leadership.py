@@ -11,18 +11,18 @@ from shoal.comm.hello import Stranger
 from shoal.elastic.connection import Connection, call
 from shoal.elastic.coordinator import Coordinator, Site
 from shoal.elastic.door import Door
-from shoal.elastic.events import Finish, Generation, Limits, StepDown, TookOver
+from shoal.elastic.election import Candidate, Election, End, Office
+from shoal.elastic.events import Generation, Limits, StepDown
 from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import LEASE, SILENCE
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import Admitted, Elsewhere, Join, Refused
 from shoal.elastic.records import Malformed
-from shoal.elastic.succession import Candidate, Succession
+from shoal.elastic.succession import Succession
 from shoal.errors import LaunchError, UserError
 
 FIRST_PATIENCE, PATIENCE = 10.0, 300.0
 """Seconds for which a supervisor looks for a coordinator: before it was ever a member, and afterwards."""
-_RETRY = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,25 +49,27 @@ class Node:
 
 
 class Leadership:
-    """The way of `node` to the coordinator.
+    """The way of `node` to the coordinator, whom `election` names: by default that of the standbys.
 
     name: this member's, once it was admitted.
     running, newest: the generation whose ranks run here (0 for none), and the newest one known; kept by the caller.
     confirmed: when the coordinator has answered last (time.monotonic); kept by the caller from then on.
     offer: returns how many processes wait here, and the newest generation that one of them has left with its state.
+    patience: seconds for which it looks for a coordinator before it was ever a member.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, election: Election | None = None) -> None:
         self._node, self.name = node, node.name
         self.running = self.newest = 0
-        self.confirmed = time.monotonic()
+        self.confirmed, self.patience = time.monotonic(), FIRST_PATIENCE
         self.offer: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.succession = Succession(Limits())
+        self._election: Election = election if election is not None else self.succession
         self._job: Admitted | None = None
         self._door: Door | None = None
-        self._connected = False
+        self._connected = self._was_member = False
         self._coordinator: Coordinator | None = None
-        self._coordinating: asyncio.Task[Finish | StepDown | None] | None = None
+        self._coordinating: asyncio.Task[End] | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -75,11 +77,15 @@ class Leadership:
         assert self._door is not None
         return self._door.host, self._door.port
 
-    def lead(self, host: str, job: Admitted, limits: Limits) -> None:
+    def lead(self, host: str, job: Admitted, limits: Limits, port: int = 0) -> None:
         """Founds a job, and coordinates it on the address `host`."""
-        self.listen(host)
+        self.listen(host, port)
         self._job = job
-        self._coordinate(Membership(limits), self._node.journal(job, []))
+        self._take_over(Office(self.name, Membership(limits), [], None))
+
+    def stand(self, job: Admitted | None) -> None:
+        """Will join the job of the election, or found `job` where nobody coordinates there."""
+        self._job = job
 
     def follow(self, host: str, port: int) -> None:
         """Will join the job whose coordinator listens there."""
@@ -96,14 +102,15 @@ class Leadership:
         while found is None:
             found = await (self._find() if self._coordinator is None else self._join_own())
         connection, job = found
-        if self._job is None:
+        if not self._was_member and self._coordinator is None:
             self._node.check(job)
-        self._job, self.name, self._connected = job, job.name, True
+        self._job, self.name, self._connected, self._was_member = job, job.name, True, True
         if self._coordinator is None:
-            self.succession.begin(Limits(job.minimum, job.maximum))
+            for each in (self.succession, self._election):
+                each.begin(Limits(job.minimum, job.maximum))
         return connection, job
 
-    async def ended(self) -> Finish | StepDown | None:
+    async def ended(self) -> End:
         """Returns how this supervisor has ceased to coordinate, if it did and its connection has ended because of that.
         Raises what ended the coordinator."""
         self._connected = False
@@ -136,32 +143,39 @@ class Leadership:
     async def _find(self) -> tuple[Connection, Admitted] | None:
         """Joins who coordinates; None where that is now this supervisor."""
         began, last = time.monotonic(), "nobody answers"
-        patience = PATIENCE if self._job is not None else FIRST_PATIENCE
+        patience = PATIENCE if self._was_member else self.patience
         while time.monotonic() - began < patience:
             ended: set[str] = set()
-            for candidate in self.succession.whom_to_ask():
-                if candidate.name == self.name:
-                    event = self.succession.take_over(self.name, ended, time.monotonic() - self.confirmed)
-                    if event is not None:
-                        self._take_over(event)
-                        return None
-                    continue
-                try:
-                    if (found := await self._join(candidate.host, candidate.port)) is not None:
+            try:
+                candidates = await self._election.whom_to_ask(self.name)
+                for candidate in candidates:
+                    if candidate is None:
+                        if self._job is not None and await self._took_over(ended):
+                            return None
+                        continue
+                    found, why = await self._ask(candidate, ended)
+                    if found is not None:
                         return found
-                except ConnectionRefusedError as error:
-                    ended.add(candidate.name)
-                    last = str(error)
-                except Stranger:
-                    last = "it has another secret"
-                except (OSError, TimeoutError, Malformed) as error:
-                    last = str(error) or "it does not answer"
-            await asyncio.sleep(_RETRY)
-        where = ", ".join(f"{each.host}:{each.port}" for each in self.succession.whom_to_ask())
+                    last = why or last
+            except OSError as error:
+                last = str(error)
+            await asyncio.sleep(self._election.retry)
         raise LaunchError(
-            f"nobody coordinates a job at {where} ({last}). Look whether the first node still runs there, and whether "
-            "this one has its secret (see docs/elastic.md)"
+            f"nobody coordinates a job at {self._election} ({last}). Look whether the first node still runs there, and "
+            "whether this one has its secret (see docs/elastic.md)"
         )
+
+    async def _ask(self, candidate: Candidate, ended: set[str]) -> tuple[tuple[Connection, Admitted] | None, str]:
+        """Asks a candidate to be a member; returns why not. Adds one whose process has ended to `ended`."""
+        try:
+            return await self._join(candidate.host, candidate.port), ""
+        except ConnectionRefusedError as error:
+            ended.add(candidate.name)
+            return None, str(error)
+        except Stranger:
+            return None, "it has another secret"
+        except (OSError, TimeoutError, Malformed) as error:
+            return None, str(error) or "it does not answer"
 
     async def _join(self, host: str, port: int) -> tuple[Connection, Admitted] | None:
         """Asks to be a member; follows one hint to somebody else. Returns None where nobody coordinates there."""
@@ -191,9 +205,9 @@ class Leadership:
             host, port = answer.host, answer.port
         return None
 
-    def listen(self, host: str) -> tuple[str, int]:
-        """Listens on an address only; by default on that from which the coordinator is reached."""
-        self._door = Door(host, 0, self._node.key, self._welcome, self._node.say)
+    def listen(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Listens on an address only; by default on that from which the coordinator is reached, at a free port."""
+        self._door = Door(host, port, self._node.key, self._welcome, self._node.say)
         return self.address
 
     async def _welcome(self, connection: Connection, join: Join) -> None:
@@ -206,22 +220,28 @@ class Leadership:
         connection.send(Elsewhere(leader.host, leader.port) if leader is not None else Elsewhere("", 0))
         await connection.close()
 
-    def _take_over(self, event: TookOver) -> None:
-        assert self._job is not None
-        journal = self._node.journal(self._job, self.succession.journal.lines)
-        self._coordinate(self.succession.machine, journal).tell(event)
+    async def _took_over(self, ended: set[str]) -> bool:
+        own = Candidate(self.name, *self.address)
+        office = await self._election.take_over(own, ended, time.monotonic() - self.confirmed)
+        if office is not None:
+            self._take_over(office)
+        return office is not None
 
-    def _coordinate(self, machine: Membership, journal: Journal) -> Coordinator:
+    def _take_over(self, office: Office) -> None:
+        """Coordinates from now on."""
         assert self._job is not None
-        program = self._job.program
+        job, tenure, self.name = self._job, office.tenure, office.name
+        journal = Journal(None, office.lines) if tenure is not None else self._node.journal(job, office.lines)
 
         def open_store(generation: Generation) -> tuple[str, int]:
             return self.address[0], self._node.open_store(self.address[0])
 
         def arrange(size: int) -> list[str]:
-            return self._node.arrange(program, size)
+            return self._node.arrange(job.program, size)
 
-        site = Site(self.name, self._node.incarnation, self._job, open_store, arrange, self._node.say)
-        self._coordinator = Coordinator(machine, journal, site)
-        self._coordinating = asyncio.create_task(self._coordinator.run())
-        return self._coordinator
+        site = Site(self.name, self._node.incarnation, job, open_store, arrange, self._node.say, tenure)
+        self._coordinator = Coordinator(office.machine, journal, site)
+        coordinating = self._coordinator.run()
+        self._coordinating = asyncio.create_task(coordinating if tenure is None else tenure.hold(coordinating))
+        if office.event is not None:
+            self._coordinator.tell(office.event)

@@ -265,7 +265,7 @@ class Membership:
         return [] if self.roster.members else [self._over(Finish(128 + SIGTERM, "no node is left"))]
 
     def _form(self) -> list[Decision]:
-        if why := outnumbered(self.named, self._gone, self._strict):
+        if self.limits.quorum and (why := outnumbered(self.named, self._gone, self._strict)):
             return [self._over(StepDown(why))]
         roster, least = self.roster, 1 if self._asked else self.limits.minimum
         if self._asked and not roster.holding:

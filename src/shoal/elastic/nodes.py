@@ -20,9 +20,12 @@ import torch.distributed as dist
 from shoal.comm.secret import FILE_VARIABLE, VARIABLE, find_secret, new_secret
 from shoal.comm.signed import derived
 from shoal.elastic.crew import Crew
+from shoal.elastic.election import Election
+from shoal.elastic.etcd import SCHEMES, Etcd, parse
+from shoal.elastic.etcd_election import EtcdElection
 from shoal.elastic.events import Limits
 from shoal.elastic.journal import Journal
-from shoal.elastic.leadership import Leadership, Node
+from shoal.elastic.leadership import FIRST_PATIENCE, Leadership, Node
 from shoal.elastic.messages import Admitted, Ask, Drain
 from shoal.elastic.supervisor import Supervisor
 from shoal.errors import UserError
@@ -50,28 +53,39 @@ Arrange = Callable[[list[str], int], tuple[list[str], str]]
 """Returns for a program and a number of ranks further arguments, and a sentence about them, or ""."""
 
 
-def found(program: Program, nodes: tuple[int, int], ranks: int, interface: str | None, arrange: Arrange) -> int:
+def found(
+    program: Program, nodes: tuple[int, int], ranks: int, interface: str | None, arrange: Arrange, port: int = 0
+) -> int:
     """Founds a job for that many nodes, the least and the largest number, and coordinates it; returns its exit code.
 
     ranks: how many this host starts. interface: where to listen, a name or an address; by default loopback.
+    port: by default a free one.
     """
-    secret = _secret(program.run_dir)
-    admitted = Admitted(
-        "", 0, program.arguments, os.getcwd(), str(program.run_dir), str(program.file), digest(program.file), *nodes
-    )
+    secret, admitted = _secret(program.run_dir), _admitted(program, nodes)
 
     def begin(leadership: Leadership) -> None:
-        leadership.lead(address_of(interface), admitted, Limits(*nodes))
+        leadership.lead(address_of(interface), admitted, Limits(*nodes), port)
         given = VARIABLE in os.environ or FILE_VARIABLE in os.environ
         how = "" if given else f"{FILE_VARIABLE}={program.run_dir / SECRET} "
-        host, port = leadership.address
-        say(f"further nodes join by: {how}shoal train --join {host}:{port}")
+        say(f"further nodes join by: {how}shoal train --join {':'.join(map(str, leadership.address))}")
 
     return asyncio.run(_supervise(secret, ranks, begin, arrange, Ask(signal.SIGINT)))
 
 
-def join(address: str, ranks: int, interface: str | None, arrange: Arrange) -> int:
-    """Joins the job whose coordinator listens at `address`, host:port; returns the exit code. See `found`."""
+def found_or_join(
+    program: Program, nodes: tuple[int, int], ranks: int, interface: str | None, arrange: Arrange, url: str
+) -> int:
+    """Founds a job that is coordinated through the etcd cluster at `url`, or joins it where another node has; returns
+    its exit code. See `found`."""
+    etcd, admitted = Etcd(parse(url)), _admitted(program, nodes)
+    return _by_etcd(etcd, ranks, interface, arrange, admitted)
+
+
+def join(address: str, ranks: int, interface: str | None, arrange: Arrange, patience: float = FIRST_PATIENCE) -> int:
+    """Joins the job whose coordinator listens at `address`, host:port, or is named in an etcd cluster at this URL;
+    returns the exit code. See `found`. `patience`: seconds for which it is looked for."""
+    if address.partition("://")[0] in SCHEMES:
+        return _by_etcd(Etcd(parse(address)), ranks, interface, arrange, None)
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -82,12 +96,36 @@ def join(address: str, ranks: int, interface: str | None, arrange: Arrange) -> i
         if interface is not None:
             leadership.listen(address_of(interface))
         leadership.follow(host, int(port))
+        leadership.patience = patience
 
     return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain()))
 
 
+def _by_etcd(etcd: Etcd, ranks: int, interface: str | None, arrange: Arrange, job: Admitted | None) -> int:
+    """Joins a job, or founds `job`; all of its nodes have the same secret, from which the job's own is derived."""
+    secret = derived(find_secret(), "job", etcd.address.prefix)
+
+    def begin(leadership: Leadership) -> None:
+        leadership.listen(etcd.own_host() if interface is None else address_of(interface))
+        leadership.stand(job)
+        say(f"this node is {':'.join(map(str, leadership.address))} of the job at {etcd.address}")
+
+    election = EtcdElection(etcd, derived(secret, "etcd"), job.run_dir if job is not None else "")
+    return asyncio.run(_supervise(secret, ranks, begin, arrange, Drain(), election))
+
+
+def _admitted(program: Program, nodes: tuple[int, int]) -> Admitted:
+    file, run_dir = str(program.file), str(program.run_dir)
+    return Admitted("", 0, program.arguments, os.getcwd(), run_dir, file, digest(program.file), *nodes)
+
+
 async def _supervise(
-    secret: bytes, ranks: int, begin: Callable[[Leadership], None], arrange: Arrange, on_interrupt: Ask | Drain
+    secret: bytes,
+    ranks: int,
+    begin: Callable[[Leadership], None],
+    arrange: Arrange,
+    on_interrupt: Ask | Drain,
+    election: Election | None = None,
 ) -> int:
     """Runs a supervisor. SIGTERM, and SIGINT where the node has joined, drain it; a second signal ends it at once."""
     stores: list[dist.TCPStore] = []
@@ -107,7 +145,7 @@ async def _supervise(
     node = Node(name, secrets.token_hex(8), key, open_store, arranged, _journal, _check, say)
     received: list[int] = []
     with scratch("run") as folder:
-        leadership = Leadership(node)
+        leadership = Leadership(node, election)
         supervisor = Supervisor(node, leadership, Crew(ranks, secret, folder, say))
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()

@@ -33,12 +33,13 @@ class Peers(dict[str, Peer]):
     """The members that are connected, by name.
 
     own: the member in whose process the coordinator runs. known: the names of all members, in their order.
+    standbys: how many of them hold the journal.
     held: set when a standby has more of the journal, or is gone. roster: see messages.Roster.
     """
 
-    def __init__(self, own: str, known: Mapping[str, str]) -> None:
+    def __init__(self, own: str, known: Mapping[str, str], standbys: int = STANDBYS) -> None:
         super().__init__()
-        self._own, self._known = own, known
+        self._own, self._known, self._most = own, known, standbys
         self.held = asyncio.Event()
         self.roster: list[str] = []
 
@@ -65,7 +66,7 @@ class Peers(dict[str, Peer]):
     def _standbys(self) -> list[Peer]:
         """Returns the members that would coordinate next: the first ones that are connected."""
         peers = (self.get(name) for name in self._known if name != self._own)
-        return list(islice((peer for peer in peers if peer is not None and peer.admitted), STANDBYS))
+        return list(islice((peer for peer in peers if peer is not None and peer.admitted), self._most))
 
     def tell_roster(self, names: Mapping[str, str]) -> None:
         """Tells everybody who would coordinate next, where that has changed. `names`: of members, by incarnation."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from shoal.elastic.election import Candidate, Office
 from shoal.elastic.events import Event, Limits, TookOver
 from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import LEASE, SILENCE
@@ -23,23 +23,10 @@ ranks have ended."""
 _RECENT = 3.0  # seconds for which somebody who asked who coordinates counts as being on this side
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A supervisor that may coordinate, and where it listens."""
-
-    name: str
-    host: str
-    port: int
-
-    @classmethod
-    def read(cls, text: str) -> Candidate:
-        """Reads "name host port". Raises ValueError for anything else."""
-        name, host, port = text.split(" ")
-        return cls(name, host, int(port))
-
-
 class Succession:
-    """What a supervisor holds in case that it has to coordinate. `limits`: the job's."""
+    """What a supervisor holds in case that it has to coordinate: an Election. `limits`: the job's."""
+
+    retry = 0.1
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -61,11 +48,12 @@ class Succession:
         self.candidates = candidates
         self._seen |= {each.name: each for each in candidates}
 
-    def whom_to_ask(self) -> list[Candidate]:
-        """Returns the candidates, then those of earlier times: who coordinated on the smaller side of a cut has lost
-        all others from its own list."""
-        now = {each.name for each in self.candidates}
-        return [*self.candidates, *(each for name, each in self._seen.items() if name not in now)]
+    def __str__(self) -> str:
+        return ", ".join(f"{each.host}:{each.port}" for each in self._all())
+
+    async def whom_to_ask(self, name: str) -> list[Candidate | None]:
+        """See Election: the candidates, then those of earlier times."""
+        return [None if each.name == name else each for each in self._all()]
 
     def take(self, line: str) -> int:
         """Adds a line of the coordinator's journal; returns how many there are. Raises Malformed."""
@@ -77,13 +65,9 @@ class Succession:
         """Notes that a member asks who coordinates; `newest`: the newest generation that it knows of."""
         self._asked[name] = time.monotonic(), newest
 
-    def take_over(self, name: str, ended: Collection[str], quiet: float) -> TookOver | None:
-        """Returns the event with which the supervisor `name` takes over, or None where it must not.
-
-        ended: candidates whose processes are proven to have ended.
-        quiet: seconds since a coordinator was heard.
-        """
-        names = [each.name for each in self.candidates]
+    async def take_over(self, own: Candidate, ended: Collection[str], quiet: float) -> Office | None:
+        """See Election."""
+        name, names = own.name, [each.name for each in self.candidates]
         if self.deposed or name not in names[1:] or not self.journal.lines:
             return None
         now = time.monotonic()
@@ -94,4 +78,11 @@ class Succession:
             gone = {each: each in ended for each in members if each not in here}
             if quiet < QUIET or not members or outnumbered(members, gone, took_over=True):
                 return None
-        return TookOver(time.time(), name, names[0], proven, max(here.values()))
+        event = TookOver(time.time(), name, names[0], proven, max(here.values()))
+        return Office(name, self.machine, self.journal.lines, event)
+
+    def _all(self) -> list[Candidate]:
+        """Returns the candidates, then those of earlier times: who coordinated on the smaller side of a cut has lost
+        all others from its own list."""
+        now = {each.name for each in self.candidates}
+        return [*self.candidates, *(each for name, each in self._seen.items() if name not in now)]

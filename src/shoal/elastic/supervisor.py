@@ -15,6 +15,7 @@ from signal import SIGTERM
 from typing import Any, Protocol
 
 from shoal.elastic.connection import Connection
+from shoal.elastic.election import Candidate
 from shoal.elastic.events import StepDown
 from shoal.elastic.leadership import Leadership, Node
 from shoal.elastic.liveness import BEAT, LEASE
@@ -34,7 +35,6 @@ from shoal.elastic.messages import (
     Waiting,
 )
 from shoal.elastic.records import Malformed
-from shoal.elastic.succession import Candidate
 from shoal.errors import LaunchError
 
 _LOOK = 0.02
