@@ -37,7 +37,7 @@ from shoal.elastic.events import (
 )
 from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import BEAT, SILENCE, refuses
-from shoal.elastic.membership import RUNNING, Membership
+from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Admitted,
     Ask,
@@ -209,8 +209,7 @@ class Coordinator:
         if peer is None:
             return
         peer.admitted, job, machine = True, self._site.job, self.machine
-        number = machine.generation.number if machine.generation and machine.phase == RUNNING else 0
-        number = number if name in machine.named else 0
+        number = machine.generation.number if machine.generation is not None and name in machine.pending else 0
         peer.connection.send(Admitted(**{**vars(job), "name": name, "generation": number}))
         if why := why_it_waits(machine, name):
             peer.connection.send(Note(why))

@@ -204,7 +204,8 @@ class Crew:
     def _variables(self) -> Mapping[str, str]:
         """Returns the environment of a process. It has no secret of the job: each generation has its own."""
         own = {JOB: derived(self._secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
-        env = {**os.environ, **own}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the C++ stack of each call to a store that went with its node
+        env = {**quiet, **os.environ, **own}
         return {**env, **threads_of(env, self._wanted)}
 
     def _conclude(self, start: Start) -> Report:

@@ -73,7 +73,7 @@ class Held:
 class Admitted:
     """The member's name, and the job.
 
-    generation: the one that runs now, 0 for none. Ranks of another one are to end.
+    generation: the one in which the member has ranks now, 0 for none. Those of another one are to end.
     program: the arguments for `python`, to be run in the folder `cwd`; logs go to `run_dir`.
     file, digest: a file that must be there as it is on the coordinator's host, and its SHA-256.
     minimum, maximum: numbers of nodes.
