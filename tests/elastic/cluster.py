@@ -39,7 +39,7 @@ class Crew:
     """As many processes as `member` has ranks, ready at once, which only pretend."""
 
     def __init__(self, member: Member) -> None:
-        self._member, self._begun, self.holds = member, False, 0
+        self._member, self._begun, self.holds = member, False, False
         self._now: Pretended | None = None
 
     @property
@@ -61,7 +61,7 @@ class Crew:
         if self._now is None or self._now.ended is None:
             return None
         ended, self._now = self._now, None
-        self.holds = ended.start.generation if ended.holds else self.holds
+        self.holds = ended.holds
         return ended.ended
 
     def leave(self, how: str) -> None:

@@ -180,7 +180,7 @@ async def test_who_does_not_know_the_secret_is_refused_and_told_so():
     await close(a)
 
 
-JOIN = Join("x", "id", 1, "127.0.0.1", 9, 0, 0, 0)
+JOIN = Join("x", "id", 1, "127.0.0.1", 9, 0, False, 0)
 
 
 @in_a_loop
@@ -212,8 +212,8 @@ async def test_malformed_frames_of_one_that_knows_the_secret_disturb_nobody():
         framed(Beat(1)),  # before Join
         lambda connection: frame(JOIN, KEY, "member", 0),  # of another connection
         lambda connection: frame(JOIN, connection._key, "member", 0).replace(b'"x"', b'"y"'),
-        framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, 0, 0)),
-        framed(Join("x", "id", -1, "127.0.0.1", 9, 0, 0, 0)),
+        framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, False, 0)),
+        framed(Join("x", "id", -1, "127.0.0.1", 9, 0, False, 0)),
     ]
     for each in wrong:
         await offend(each)

@@ -44,7 +44,7 @@ from shoal.errors import UserError
 pytestmark = pytest.mark.fast
 
 
-def joined(time: float, name: str, ranks: int = 1, running: int = 0, holds: int = 0) -> Joined:
+def joined(time: float, name: str, ranks: int = 1, running: int = 0, holds: bool = False) -> Joined:
     return Joined(time, name, "id", 0 if running else ranks, "10.0.0.1", 4000, running, holds)
 
 
@@ -111,7 +111,7 @@ def test_state_in_memory_counts_only_while_its_member_stays():
     assert not formed(apply(machine, ended(2.2, "b", 1, "lost", ranks=1))).live
     machine = running("a", "b")
     apply(machine, ended(2.0, "a", 1, "lost", holds=True), TookOver(2.1, "b", "b", True, 1))
-    assert formed(apply(machine, joined(2.2, "a", holds=1))).live  # its report and the coordinator went together
+    assert formed(apply(machine, joined(2.2, "a", holds=True))).live  # its report and the coordinator went together
 
 
 def test_a_job_that_is_told_to_end_while_ranks_only_wait_trains_them_once_more_for_the_checkpoint():
@@ -276,18 +276,18 @@ def test_how_many_nodes():
 class Node:
     """A node as it really is: it has so many processes.
 
-    running: the generation of its ranks. waiting: processes that wait for a place. holds: the generation whose state
-    they have in memory.
+    running: the generation of its ranks. waiting: processes that wait for a place. holds: whether they have the state
+    of the run in memory.
     """
 
     ranks: int
     connected: bool = False
     running: int = 0
     waiting: int = 0
-    holds: int = 0
+    holds: bool = False
 
     def begin_anew(self) -> None:
-        self.running, self.waiting, self.holds = 0, self.ranks, 0
+        self.running, self.waiting, self.holds = 0, self.ranks, False
 
     def joined(self, time: float, name: str) -> Joined:
         return Joined(time, name, "id", self.waiting, "10.0.0.1", 4000, self.running, self.holds)
@@ -303,7 +303,6 @@ class History:
     events: list[Event] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     time: float = 0.0
-    machine_number: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -321,7 +320,7 @@ class History:
                 self.check(decision.generation, before)
                 for name in decision.generation.names:
                     node = self.nodes[name]
-                    node.running, node.waiting, node.holds = decision.generation.number, 0, 0
+                    node.running, node.waiting, node.holds = decision.generation.number, 0, False
             elif isinstance(decision, Drop):
                 self.nodes[decision.name].connected = False
                 self.nodes[decision.name].running = 0  # it ends its ranks once it is cut off
@@ -335,9 +334,7 @@ class History:
         assert all(self.nodes[name].connected for name in generation.names)
         assert [place.ranks for place in generation.places] == [self.nodes[name].waiting for name in generation.names]
         assert all(place.ranks for place in generation.places)
-        last = self.machine_number
-        assert generation.live == any(self.nodes[name].holds == last > 0 for name in generation.names)
-        self.machine_number = generation.number
+        assert generation.live == any(self.nodes[name].holds for name in generation.names)
         assert [place.first for place in generation.places] == [
             sum(each.ranks for each in generation.places[:i]) for i in range(len(generation.places))
         ]
@@ -387,10 +384,10 @@ class History:
         node = self.nodes[name]
         running, node.running = node.running, 0
         node.waiting = self.random.randint(0, node.ranks) if step is None else node.ranks
-        node.holds = running if node.waiting and self.random.random() < 0.7 else 0
+        node.holds = node.waiting > 0 and self.random.random() < 0.7
         code = 1 if outcome in ("failed", "killed") else 0
         step = len(self.events) if step is None else step
-        self.tell(ended(self.time, name, running, outcome, code, step, node.waiting, node.holds == running))
+        self.tell(ended(self.time, name, running, outcome, code, step, node.waiting, node.holds))
 
 
 @settings(max_examples=150)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from shoal.data.cache import DOING, build_once
-from shoal.jobs.train import FIRST_LOOK, train
+from shoal.jobs.attempt import FIRST_LOOK
+from shoal.jobs.train import train
 from shoal.jobs.underway import shown_by, tell_what_is_under_way
 from tests.jobs.conftest import records_of
 

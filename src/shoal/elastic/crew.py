@@ -74,17 +74,17 @@ class Crew:
         return sum(bool(alone or each.place or now - (each.warm or now) > TOGETHER) for each in waiting)
 
     @property
-    def holds(self) -> int:
-        """The newest generation that a waiting process has left with its state in memory, 0 for none."""
-        return max((each.holds for each in self._workers if each.waits), default=0)
+    def holds(self) -> bool:
+        """Whether a waiting process has the state of the run in memory."""
+        return any(each.holds for each in self._workers if each.waits)
 
     def place(self, start: Start) -> None:
-        """Gives waiting processes their places in a generation: those first that hold the state of the one before.
-        Raises LaunchError where there are not enough."""
+        """Gives waiting processes their places in a generation: those first that have the state of the run. Raises
+        LaunchError where there are not enough."""
         waiting = [each for each in self._workers if each.waits]
         if len(waiting) < start.ranks:
             raise LaunchError(f"{len(waiting)} processes wait, not {start.ranks}")
-        waiting.sort(key=lambda each: (-each.holds, each.place.rank if each.place else 0, each.slot))
+        waiting.sort(key=lambda each: (not each.holds, each.place.rank if each.place else 0, each.slot))
         secret = derived(self._secret, "ranks", str(start.generation)).hex()
         for local, worker in enumerate(waiting[: start.ranks]):
             worker.take(Place.of(start, local, worker.slot, secret))
@@ -216,8 +216,7 @@ class Crew:
         outcome, code, message = self._judge(asked, bool(left), start.size)
         if outcome not in ("failed", "killed"):
             self._tries = 0
-        holds = self.holds == start.generation
-        return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, holds)
+        return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, self.holds)
 
     def _judge(self, asked: bool, some_left: bool, ranks: int) -> tuple[str, int, str]:
         """Returns outcome, exit code and message of a generation of so many `ranks`."""

@@ -24,7 +24,7 @@ class Joined:
     ranks: how many processes wait there for a place as ranks.
     host, port: where its supervisor listens, in case that it becomes the coordinator.
     running: the generation whose ranks run there, 0 for none.
-    holds: the newest generation that a waiting process has left with its state in memory, 0 for none.
+    holds: whether one of them has the state of the run in memory.
     """
 
     time: float
@@ -34,7 +34,7 @@ class Joined:
     host: str
     port: int
     running: int = 0
-    holds: int = 0
+    holds: bool = False
 
     def __post_init__(self) -> None:
         _check_ranks(self.ranks)
@@ -154,7 +154,7 @@ class Place:
 @dataclass(frozen=True)
 class Generation:
     """An agreed membership. `number` counts them; `why` it was formed; `step` the last one committed before, or -1;
-    `live`: whether some of its ranks have the state of the one before in memory."""
+    `live`: whether some of its ranks have the state of the run in memory."""
 
     number: int
     places: tuple[Place, ...]

@@ -54,7 +54,7 @@ class Leadership:
     name: this member's, once it was admitted.
     running, newest: the generation whose ranks run here (0 for none), and the newest one known; kept by the caller.
     confirmed: when the coordinator has answered last (time.monotonic); kept by the caller from then on.
-    offer: returns how many processes wait here, and the newest generation that one of them has left with its state.
+    offer: returns how many processes wait here, and whether one of them has the state of the run in memory.
     patience: seconds for which it looks for a coordinator before it was ever a member.
     """
 
@@ -62,7 +62,7 @@ class Leadership:
         self._node, self.name = node, node.name
         self.running = self.newest = 0
         self.confirmed, self.patience = time.monotonic(), FIRST_PATIENCE
-        self.offer: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.offer: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self.succession = Succession(Limits())
         self._election: Election = election if election is not None else self.succession
         self._job: Admitted | None = None

@@ -118,15 +118,15 @@ class Membership:
         name, current = event.name, self.phase in (RUNNING, STOPPING) and event.name in self.named
         if name not in self.roster.members and name not in self.awaited:
             self._note(f"{name} {'came back' if name in self.roster.known else 'joined'}")
-        self.roster.join(event, event.holds == self._number > 0)
+        self.roster.join(event)
         self.awaited.discard(name)
         self._gone.pop(name, None)
         if current and event.running == self._number and name not in self._ended:  # only the connection was lost
             self.pending.add(name)
             return [self._stop] if self.phase == STOPPING and self._stop is not None else []
         if name in self.pending:
-            why, holds = "it was cut off and ended its ranks", event.holds == self._number
-            self._end(Ended(self.now, name, self._number, "lost", 0, -1, why, event.ranks, holds))
+            why = "it was cut off and ended its ranks"
+            self._end(Ended(self.now, name, self._number, "lost", 0, -1, why, event.ranks, event.holds))
         self.roster.came = self.now
         return []
 

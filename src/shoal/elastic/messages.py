@@ -19,7 +19,7 @@ class Join:
     host: str
     port: int
     running: int
-    holds: int
+    holds: bool
     newest: int
 
 
@@ -120,7 +120,7 @@ class Start:
     host, port: the generation's store.
     nodes: the number of members.
     why, step, events: why it was formed, the last committed step of the one before (-1 for none), what has happened.
-    live: whether some ranks of the generation have the state of the one before in memory.
+    live: whether some ranks of the generation have the state of the run in memory.
     args: further arguments of the program.
     """
 

@@ -16,7 +16,8 @@ class Roster:
     members: those that are connected, by name.
     known: the incarnation of every member that there ever was, by name, in the order in which they first came.
     ready: how many processes of a member wait for a place.
-    holding: the members of the last generation whose waiting processes have its state in memory.
+    holding: the members of whose waiting processes one has the state of the run in memory. That may be an older state
+        than others have: ranks go on from the newest.
     draining: the members that want to leave.
     came: when a member or a rank came last.
     """
@@ -29,11 +30,11 @@ class Roster:
     draining: set[str] = field(default_factory=set)
     came: float = 0.0
 
-    def join(self, event: Joined, holds: bool) -> None:
-        """Takes in a member that has come or come back; `holds`: whether it holds the state of the last generation."""
+    def join(self, event: Joined) -> None:
+        """Takes in a member that has come or come back."""
         self.members[event.name], self.known[event.name] = event, event.incarnation
         self.ready[event.name] = event.ranks
-        self.hold(event.name, holds)
+        self.hold(event.name, event.holds)
 
     def hold(self, name: str, holds: bool) -> None:
         if holds:
@@ -78,5 +79,5 @@ class Roster:
         """Takes the waiting processes of members for a generation; returns how many each gives."""
         ranks = {name: self.ready[name] for name in names}
         self.ready |= dict.fromkeys(names, 0)
-        self.holding.clear()
+        self.holding -= set(names)
         return ranks

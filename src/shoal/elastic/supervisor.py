@@ -52,8 +52,8 @@ class Ranks(Protocol):
         """Whether there are ranks that have not left their generation."""
 
     @property
-    def holds(self) -> int:
-        """The newest generation that a waiting one has left with its state in memory, 0 for none."""
+    def holds(self) -> bool:
+        """Whether a waiting one has the state of the run in memory."""
 
     def begin(self, job: Admitted) -> None:
         """Starts the processes, once."""
@@ -140,7 +140,7 @@ class Supervisor:
         while self._ranks.busy:
             await asyncio.sleep(_LOOK)
 
-    def _offer(self) -> tuple[int, int]:
+    def _offer(self) -> tuple[int, bool]:
         """Returns what the coordinator is told of the processes that wait; see Ranks.ready, Ranks.holds."""
         self._told = self._ranks.ready
         return self._told, self._ranks.holds
@@ -176,19 +176,13 @@ class Supervisor:
             self._ranks.place(start)
         except LaunchError as error:
             self._at.running = 0
-            connection.send(Report(start.generation, "lost", 0, -1, str(error), *self._left_over(start.generation)))
+            connection.send(Report(start.generation, "lost", 0, -1, str(error), *self._offer()))
 
     def _end(self, connection: Connection, end: End) -> None:
         if end.generation != self._at.running:
-            left = self._left_over(end.generation)
-            connection.send(Report(end.generation, "stopped", 0, -1, "no rank ran", *left))
+            connection.send(Report(end.generation, "stopped", 0, -1, "no rank ran", *self._offer()))
         elif self._ranks.busy:
             self._ranks.leave(end.how)
-
-    def _left_over(self, generation: int) -> tuple[int, bool]:
-        """Returns how many processes wait after a generation, and whether one holds its state."""
-        ready, holds = self._offer()
-        return ready, holds == generation
 
     async def _tick(self) -> None:
         """Beats, looks after the ranks, and ends them where this node may have been cut off."""
@@ -213,7 +207,7 @@ class Supervisor:
     def _tell(self, connection: Connection) -> None:
         """Tells the coordinator that the ranks have left their generation, and how many processes wait."""
         if self._left is not None and self._left.generation == self._at.running:
-            ranks, holds = self._left_over(self._left.generation)
+            ranks, holds = self._offer()
             connection.send(replace(self._left, ranks=ranks, holds=holds))
             self._at.running = 0
         self._left = None

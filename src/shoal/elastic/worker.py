@@ -71,9 +71,9 @@ class Worker:
         return self.place is not None and self.place.generation == generation
 
     @property
-    def holds(self) -> int:
-        """The generation that it has left with its state in memory, 0 for none."""
-        return self.left.generation if self.left is not None and self.left.holds else 0
+    def holds(self) -> bool:
+        """Whether it waits with the state of the run in memory."""
+        return self.left is not None and self.left.holds
 
     def listen(self) -> None:
         """Takes in what the process has said."""

@@ -45,7 +45,8 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     world = world or join()
     settled = settle(job, origins or {}, world)
     with locked(Path(settled.job.run.dir), world.everyone):
-        return begin(settled, world).attempt(cost_of(settled)).to_its_end()
+        cost = cost_of(settled) if world.rank == 0 else None
+        return begin(settled, world).attempt(cost).to_its_end()
 
 
 @dataclass(frozen=True)
