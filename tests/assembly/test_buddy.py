@@ -68,6 +68,10 @@ SAME = {
     "on the disk": _same({"dp": 2, "zero": 3, "memory": _DISK}, {0: "before the ballot"}),
     "updates made later": _same({"dp": 2, "zero": 3, "memory": {**_HOST, "update": "deferred"}}, {1: "backward"}),
     "statistics": _same({"pp": 2}, {0: "after the ballot"}, case="resnet-batchnorm"),
+    "some frozen, some never reached": _same({"dp": 2, "zero": 3}, {1: "after the ballot"}, case="unused-frozen"),
+    "frozen where weights pass": _same(
+        {"dp": 2, "zero": 3, "memory": _HOST}, {0: "after its update"}, case="unused-frozen"
+    ),
     "compiled": _same({"dp": 2, "zero": 1, "compile": "aot_eager"}, {1: "after the ballot"}),
     "a snapshot each step": _same({"dp": 2, "zero": 3, "buddy": 1}, {1: "after its update"}),
     "a log from the beginning": _same({"dp": 2, "zero": 3, "buddy": 100}, {1: "after its update"}),

@@ -148,9 +148,11 @@ def _from_buddies(
     lacking = set(told[0].needed).difference(whole, (rank for rank, _ in offers))
     if lacking:
         rank = min(lacking)
-        buddys = told[0].buddies[rank]
-        why = "not yet as a whole" if buddys in {each.rank for each in told} else "and both are gone"
-        raise CheckpointError(f"what only rank {rank} had was kept by its buddy, rank {buddys}, {why}")
+        its, alive = told[0].buddies[rank], {each.rank for each in told}
+        why = "and both are gone" if rank not in alive else f"which is gone, and rank {rank} does not hold step {step}"
+        if its in alive:
+            why = "not yet as a whole"
+        raise CheckpointError(f"what only rank {rank} had was kept by its buddy, rank {its}, {why}")
     return [optimizer for _, optimizer in offers], [] if offer is None else offer.pieces
 
 
