@@ -11,12 +11,14 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class Target:
-    """Figure `key` of a run, which is a ratio and means `what`, should be at least (or at most) `bound`."""
+    """Figure `key` of a run, which means `what` and is a ratio unless `unit` says otherwise, should be at least (or at
+    most) `bound`."""
 
     key: str
     what: str
     bound: float
     at_least: bool = True
+    unit: str = "x"
 
     def reached(self, figure: float) -> bool:
         return figure >= self.bound if self.at_least else figure <= self.bound
@@ -36,8 +38,8 @@ def judge(targets: Sequence[Target], figures: Mapping[str, float]) -> list[dict[
 def line(judged: Mapping[str, Any]) -> str:
     """One judged target as a line: "reached      7.2x, wanted at least 6x: shm all_reduce ..."."""
     verdict = {True: "reached", False: "not reached", None: "not measured"}[judged["reached"]]
-    measured = "-" if judged["measured"] is None else f"{judged['measured']:.2f}x"
-    bound = f"at {'least' if judged['at_least'] else 'most'} {judged['bound']:g}x"
+    measured = "-" if judged["measured"] is None else f"{judged['measured']:.2f}{judged['unit']}"
+    bound = f"at {'least' if judged['at_least'] else 'most'} {judged['bound']:g}{judged['unit']}"
     return f"{verdict:12}  {measured:>8}, wanted {bound:14}: {judged['what']}"
 
 
