@@ -64,7 +64,7 @@ def test_values_in_brackets_are_printed_as_they_are(shoal, job_file, monkeypatch
 def test_help_lists_the_commands(shoal):
     answer = shoal("--help")
     assert answer.code == 0
-    for command in ("train", "plan", "run", "demo", "doctor", "report", "top", "jobs", "ckpt"):
+    for command in ("train", "plan", "run", "demo", "chaos", "doctor", "report", "top", "jobs", "ckpt"):
         assert command in answer.out
 
 
