@@ -62,7 +62,7 @@ class Injector:
         if fault.kind == "rejoin" and len(self._cluster.living) > 1:
             before = self._watch.now()
             self._signal_node(self._follower(fault), signal.SIGKILL)
-            self._watch.wait(lambda: self._watch.next_step(before, True), "the run goes not on without a node")
+            self._watch.wait(lambda: self._watch.next_step(before, True), "the run does not go on without a node")
 
     def inject(self, fault: Fault) -> str:
         """Makes `fault` happen; returns whom it has met."""
@@ -170,7 +170,10 @@ class Injector:
         return f"{len(ranks)} rank(s) of {' and '.join(map(self._named, both))}"
 
     def _flip(self, fault: Fault) -> str:
-        node, rank = self._rank(fault)
+        train = {path.name.split("-")[1] for path in self._drill.glob("samples-*")}
+        nodes = self._cluster.living if fault.node is None else [self._node(fault)]
+        able = [(node, rank) for node in nodes for rank in node.ranks() if str(rank.pid) in train]  # not only get ready
+        node, rank = self._chosen.choice(able) if fault.rank is None else able[fault.rank % len(able)]
         asked = self._drill / f"flip-{rank.pid}"
         written = asked.with_suffix(".new")
         written.write_text(f"{fault.kind} {self._chosen.randrange(1 << 30)}")

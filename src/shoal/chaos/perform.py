@@ -129,10 +129,11 @@ def perform(setting: Setting, schedule: Schedule, say: Callable[[str], None]) ->
     cluster = _cluster(setting, setting.least, folder, drill)
     with ended(cluster):
         rows, failure = _suffer(cluster, schedule, drill, say)
-        over = cluster.wait(PATIENCE) if not failure else False
+        over = not failure and cluster.wait(PATIENCE)
+        happened = sum(not row.note for row in rows)
         checks = [
-            Check("faults", not any(row.note for row in rows), f"{sum(not row.note for row in rows)} of {len(rows)}"),
-            Check("end", over, failure or "the job has ended" if over or failure else "the job does not end"),
+            Check("faults", happened == len(rows), f"{happened} of {len(rows)}"),
+            Check("end", over, "the job has ended" if over else failure or "the job does not end"),
         ]
         checks += [check_codes(cluster), check_processes(cluster)] if over else []
     checks.append(files.check(cluster))
@@ -150,7 +151,7 @@ def _reference(setting: Setting) -> tuple[Path, Path]:
     with ended(cluster):
         watch = Watch(cluster)
         try:
-            watch.wait(lambda: watch.over, "the reference is not complete", seconds=10 * PATIENCE)
+            watch.wait(lambda: watch.over, "the reference does not go on")
         except Over:
             raise LaunchError(f"the undisturbed run failed:\n{cluster.nodes[0].said[-2000:]}") from None
         cluster.wait(PATIENCE)
@@ -193,7 +194,7 @@ def _suffer(cluster: Cluster, schedule: Schedule, drill: Path, say: Callable[[st
             rows.append(_one(injector, watch, fault, say))
         _complete(cluster, watch)
         (drill / "pace").unlink()
-        watch.wait(lambda: watch.over, "the run is not complete", seconds=10 * PATIENCE)
+        watch.wait(lambda: watch.over, "the run does not come to its end")
     except Over:
         pass
     except LaunchError as error:

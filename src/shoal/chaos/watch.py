@@ -12,6 +12,8 @@ from shoal.chaos.nodes import Cluster
 from shoal.elastic.events import Draining, Ended, Left, TookOver
 from shoal.elastic.journal import read
 from shoal.errors import LaunchError
+from shoal.jobs.stop import STOPPED
+from shoal.report.events import FAILED
 from shoal.report.follow import Follower
 from shoal.report.metrics import EndRecord, MembershipRecord, Record, StepRecord, read_metrics
 
@@ -62,7 +64,7 @@ class Watch:
             elif isinstance(record, MembershipRecord):
                 self.generation, self.nodes, self.trains = record.generation, record.nodes, False
             elif isinstance(record, EndRecord):
-                self.over = record.reason.startswith(("all ", "step "))  # all steps are trained
+                self.over = not record.reason.startswith((FAILED, STOPPED))
         self._seen = len(self._follower.records)
 
     def now(self) -> Moment:
@@ -71,17 +73,20 @@ class Watch:
         return Moment(time.time(), self.step, self.generation, self._seen)
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-        """Waits until `condition` is true. Raises Over where the run ends before, LaunchError after `seconds`."""
-        deadline = time.monotonic() + seconds
+        """Waits until `condition` is true. Raises Over where the run ends before, LaunchError after `seconds` in which
+        it has recorded nothing."""
+        deadline, seen = time.monotonic() + seconds, self._seen
         while True:
             self.look()
             if condition():
                 return
+            if self._seen != seen:
+                deadline, seen = time.monotonic() + seconds, self._seen
             if self.over or not self._cluster.living:
                 raise Over
             if time.monotonic() > deadline:
                 said = "\n".join(line for node in self._cluster.nodes for line in node.said.splitlines()[-5:])
-                raise LaunchError(f"after {seconds:.0f} s {what} (step {self.step}). What the nodes said last:\n{said}")
+                raise LaunchError(f"for {seconds:.0f} s {what} (step {self.step}). What the nodes said last:\n{said}")
             time.sleep(_LOOK)
 
     def next_step(self, since: Moment, another: bool) -> StepRecord | None:
