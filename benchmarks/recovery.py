@@ -17,13 +17,15 @@ that sees this one's torch:
     python -c "import site; print(site.getsitepackages()[0])" > build/peers/lib/python3.11/site-packages/shared.pth
     build/peers/bin/pip install -c constraints.txt torchft-nightly 'ray[train]'
 
-Writes results/recovery.json.
+Writes results/recovery.json, also after Ctrl-C. 20 trials of all take about five hours, for a job that never goes on is
+waited for 90 s; `--only shoal` half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -40,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.recovery_contenders import CONTENDERS, JOB, WORKERS, Commit, Running, kill, running
+from benchmarks.recovery_contenders import CONTENDERS, JOB, WORKERS, Commit, Contender, Running, kill, running
 from benchmarks.targets import Target, judge, print_targets
 from shoal.report.metrics import read_metrics
 
@@ -192,43 +194,55 @@ def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs all trials, contenders by turns."""
-    missing = {name: CONTENDERS[name].missing() for name in arguments.only}
-    able = {name: CONTENDERS[name] for name in arguments.only if not missing[name]}
-    samples: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in able}
-    for number in range(arguments.trials):
-        for scenario in arguments.scenarios:
-            for name, contender in able.items():
-                if scenario in contender.without:
-                    continue
-                where = folder / f"{number}-{scenario}-{name.replace(', ', '-').replace(' ', '-')}"
-                with running(contender, where) as job:
-                    found = trial(job, scenario)
-                samples[name].setdefault(scenario, []).append(found)
-                shutil.rmtree(where, ignore_errors=True)
-                say(f"trial {number + 1}, {scenario}, {name}: {found}")
-    shares = {}
-    for name, contender in able.items() if arguments.goodput else ():
-        where = folder / f"goodput-{name.replace(', ', '-').replace(' ', '-')}"
+class Measured:
+    """What was measured so far, contenders by turns. `say`: told of each trial."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
+        self._arguments, self._folder, self._say = arguments, folder, say
+        self._missing = {name: CONTENDERS[name].missing() for name in arguments.only}
+        self._able = {name: CONTENDERS[name] for name in arguments.only if not self._missing[name]}
+        self._trials: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in self._able}
+        self._shares: dict[str, dict[str, Any]] = {}
+        self._steady: dict[str, Any] | None = None
+
+    def measure(self) -> None:
+        """Runs all trials, then goodput and the cost of a step."""
+        for number in range(self._arguments.trials):
+            for scenario in self._arguments.scenarios:
+                for name, contender in self._able.items():
+                    if scenario not in contender.without:
+                        found = self._run(contender, f"trial {number + 1}, {scenario}, {name}", trial, scenario)
+                        self._trials[name].setdefault(scenario, []).append(found)
+        for name, contender in self._able.items() if self._arguments.goodput else ():
+            self._shares[name] = self._run(contender, f"goodput, {name}", goodput, self._arguments.goodput)
+        if self._arguments.steady and "shoal" in self._able:
+            self._steady = steady(self._folder / "steady", self._arguments.steady, 5)
+
+    def _run(
+        self, contender: Contender, what: str, question: Callable[..., dict[str, Any]], *more: Any
+    ) -> dict[str, Any]:
+        where = self._folder / re.sub(r"\W+", "-", what)
         with running(contender, where) as job:
-            shares[name] = goodput(job, arguments.goodput)
+            found = question(job, *more)
         shutil.rmtree(where, ignore_errors=True)
-        say(f"goodput, {name}: {shares[name]}")
-    costs = steady(folder / "steady", arguments.steady, 5) if arguments.steady and "shoal" in able else None
-    return {
-        "scenarios": SCENARIOS,
-        "contenders": {
-            name: {
-                "note": contender.note,
-                "scenarios": {scenario: summary(trials) for scenario, trials in samples[name].items()},
-                "goodput": shares.get(name),
-            }
-            for name, contender in able.items()
-        },
-        "not_run": {name: why for name, why in missing.items() if why},
-        "steady": costs,
-    }
+        self._say(f"{what}: {found}")
+        return found
+
+    def results(self) -> dict[str, Any]:
+        """What there is for the record."""
+        return {
+            "scenarios": SCENARIOS,
+            "contenders": {
+                name: {
+                    "note": contender.note,
+                    "scenarios": {scenario: summary(trials) for scenario, trials in self._trials[name].items()},
+                    "goodput": self._shares.get(name),
+                }
+                for name, contender in self._able.items()
+            },
+            "not_run": {name: why for name, why in self._missing.items() if why},
+            "steady": self._steady,
+        }
 
 
 def figures(results: dict[str, Any]) -> dict[str, float | None]:
@@ -281,10 +295,14 @@ def main() -> None:
     usual = {"trials": 1, "goodput": 0.0, "steady": 200} if arguments.quick else USUAL
     vars(arguments).update({name: value for name, value in usual.items() if getattr(arguments, name) is None})
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
+    measured = Measured(arguments, folder, lambda text: print(text, flush=True))
     try:
-        results = measure(arguments, folder, lambda text: print(text, flush=True))
+        measured.measure()
+    except KeyboardInterrupt:
+        print("interrupted: the record has what was measured until now")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    results = measured.results()
     show(results)
     results["targets"] = judge(TARGETS, figures(results))
     print_targets(results["targets"])
