@@ -3,6 +3,7 @@ Debian's package."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from shoal.elastic.etcd import Etcd, parse
 from tests.launch.conftest import free_port
 from tests.launch.packages import debian
 
@@ -162,6 +164,17 @@ class Real:
     @property
     def url(self) -> str:
         return f"{'etcd' if self.scheme == 'http' else 'etcds'}://{self.hosts}/jobs/one"
+
+    def lose_leader(self) -> None:
+        """Kills the member that leads the cluster."""
+        for number, host in enumerate(self.hosts.split(",")):
+            if self.members[number].poll() is None:
+                state = asyncio.run(Etcd(parse(f"etcd://{host}/x"))._ask("maintenance/status", {}))
+                if state["leader"] == state["header"]["member_id"]:
+                    self.members[number].kill()
+                    self.members[number].wait()
+                    return
+        raise AssertionError("no member leads")
 
     def close(self) -> None:
         self._running.close()

@@ -198,6 +198,9 @@ class Etcd:
             connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
             answer = connection.getresponse()
             data = answer.read(MOST_BYTES)
+        except http.client.RemoteDisconnected as error:
+            hint = "" if self.address.tls else "; if it speaks TLS, write etcds://"
+            raise ConnectionResetError(f"it hung up{hint}") from error
         except ssl.SSLError as error:
             raise UserError(
                 f"{self.address}: no TLS with {host}:{port}: {error}. Look at {', '.join(CERTIFICATES)}; a cluster "
@@ -210,10 +213,9 @@ class Etcd:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or (answer.status != 200 and "error" not in found):
-            hint = ": it speaks TLS, so write etcds://" if b"HTTPS server" in data else ""
             raise UserError(
                 f"{self.address}: what answers at {host}:{port} is no etcd of version 3.4 or newer (HTTP "
-                f"{answer.status} {data[:80]!r}){hint}"
+                f"{answer.status} {data[:80]!r}). A cluster with TLS has a URL with etcds://"
             )
         if isinstance(said := found.get("error"), dict):  # that of a stream
             found = {"error": said.get("message", ""), "code": said.get("grpc_code", 0)}
