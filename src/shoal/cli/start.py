@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shoal.elastic.events import node_limits
+from shoal.elastic.launched import PATIENCE, as_node
 from shoal.elastic.nodes import Program, found, found_or_join, join
 from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
@@ -64,12 +65,14 @@ def start_nodes(
 ) -> int:
     """Trains the job file on nodes that come and go; returns the exit code.
 
-    This is the first node, or where `coordinator` is the URL of an etcd cluster any of them.
+    This is the first node, or where `coordinator` is the URL of an etcd cluster any of them. A launcher may start one
+    process on each node: its first one is the first node, at the address that it gives to rank 0.
     """
     limits = node_limits(nodes)
     job, origins = load_job(path, assignments)
-    if discover().size > 1:
-        raise UserError("--nodes: another launcher has started this process as a rank. Start shoal itself on each node")
+    outside = as_node(Path(job.run.dir).resolve(), coordinator is None)
+    if outside is not None and outside.number > 0:
+        return join(outside.address, ranks_here(job), interface, _arrange, PATIENCE)
     here = ranks_here(job)
     spread(job, origins, here) if limits[0] == 1 else fitted(job, here)
     arguments = ["-m", "shoal.jobs", str(path.resolve()), *assignments]
@@ -79,7 +82,9 @@ def start_nodes(
     if coordinator is not None:
         return found_or_join(program, limits, here, interface, _arrange, coordinator)
     refuse_if_taken(program.run_dir)
-    return found(program, limits, here, interface, _arrange)
+    if outside is None:
+        return found(program, limits, here, interface, _arrange)
+    return found(program, limits, here, interface or outside.own_host(), _arrange, outside.port)
 
 
 def join_nodes(address: str, nproc: int | None, interface: str | None) -> int:

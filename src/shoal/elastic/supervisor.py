@@ -88,8 +88,11 @@ class Supervisor:
         self._code: int | None = None
 
     def wish(self, message: Any) -> None:
-        """Has the coordinator told that this node wants to leave (Drain) or that the job is to end (Ask)."""
+        """Has the coordinator told that this node wants to leave (Drain) or that the job is to end (Ask); also the next
+        one, where this one dies of the same."""
         self._wishes.append(message)
+        if self._connection is not None:
+            self._connection.send(message)
 
     async def run(self) -> int:
         """Supervises until the job is over or this node has left; returns the exit code. Raises what
@@ -119,6 +122,8 @@ class Supervisor:
                 self._at.running = 0
                 await self._end_ranks()
             self._connection = connection
+            for wish in self._wishes:
+                connection.send(wish)
             try:
                 while self._code is None and self._connection is connection:
                     await self._obey(connection, await connection.receive())
@@ -194,8 +199,6 @@ class Supervisor:
                 number, next_beat = number + 1, now + BEAT
                 self._beats[number] = now
                 connection.send(Beat(number))
-            while connection is not None and self._wishes:
-                connection.send(self._wishes.pop(0))
             self._left = self._ranks.look() or self._left
             if connection is not None:
                 self._tell(connection)
