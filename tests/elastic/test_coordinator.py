@@ -119,6 +119,31 @@ async def test_a_coordinator_that_drains_hands_over():
 
 
 @in_a_loop
+async def test_all_nodes_that_drain_at_once_leave_and_none_trains_on():
+    a = Member("a").lead(Limits(minimum=1))
+    b, c = Member("b").join(a), Member("c").join(a)
+    await until(lambda: generation(a, b, c))
+    number = generation(a, b, c)
+    for member in (a, b, c):
+        member.supervisor.wish(Drain())
+    assert [await a.task, await b.task, await c.task] == [143, 143, 143]
+    assert all(each.starts[-1].start.generation == number for each in (a, b, c))
+
+
+@in_a_loop
+async def test_a_node_that_wants_to_leave_tells_the_next_coordinator_too():
+    a = Member("a").lead(Limits(minimum=1))
+    b, c = Member("b").join(a), Member("c").join(a)
+    await until(lambda: generation(a, b, c) and len(c.at.succession.candidates) == 3)
+    b.supervisor._connection.send = lambda message: None  # the coordinator dies before it hears it
+    b.supervisor.wish(Drain())
+    await a.die()
+    assert await b.task == 143
+    await until(lambda: generation(c))
+    await close(c)
+
+
+@in_a_loop
 async def test_two_of_one_name_are_told_apart_and_one_that_comes_back_has_its_place_again():
     a = Member("host").lead(Limits(minimum=3))
     b, c = Member("host").join(a), Member("host").join(a)
