@@ -176,7 +176,7 @@ async def test_a_coordinator_that_talks_nonsense_is_hung_up_on_and_its_member_en
 
     async def welcome(connection: Connection, join: Join) -> None:
         connection.send(Admitted("b", 0, ["train.py"], "/", "/", "", "", 1, 8))
-        connection._writer.write(signed(connection, wrong.pop(), 1, "coordinator"))
+        connection._writer.write(signed(connection, wrong.pop() if wrong else b"{}", 1, "coordinator"))
         with pytest.raises(OSError):
             while True:
                 await connection.receive()
