@@ -13,15 +13,21 @@ from typing import Any
 import pytest
 
 from shoal.comm import hello
-from shoal.elastic.connection import MOST_BYTES, call, frame
+from shoal.comm.sealed import sealed
+from shoal.elastic.connection import MOST_BYTES, call
 from shoal.elastic.door import PENDING
 from shoal.elastic.events import Left, Limits
 from shoal.elastic.messages import Ask, Beat, Drain, Heard, Join, Report
+from shoal.elastic.records import encode
 from shoal.elastic.succession import QUIET
 from shoal.errors import LaunchError
 from tests.elastic.cluster import KEY, Member, close, generation, until
 
 pytestmark = pytest.mark.fast
+
+
+def frame(message: Any, key: bytes, sender: str, number: int) -> bytes:
+    return sealed(encode(message), key, sender, number)
 
 
 def in_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -226,7 +232,7 @@ async def test_malformed_frames_of_one_that_knows_the_secret_disturb_nobody():
                 await connection.receive()
 
     def framed(message: Any, number: int = 0, way: str = "member") -> Callable[[Any], bytes]:
-        return lambda connection: frame(message, connection._key, way, number)
+        return lambda connection: frame(message, connection._out.key, way, number)
 
     wrong = [
         lambda connection: struct.pack("!IQ32s", MOST_BYTES + 1, 0, b""),  # oversized
@@ -236,7 +242,7 @@ async def test_malformed_frames_of_one_that_knows_the_secret_disturb_nobody():
         framed(Heard(1), way="coordinator"),  # another direction
         framed(Beat(1)),  # before Join
         lambda connection: frame(JOIN, KEY, "member", 0),  # of another connection
-        lambda connection: frame(JOIN, connection._key, "member", 0).replace(b'"x"', b'"y"'),
+        lambda connection: frame(JOIN, connection._out.key, "member", 0).replace(b'"x"', b'"y"'),
         framed(Join("../x", "id", 1, "127.0.0.1", 9, 0, False, 0)),
         framed(Join("x", "id", -1, "127.0.0.1", 9, 0, False, 0)),
     ]
@@ -255,7 +261,7 @@ async def test_frames_that_come_again_end_only_their_connection():
     a = Member("a").lead(Limits(maximum=1, settle=0.0))
     await until(lambda: generation(a))
     connection = await call(*a.at.address, KEY)
-    again = frame(JOIN, connection._key, "member", 0)
+    again = frame(JOIN, connection._out.key, "member", 0)
     connection._writer.write(again + again)
     with pytest.raises(OSError):
         while True:
@@ -305,7 +311,7 @@ async def test_a_frame_that_stops_halfway_is_not_waited_for():
     a = Member("a").lead(Limits(maximum=1))
     await until(lambda: generation(a))
     connection = await call(*a.at.address, KEY)
-    connection._writer.write(frame(JOIN, connection._key, "member", 0)[:-1])
+    connection._writer.write(frame(JOIN, connection._out.key, "member", 0)[:-1])
     with pytest.raises(OSError):
         await connection.receive()
     assert generation(a) == 1

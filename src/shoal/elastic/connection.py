@@ -1,41 +1,37 @@
-"""Connections between a supervisor and the coordinator: messages as frames over TCP, each signed and counted.
-
-    length of the body (4 bytes), number of the frame (8 bytes), HMAC (32 bytes), body (JSON of a record)
+"""Connections between a supervisor and the coordinator: messages as sealed frames over TCP (see comm/sealed.py), whose
+bodies are the JSON of a record.
 
 Both ends first prove that they know the job's secret (comm/hello.py), then each gives a random number; the key of the
-connection follows from the secret and both. A frame is read only if its HMAC is right for the connection, the
-direction and the next number: so a stranger's frames, repeated ones and those of another connection are refused before
-anything looks at their JSON. A frame is at most MOST_BYTES long, and must come within SECONDS once it has begun.
+connection follows from the secret and both. A frame is at most MOST_BYTES long, and must come within SECONDS once it
+has begun.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 import socket
-import struct
 from concurrent.futures import Executor
 from typing import Any
 
 from shoal.comm import hello
+from shoal.comm.sealed import HEAD, Seal
 from shoal.comm.signed import derived
 from shoal.elastic.messages import FROM_MEMBER, TO_MEMBER
 from shoal.elastic.records import Malformed, decode, encode
 
 MOST_BYTES, MOST_UNSENT = 1 << 16, 1 << 24
 SECONDS = 2.0
-_HEAD = struct.Struct("!IQ32s")
 
 
 class Connection:
     """One end of a connection between two supervisors. `calls`: this end has opened it, as a member."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, calls: bool) -> None:
-        self._reader, self._writer, self._key = reader, writer, key
-        self._way = ("member", "coordinator") if calls else ("coordinator", "member")
+        self._reader, self._writer = reader, writer
+        own, other = ("member", "coordinator") if calls else ("coordinator", "member")
+        self._out, self._in = Seal(key, own), Seal(key, other)
         self._kinds = TO_MEMBER if calls else FROM_MEMBER
-        self._sent = self._received = 0
 
     @property
     def own_host(self) -> str:
@@ -52,8 +48,9 @@ class Connection:
         """Sends a message without waiting. A peer that reads nothing for long is cut off."""
         if self._writer.is_closing():
             return
-        self._writer.write(frame(message, self._key, self._way[0], self._sent))
-        self._sent += 1
+        body = encode(message)
+        assert len(body) <= MOST_BYTES, f"a message of {len(body):,} bytes"
+        self._writer.write(self._out.put(body))
         if self._writer.transport.get_write_buffer_size() > MOST_UNSENT:
             self._writer.transport.abort()
 
@@ -62,7 +59,7 @@ class Connection:
         try:
             first = await self._reader.readexactly(1)
             async with asyncio.timeout(SECONDS):
-                size, number, proof = _HEAD.unpack(first + await self._reader.readexactly(_HEAD.size - 1))
+                size, number, proof = HEAD.unpack(first + await self._reader.readexactly(HEAD.size - 1))
                 if size > MOST_BYTES:
                     raise Malformed(f"a frame of {size:,} bytes; the most is {MOST_BYTES:,}")
                 body = await self._reader.readexactly(size)
@@ -70,9 +67,8 @@ class Connection:
             raise ConnectionResetError("the other side hung up") from error
         except TimeoutError as error:
             raise Malformed(f"a frame that was not complete after {SECONDS:.0f} s") from error
-        if number != self._received or not hmac.compare_digest(proof, _proof(self._key, self._way[1], number, body)):
+        if not self._in.holds(number, proof, body):
             raise Malformed("a frame that is not signed, or comes again")
-        self._received += 1
         return decode(body, self._kinds)
 
     async def close(self, seconds: float = SECONDS) -> None:
@@ -87,17 +83,6 @@ class Connection:
     def abort(self) -> None:
         """Hangs up at once."""
         self._writer.transport.abort()
-
-
-def frame(message: Any, key: bytes, sender: str, number: int) -> bytes:
-    """Returns the frame of a message. `sender`: "member" or "coordinator"."""
-    body = encode(message)
-    assert len(body) <= MOST_BYTES, f"a message of {len(body):,} bytes"
-    return _HEAD.pack(len(body), number, _proof(key, sender, number, body)) + body
-
-
-def _proof(key: bytes, sender: str, number: int, body: bytes) -> bytes:
-    return derived(key, sender, number.to_bytes(8, "big"), body)
 
 
 async def call(host: str, port: int, key: bytes, seconds: float = SECONDS) -> Connection:
