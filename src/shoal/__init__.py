@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.optim import lr
     from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
+    from shoal.server import Async, Batch, BoundedStaleness, ParameterServer, Sync, Table, connect
     from shoal.training.evaluation import Evaluation
     from shoal.training.result import StepResult
 
@@ -25,35 +26,49 @@ from shoal.errors import tell_plainly
 tell_plainly()
 
 _HOME = {
+    "Async": "shoal.server",
+    "Batch": "shoal.server",
+    "BoundedStaleness": "shoal.server",
     "CheckpointError": "shoal.errors",
     "Engine": "shoal.engine",
     "Evaluation": "shoal.training.evaluation",
     "LaunchError": "shoal.errors",
+    "ParameterServer": "shoal.server",
     "Plan": "shoal.plan",
     "ShoalError": "shoal.errors",
     "StepResult": "shoal.training.result",
+    "Sync": "shoal.server",
+    "Table": "shoal.server",
     "TrainingError": "shoal.errors",
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
+    "connect": "shoal.server",
     "decay_matrices_only": "shoal.optim.groups",
     "initialize_engine": "shoal.doors",
     "open_text": "shoal.data",
 }
 
 __all__ = [
+    "Async",
+    "Batch",
+    "BoundedStaleness",
     "CheckpointError",
     "Engine",
     "Evaluation",
     "LaunchError",
+    "ParameterServer",
     "Plan",
     "ShoalError",
     "StepResult",
+    "Sync",
+    "Table",
     "TrainingError",
     "UserError",
     "__version__",
     "as_ddp_hook",
     "as_fsdp2",
+    "connect",
     "decay_matrices_only",
     "initialize_engine",
     "lr",

@@ -33,7 +33,7 @@ def call(connection: socket.socket, key: bytes, rank: int, peer: int, channel: i
     """
     until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
     connection.sendall(_CALL.pack(mine, rank, channel))
-    theirs, proof = _ANSWER.unpack(_receive(connection, _ANSWER.size, until))
+    theirs, proof = _ANSWER.unpack(receive(connection, _ANSWER.size, until))
     _check(proof, key, "answer", mine, theirs, rank, peer, channel)
     connection.sendall(_PROOF.pack(_proof(key, "call", mine, theirs, rank, peer, channel)))
 
@@ -44,9 +44,9 @@ def answer(connection: socket.socket, key: bytes, rank: int, seconds: float) -> 
     Raises Stranger if it cannot prove itself, OSError if it says too little within `seconds`.
     """
     until, mine = time.monotonic() + seconds, secrets.token_bytes(16)
-    theirs, peer, channel = _CALL.unpack(_receive(connection, _CALL.size, until))
+    theirs, peer, channel = _CALL.unpack(receive(connection, _CALL.size, until))
     connection.sendall(_ANSWER.pack(mine, _proof(key, "answer", theirs, mine, peer, rank, channel)))
-    (proof,) = _PROOF.unpack(_receive(connection, _PROOF.size, until))
+    (proof,) = _PROOF.unpack(receive(connection, _PROOF.size, until))
     _check(proof, key, "call", theirs, mine, peer, rank, channel)
     return peer, channel
 
@@ -60,7 +60,7 @@ def _proof(key: bytes, side: str, callers: bytes, answerers: bytes, *numbers: in
     return derived(key, side, callers, answerers, struct.pack("!III", *numbers))
 
 
-def _receive(connection: socket.socket, size: int, until: float) -> bytes:
+def receive(connection: socket.socket, size: int, until: float) -> bytes:
     """Reads `size` bytes before the time `until`, which bounds the whole: single bytes cannot hold up a rank."""
     data = b""
     while len(data) < size:

@@ -85,7 +85,7 @@ class Mesh:
             self._welcome(server, key)
         for connection in self._peers.values():
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _keep_alive(connection)
+            keep_alive(connection)
             connection.setblocking(False)
 
     def _read(self, store: dist.Store, key: str, peer: int) -> str:
@@ -200,7 +200,7 @@ class Mesh:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Has the kernel check whether the other host is still there, which it knows within a minute and a half.
 
     TCP_USER_TIMEOUT would also end connections whose other side lives but does not read.

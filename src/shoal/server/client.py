@@ -1,0 +1,175 @@
+"""A worker's end: pulls values from one or several parameter servers and pushes gradients to them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+from shoal.server.held import Given, named
+from shoal.server.link import Link
+from shoal.server.messages import Taken
+from shoal.server.sessions import Address, key_of_token
+from shoal.server.shares import Rows
+from shoal.server.table import summed
+
+T = TypeVar("T")
+Version = int | tuple[int, ...]
+"""The number of updates; of each of several servers."""
+
+
+def connect(
+    address: str | Sequence[str],
+    token: str | None = None,
+    *,
+    rank: int | None = None,
+    timeout: float = 60.0,
+    shared: bool = True,
+) -> Client:
+    """Connects to the parameter server at `address`, or to all servers that share the parameters, in their order.
+
+    token: that of the servers; None for the user's secret (see docs/security.md).
+    rank: this client's number, by which Sync orders its gradient and a server knows it again; None for a free one.
+    timeout: seconds to wait for a server, also one that is started again, or for other clients.
+    shared: use shared memory where server and client are on one host.
+
+    Raises LaunchError where a server cannot be reached, or has another token.
+    """
+    addresses = [address] if isinstance(address, str) else list(address)
+    key, incarnation = key_of_token(token), secrets.token_hex(8)
+    if not addresses:
+        raise UserError("connect: give the address of at least one server")
+    links: list[Link] = []
+    try:
+        for each in addresses:
+            links.append(Link(Address.read(each), key, incarnation, timeout, shared))
+            rank = links[-1].join(-1 if rank is None else rank)
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    assert rank is not None
+    return Client(links, rank)
+
+
+class Client:
+    """Connected to servers by `links`; for one thread at a time. Made by `connect`.
+
+    A server that is lost is waited for, and what was asked of it is asked again: a push that it had taken already is
+    not taken twice.
+    """
+
+    def __init__(self, links: Sequence[Link], rank: int) -> None:
+        self._links, self.rank = links, rank
+        self._threads = ThreadPoolExecutor(len(links), "shoal-client") if len(links) > 1 else None
+        self.tables: dict[str, tuple[Rows, int]] = {}
+        """Each table's rows among the servers, and their width."""
+        for name, (count, width) in links[0].tables.items():
+            self.tables[name] = Rows(count, len(links)), width
+
+    def pull(self, model: Given) -> Version:
+        """Copies the servers' weights into `model`, or a dict of tensors by name; returns their version.
+
+        Waits until the policy gives them. Raises LaunchError that names for which clients it has waited in vain, or the
+        server that cannot be reached; UserError for a model with other parameters.
+        """
+        parameters = self._checked(model)
+        return _version(self._each(lambda link: link.pull(parameters)))
+
+    def push(self, model: Given, version: Version) -> list[Taken]:
+        """Brings the gradients of `model` (`.grad`; those of a dict are its tensors) computed with the weights of
+        `version`; returns what each server made of them, once they are safe there."""
+        parameters, given = self._checked(model), self._versions(version)
+        gradients = {name: value.grad if isinstance(model, nn.Module) else value for name, value in parameters.items()}
+        return self._each(lambda link: link.push(gradients, given[link]))
+
+    def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
+        """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""
+        places, width = self._table(table)
+        once, back = torch.unique(rows.to("cpu", torch.int64), return_inverse=True)
+        _check_rows(once, places.count, table)
+        found = torch.empty(len(once), width)
+        server, _ = places.place(once)
+        chosen = {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
+
+        def some(link: Link) -> int:
+            version, values = link.pull_rows(table, once[chosen[link]])
+            found[chosen[link]] = values.view(-1, width)
+            return version
+
+        versions = self._each(some)
+        return found[back.view(-1)].view(*rows.shape, width), _version(versions)
+
+    def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: Version) -> list[Taken]:
+        """Brings gradients [..., width] of `rows` [...]; those of a repeated row are summed."""
+        places, width = self._table(table)
+        if gradients.shape != (*rows.shape, width):
+            raise UserError(
+                f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {width}: give "
+                f"{(*rows.shape, width)}"
+            )
+        once, total = summed(rows.to("cpu", torch.int64).reshape(-1), gradients.to("cpu").float().reshape(-1, width))
+        _check_rows(once, places.count, table)
+        server, _ = places.place(once)
+        chosen = {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
+        given = self._versions(version)
+        return self._each(lambda link: link.push_rows(table, once[chosen[link]], total[chosen[link]], given[link]))
+
+    def close(self) -> None:
+        """Leaves the servers."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        for link in self._links:
+            link.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _each(self, ask: Callable[[Link], T]) -> list[T]:
+        """Asks all servers at the same time."""
+        return [ask(self._links[0])] if self._threads is None else list(self._threads.map(ask, self._links))
+
+    def _checked(self, model: Given) -> Mapping[str, Tensor]:
+        """Returns the parameters of `model` by name. Raises UserError where they are not the servers'."""
+        parameters = named(model)
+        shapes = {name: shape for link in self._links for name, shape in link.shapes.items()}
+        ours = {name: tuple(value.shape) for name, value in parameters.items() if name not in self.tables}
+        if ours != shapes:
+            other = sorted(name for name in ours.keys() | shapes.keys() if ours.get(name) != shapes.get(name))
+            raise UserError(
+                f"the model's {other[0]} has shape {ours.get(other[0])}, on the servers it has {shapes.get(other[0])} "
+                f"({len(other)} of {len(shapes)} parameters differ): give servers and clients the same model, and "
+                "clients the addresses of all servers"
+            )
+        return parameters
+
+    def _versions(self, version: Version) -> dict[Link, int]:
+        versions = (version,) if isinstance(version, int) else version
+        if len(versions) != len(self._links):
+            raise UserError(f"version {version!r} is not what pull returned from {len(self._links)} servers")
+        return dict(zip(self._links, versions, strict=True))
+
+    def _table(self, name: str) -> tuple[Rows, int]:
+        if name not in self.tables:
+            raise UserError(f"the servers have no table {name!r}: they have {', '.join(self.tables) or 'none'}")
+        return self.tables[name]
+
+
+def _version(versions: Sequence[int]) -> Version:
+    return versions[0] if len(versions) == 1 else tuple(versions)
+
+
+def _check_rows(rows: Tensor, count: int, table: str) -> None:
+    if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
+        raise UserError(f"rows {int(rows[0])} to {int(rows[-1])} of table {table!r}: it has 0 to {count - 1:,}")

@@ -1,0 +1,50 @@
+"""A module that holds parameters by name and computes nothing: what a server has of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import UserError
+
+Given = nn.Module | Mapping[str, Tensor]
+
+
+class Held(nn.Module):
+    """Copies of the parameters `names` of `given`, and of a model's persistent `buffers` if asked for, in modules that
+    are nested as the names say."""
+
+    def __init__(self, given: Given, names: Collection[str], buffers: bool) -> None:
+        super().__init__()
+        for name, parameter in named(given).items():
+            if name in names:
+                owner, leaf = self._owner(name)
+                value = parameter.detach().clone()
+                trained = parameter.requires_grad if isinstance(parameter, nn.Parameter) else value.is_floating_point()
+                owner.register_parameter(leaf, nn.Parameter(value, requires_grad=trained))
+        if isinstance(given, nn.Module) and buffers:
+            parameters = dict(given.named_parameters(remove_duplicate=False))
+            for name, value in given.state_dict().items():
+                if name not in parameters:
+                    owner, leaf = self._owner(name)
+                    owner.register_buffer(leaf, value.detach().clone())
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        owner: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        return owner, leaf
+
+
+def named(given: Given) -> dict[str, Tensor]:
+    """Returns the parameters of a model, or a table of them, by name. Raises UserError for anything else."""
+    if isinstance(given, nn.Module):
+        return dict(given.named_parameters())
+    if isinstance(given, Mapping) and all(isinstance(value, torch.Tensor) for value in given.values()):
+        return dict(given)
+    raise UserError(f"a {type(given).__name__} holds no parameters: give a torch module, or a dict of tensors by name")

@@ -1,0 +1,104 @@
+"""How weights and gradients travel: in chunks, flat tensors that hold several parameters each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.chunks import Chunk
+from shoal.chunks.spec import Slot
+from shoal.comm.codecs import Codec, codec
+from shoal.elastic.records import Malformed
+from shoal.plan import Option
+from shoal.server.sessions import Form
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A chunk: `numel` elements of `dtype`, with parameters in `slots`."""
+
+    numel: int
+    dtype: torch.dtype
+    trained: bool
+    slots: tuple[Slot, ...]
+
+    @property
+    def form(self) -> Form:
+        """Describes the weights on their way."""
+        return Form(self.dtype, self.numel)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The chunks of a server's weights, and the codec of the gradients that it is sent."""
+
+    stretches: tuple[Stretch, ...]
+    option: Option
+
+    @property
+    def codec(self) -> Codec:
+        return codec(self.option)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], option: Option) -> Layout:
+        """Describes an engine's chunks."""
+        return cls(tuple(Stretch(each.size, each.data.dtype, each.trainable, each.slots) for each in chunks), option)
+
+    @property
+    def trained(self) -> list[Stretch]:
+        """The chunks that have gradients."""
+        return [each for each in self.stretches if each.trained]
+
+    def pushed(self) -> list[Form]:
+        """Describes the raw tensors of a push: gradients as they are, or encoded."""
+        if self.codec.lossless:
+            return [each.form for each in self.trained]
+        return [Form(torch.uint8, self.codec.encoded_bytes(each.numel)) for each in self.trained]
+
+    def to_json(self) -> dict[str, object]:
+        stretches = [
+            [
+                each.numel,
+                str(each.dtype).removeprefix("torch."),
+                each.trained,
+                [[slot.name, list(slot.shape), slot.offset] for slot in each.slots],
+            ]
+            for each in self.stretches
+        ]
+        return {"chunks": stretches, "codec": self.option}
+
+    @classmethod
+    def from_json(cls, table: dict[str, object]) -> Layout:
+        """Reads what `to_json` gave. Raises Malformed for anything else."""
+        try:
+            stretches = tuple(
+                Stretch(
+                    int(numel),
+                    _DTYPES[dtype],
+                    bool(trained),
+                    tuple(Slot(str(name), torch.Size(shape), int(offset)) for name, shape, offset in slots),
+                )
+                for numel, dtype, trained, slots in table["chunks"]  # type: ignore[attr-defined]
+            )
+            found = cls(stretches, table["codec"])  # type: ignore[arg-type]
+            _ = found.codec
+        except (ValueError, TypeError, KeyError) as error:
+            raise Malformed(f"no layout of weights: {error}") from None
+        for stretch in found.stretches:
+            if any(slot.offset < 0 or slot.offset + slot.numel > stretch.numel for slot in stretch.slots):
+                raise Malformed("a layout whose parameters lie outside of their chunks")
+        return found
+
+
+def described(table: object) -> Tensor:
+    """Returns JSON as a raw tensor."""
+    return torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+}

@@ -1,0 +1,182 @@
+"""A client's way to one server: asks, and asks again where the server was lost meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.comm.codecs import Codec, ErrorFeedback
+from shoal.elastic.records import Malformed
+from shoal.errors import LaunchError, UserError
+from shoal.server.layout import Layout
+from shoal.server.messages import TO_CLIENT, WEIGHTS, Admitted, Join, Leave, Pull, Push, Refused, Taken, Values
+from shoal.server.sessions import Address, Session, SessionLost, call
+from shoal.server.sessions.session import Form
+
+_MARGIN_SECONDS = 5.0  # beyond what a server itself waits for others, until it counts as silent
+_RETRY_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+class Link:
+    """The way to the server at `address`. For `timeout` seconds it tries to reach a server that was lost; `incarnation`
+    is this client's name. `join` is to be called first.
+
+    shapes: of the parameters that the server has, by name.
+    tables: rows and width of its tables, by name.
+    """
+
+    def __init__(self, address: Address, key: bytes, incarnation: str, timeout: float, shared: bool) -> None:
+        self._address, self._key, self._incarnation = address, key, incarnation
+        self._timeout, self._shared = timeout, shared
+        self._session: Session | None = None
+        self._rank = -1
+        self._about: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.tables: dict[str, tuple[int, int]] = {}
+        self._sequence: Counter[str] = Counter()
+
+    def join(self, rank: int) -> int:
+        """Joins the server, -1 for any rank; returns the rank."""
+        self._rank = rank
+        self._ask(lambda session: None)
+        self.tables = {name: (each["rows"], each["width"]) for name, each in self._about.items() if name != WEIGHTS}
+        if WEIGHTS in self._about:
+            self._layout = Layout.from_json(self._about[WEIGHTS])
+            self._weights = [torch.empty(each.numel, dtype=each.dtype) for each in self._layout.stretches]
+            self._gradients = [torch.zeros(each.numel, dtype=each.dtype) for each in self._layout.trained]
+            self._codecs, self._encoded = _encoders(self._layout)
+            self.shapes = {slot.name: tuple(slot.shape) for each in self._layout.stretches for slot in each.slots}
+        return self._rank
+
+    def pull(self, parameters: Mapping[str, Tensor]) -> int:
+        """Copies the server's weights into those of `parameters` that it has; returns their version."""
+        if not self.shapes:
+            return 0
+        version = self._ask(lambda session: self._pulled(session, WEIGHTS, self._weights))
+        with torch.no_grad():
+            for stretch, flat in zip(self._layout.stretches, self._weights, strict=True):
+                for slot in stretch.slots:
+                    parameters[slot.name].copy_(slot.view(flat))
+        return version
+
+    def push(self, gradients: Mapping[str, Tensor | None], version: int) -> Taken:
+        """Brings the gradients of the parameters that the server has."""
+        if not self.shapes:
+            return Taken(version, 0, 1.0)
+        untouched: list[str] = []
+        for stretch, flat in zip(self._layout.trained, self._gradients, strict=True):
+            for slot in stretch.slots:
+                gradient = gradients[slot.name]
+                if gradient is None:
+                    untouched.append(slot.name)
+                    slot.view(flat).zero_()
+                else:
+                    slot.view(flat).copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+        raw = self._gradients
+        if self._codecs:
+            raw = self._encoded
+            for codec, flat, encoded in zip(self._codecs, self._gradients, raw, strict=True):
+                codec.encode(flat, encoded)
+        return self._push(WEIGHTS, version, untouched, *raw)
+
+    def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
+        """Returns version and values of rows that this server has."""
+        values = torch.empty(len(rows), self.tables[table][1])
+        return self._ask(lambda session: self._pulled(session, table, [values], rows)), values
+
+    def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: int) -> Taken:
+        """Brings the gradients of rows that this server has, each once and in ascending order."""
+        return self._push(table, version, [], rows, gradients)
+
+    def close(self) -> None:
+        """Leaves the server."""
+        if self._session is not None:
+            with suppress(SessionLost):  # it is gone already
+                self._session.send(Leave())
+            self._drop()
+
+    def _pulled(self, session: Session, part: str, into: list[Tensor], *asked: Tensor) -> int:
+        session.send(Pull(part, self._timeout), *asked)
+        answer = self._answer(session, Values)
+        session.fill(*into)
+        return int(answer.version)
+
+    def _push(self, part: str, version: int, untouched: list[str], *raw: Tensor) -> Taken:
+        push = Push(part, version, self._sequence[part] + 1, untouched)
+
+        def pushed(session: Session) -> Taken:
+            session.send(push, *raw)
+            return self._answer(session, Taken)
+
+        taken = self._ask(pushed)
+        self._sequence[part] += 1
+        return taken
+
+    def _ask(self, ask: Callable[[Session], T]) -> T:
+        """Asks the server, anew where it was lost meanwhile. Raises LaunchError once `timeout` is over."""
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                if self._session is None:
+                    self._session = self._open()
+                return ask(self._session)
+            except SessionLost:
+                self._drop()
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+            except Malformed as error:
+                self._drop()
+                raise LaunchError(f"the server at {self._address} has sent {error}") from error
+            except (UserError, LaunchError):  # the server's answer
+                raise
+            except BaseException:  # bytes under way would be taken for the next message's
+                self._drop()
+                raise
+
+    def _open(self) -> Session:
+        session = call(self._address, self._key, TO_CLIENT, self._timeout + _MARGIN_SECONDS, self._shared)
+        try:
+            session.send(Join(self._rank, self._incarnation))
+            self._rank = self._answer(session, Admitted).rank
+            (raw,) = session.tensors([Form(torch.uint8, form.numel) for form in session.forms[:1]])
+            about = json.loads(bytes(raw.numpy()))
+        except BaseException:
+            session.close()
+            raise
+        if self._about not in ({}, about):
+            session.close()
+            raise LaunchError(f"the server at {self._address} has other parameters than before")
+        self._about = about
+        return session
+
+    def _answer(self, session: Session, kind: type[T]) -> T:
+        answer = session.receive(self._timeout + _MARGIN_SECONDS)
+        if isinstance(answer, Refused):
+            raise (LaunchError if answer.late else UserError)(f"the server at {self._address}: {answer.why}")
+        if not isinstance(answer, kind):
+            raise Malformed(f"{type(answer).__name__} instead of {kind.__name__}")
+        return answer
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+
+def _encoders(layout: Layout) -> tuple[list[Codec], list[Tensor]]:
+    """Returns what encodes each chunk's gradient, and memory for the result; nothing where gradients travel as they
+    are. What is lost goes with the next gradient."""
+    if layout.codec.lossless:
+        return [], []
+    codecs: list[Codec] = [ErrorFeedback(layout.codec, each.numel) for each in layout.trained]
+    return codecs, [torch.empty(form.numel, dtype=form.dtype) for form in layout.pushed()]

@@ -1,0 +1,192 @@
+"""A parameter server: weights and tables that clients pull, and update by the gradients that they push."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torch import Tensor
+
+from shoal.comm.secret import new_secret
+from shoal.elastic.records import Malformed
+from shoal.errors import ShoalError
+from shoal.optim.fused.optimizer import OptimizerFactory
+from shoal.plan import Option
+from shoal.server.held import Given, Held
+from shoal.server.layout import described
+from shoal.server.messages import FROM_CLIENT, WEIGHTS, Admitted, Join, Leave, Pull, Push, Refused, Values
+from shoal.server.options import Options
+from shoal.server.part import Keeping, NotDone, Part
+from shoal.server.policies import Policy
+from shoal.server.sessions import Address, Listener, Session, SessionLost, key_of_token
+from shoal.server.table import TableRows
+from shoal.server.weights import Weights
+
+_JOIN_SECONDS = 10.0
+_MOST_WAIT = 3600.0  # seconds that a client may ask a pull to wait
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a part has seen: pushes, those that were dropped, updates, and how often each staleness and lag."""
+
+    pushes: int
+    dropped: int
+    updates: int
+    staleness: dict[int, int]
+    lags: dict[int, int]
+
+
+class ParameterServer:
+    """Serves parameters from its construction until it is closed, in threads of its own.
+
+    params: a model, or a dict of tensors by name. The server has a copy.
+    optimizer: takes a list of parameter groups, e.g. `partial(torch.optim.SGD, lr=0.1)`; tables have one each.
+    policy: when to update, and who waits: Sync(n), Batch(k), BoundedStaleness(s) or Async().
+    codec: how gradients travel: None as they are, "fp16", "bf16", "u8", "u4", "sign", or a table with parameters.
+    address: host:port; port 0 for a free one.
+    token: guards the address; None for a new one, which `token` then tells.
+    directory: of checkpoints and journals, from which a server that is started again goes on; None keeps nothing.
+    options: see `Options`.
+
+    Raises UserError for what does not fit together, LaunchError where the address cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        params: Given,
+        optimizer: OptimizerFactory,
+        policy: Policy,
+        codec: Option | None = None,
+        address: str = "127.0.0.1:0",
+        token: str | None = None,
+        directory: str | Path | None = None,
+        options: Options | None = None,
+    ) -> None:
+        options = options or Options()
+        self.token = token or new_secret()
+        keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
+        self._parts: dict[str, Part] = {}
+        if mine := options.names_of(params):
+            held = Held(params, mine, buffers=options.share.index == 0)
+            weights = Weights(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
+            self._parts[WEIGHTS] = Part(weights, policy, keeping.of(WEIGHTS))
+        for name, table in options.tables.items():
+            rows = TableRows(table, optimizer, options.share)
+            self._parts[name] = Part(rows, policy, keeping.of(f"table-{name}"))
+        self._guard = threading.Lock()
+        self._here: dict[int, tuple[str, Session]] = {}
+        self._closed = threading.Event()
+        self._listener = Listener(
+            Address.read(address), key_of_token(self.token), FROM_CLIENT, self._serve, options.seconds, options.say
+        )
+
+    @property
+    def address(self) -> str:
+        """Where it listens, for `shoal.connect`."""
+        return str(self._listener.address)
+
+    @property
+    def version(self) -> int:
+        """The number of updates of the weights."""
+        return self._parts[WEIGHTS].ledger.version
+
+    def statistics(self, part: str = WEIGHTS) -> Statistics:
+        """Returns what the weights, or a table by its name, have seen."""
+        ledger = self._parts[part].ledger
+        counts = dict(sorted(ledger.staleness.items() or ledger.lags.items())), dict(sorted(ledger.lags.items()))
+        return Statistics(ledger.pushes, ledger.dropped, ledger.version, *counts)
+
+    def clients(self) -> list[int]:
+        """Returns the numbers of the clients that are connected."""
+        with self._guard:
+            return sorted(self._here)
+
+    def wait(self) -> None:
+        """Returns when the server has been closed."""
+        self._closed.wait()
+
+    def close(self) -> None:
+        """Ends all sessions and the server. What was acknowledged is kept."""
+        if not self._closed.is_set():
+            self._listener.close()
+            for part in self._parts.values():
+                part.close()
+            self._closed.set()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self, session: Session) -> None:
+        """Answers one client until it leaves."""
+        join = session.receive(_JOIN_SECONDS)
+        if not isinstance(join, Join):
+            raise Malformed(f"{type(join).__name__} before Join")
+        try:
+            rank = self._admit(join, session)
+        except NotDone as error:
+            session.send(Refused(str(error), late=False))
+            return
+        lost = True
+        try:
+            for part in self._parts.values():
+                part.join(rank, join.incarnation)
+            about = {name: part.values.to_json() for name, part in self._parts.items()}
+            session.send(Admitted(rank), described(about))
+            rooms: dict[str, list[Tensor]] = {}
+            while not isinstance(asked := session.receive(), Leave):
+                self._answer(session, rank, join.incarnation, asked, rooms)
+            lost = False
+        finally:
+            with self._guard:
+                gone = self._here.get(rank, ("", None))[1] is session
+                if gone:
+                    del self._here[rank]
+            for part in self._parts.values() if gone else ():
+                part.leave(rank, lost)
+
+    def _admit(self, join: Join, session: Session) -> int:
+        """Returns the client's rank. A client that comes again ends the session that it has left behind; two clients of
+        one rank are refused."""
+        with self._guard:
+            known = {rank for part in self._parts.values() for rank in part.ledger.members}
+            rank = join.rank if join.rank >= 0 else next(r for r in range(len(known) + 1) if r not in known)
+            before = self._here.get(rank)
+            if before is not None and before[0] != join.incarnation:
+                raise NotDone(f"client {rank} is connected already, from {before[1].peer}: give each client its rank")
+            self._here[rank] = join.incarnation, session
+        session.peer = f"client {rank} ({session.peer})"
+        if before is not None:
+            before[1].close()
+        return rank
+
+    def _answer(
+        self, session: Session, rank: int, incarnation: str, asked: object, rooms: dict[str, list[Tensor]]
+    ) -> None:
+        """Answers a request; what others have not done in time, or what does not fit, is told to the client."""
+        if not isinstance(asked, Pull | Push) or asked.part not in self._parts:
+            raise Malformed(f"{type(asked).__name__}, which nothing here answers")
+        part = self._parts[asked.part]
+        try:
+            if isinstance(asked, Push):
+                raw = part.values.room(session.forms)
+                session.fill(*raw)
+                session.send(part.push(rank, incarnation, asked, raw))
+                return
+            numbers = part.values.asked(session.forms)
+            session.fill(*numbers)
+            room = rooms.setdefault(asked.part, [])
+            seconds = min(max(asked.seconds, 0.0), _MOST_WAIT)
+            version, rooms[asked.part] = part.pull(rank, numbers, seconds, room)
+            session.send(Values(version), *rooms[asked.part])
+        except (SessionLost, Malformed):
+            raise
+        except ShoalError as error:
+            session.send(Refused(str(error), late=getattr(error, "late", False)))

@@ -1,0 +1,160 @@
+"""What carries the messages of a session: TCP, or memory that both processes share.
+
+A message is a body of at most MOST_BODY bytes and raw tensors, whose sizes the body tells. Tensors go in pieces, and
+each of them must move within the time that a carrier is given.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.comm.sealed import HEAD, Seal
+from shoal.comm.shm import Shared
+from shoal.elastic.records import Malformed
+
+MOST_BODY = 1 << 16
+PIECE_BYTES = 1 << 22
+BODY_SECONDS = 5.0
+"""Seconds within which a body must be complete once it has begun."""
+
+_TOGETHER = 1 << 16  # bytes up to which a message is one call of the kernel
+_CELL = 512  # bytes of the first part of a body in shared memory
+_LENGTH = struct.Struct("!I")
+
+
+class Carrier(Protocol):
+    """One end of a session's connection. Raises Malformed, or OSError or RuntimeError where the other end is gone or
+    late."""
+
+    name: str
+
+    def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
+        """Sends a message. `tensors`: contiguous and 1-D, on the CPU."""
+
+    def receive(self, seconds: float | None) -> bytes:
+        """Returns the body of the next message, which is waited for `seconds` at most; None: without end."""
+
+    def fill(self, flat: Tensor) -> None:
+        """Reads the next raw tensor, which must have as many bytes, into `flat`."""
+
+    def close(self) -> None:
+        """Ends both directions; who waits at either end, in any thread, fails."""
+
+
+class Stream:
+    """A carrier over the connected socket `end`: bodies are sealed frames, tensors follow unsigned. `seconds`: within
+    which a piece must move."""
+
+    name = "tcp"
+
+    def __init__(self, end: socket.socket, out: Seal, into: Seal, seconds: float) -> None:
+        self._end, self._out, self._in, self._seconds = end, out, into, seconds
+
+    def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
+        assert len(body) <= MOST_BODY, f"a body of {len(body):,} bytes"
+        self._end.settimeout(self._seconds)
+        frame = self._out.put(body)
+        if len(frame) + sum(each.nbytes for each in tensors) <= _TOGETHER:
+            self._end.sendall(b"".join([frame, *(bytes_of(each) for each in tensors)]))
+            return
+        self._end.sendall(frame)
+        for piece in _pieces(tensors):
+            self._end.sendall(piece)
+
+    def receive(self, seconds: float | None) -> bytes:
+        head = bytearray(HEAD.size)
+        self._end.settimeout(seconds)
+        if not self._end.recv_into(head, 1):
+            raise ConnectionResetError("it hung up")
+        until = time.monotonic() + BODY_SECONDS
+        self._read(memoryview(head)[1:], until)
+        size, number, proof = HEAD.unpack(head)
+        if size > MOST_BODY:
+            raise Malformed(f"a body of {size:,} bytes; the most is {MOST_BODY:,}")
+        body = bytearray(size)
+        self._read(memoryview(body), until)
+        if not self._in.holds(number, proof, bytes(body)):
+            raise Malformed("a frame that is not signed, or comes again")
+        return bytes(body)
+
+    def fill(self, flat: Tensor) -> None:
+        for piece in _pieces([flat]):
+            self._read(piece, time.monotonic() + self._seconds)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other end has closed it already
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _read(self, view: memoryview, until: float) -> None:
+        while view:
+            self._end.settimeout(max(0.001, until - time.monotonic()))
+            count = self._end.recv_into(view)
+            if not count:
+                raise ConnectionResetError("it hung up in the middle of a message")
+            view = view[count:]
+
+
+class Mail:
+    """A carrier through shared memory, which only the two processes can write. `end`: the connection by which they
+    met; it stays open."""
+
+    name = "shared memory"
+
+    def __init__(self, shared: Shared, end: socket.socket) -> None:
+        self._shared, self._end, self._peer = shared, end, 1 - shared.rank
+        self._out, self._in = torch.zeros(_CELL, dtype=torch.uint8), torch.zeros(_CELL, dtype=torch.uint8)
+        self._out_bytes, self._in_bytes = bytes_of(self._out), bytes_of(self._in)
+
+    def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
+        assert len(body) <= MOST_BODY, f"a body of {len(body):,} bytes"
+        room = _CELL - _LENGTH.size
+        first, rest = body[:room], bytearray(body[room:])
+        self._out_bytes[: _LENGTH.size + len(first)] = _LENGTH.pack(len(body)) + first
+        self._shared.send(self._out, self._peer)
+        if rest:
+            self._shared.send(torch.frombuffer(rest, dtype=torch.uint8), self._peer)
+        for tensor in tensors:
+            for piece in _cut(tensor):
+                self._shared.send(piece, self._peer)
+
+    def receive(self, seconds: float | None) -> bytes:
+        self._shared.recv(self._in, self._peer)
+        (size,) = _LENGTH.unpack(self._in_bytes[: _LENGTH.size])
+        if size > MOST_BODY:
+            raise Malformed(f"a body of {size:,} bytes; the most is {MOST_BODY:,}")
+        body = bytes(self._in_bytes[_LENGTH.size : _LENGTH.size + size])
+        if len(body) == size:
+            return body
+        rest = torch.empty(size - len(body), dtype=torch.uint8)
+        self._shared.recv(rest, self._peer)
+        return body + bytes(bytes_of(rest))
+
+    def fill(self, flat: Tensor) -> None:
+        for piece in _cut(flat):
+            self._shared.recv(piece, self._peer)
+
+    def close(self) -> None:
+        self._shared.close()
+        self._end.close()
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """Returns the bytes of a contiguous 1-D tensor, to be read and written."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def _cut(flat: Tensor) -> Iterator[Tensor]:
+    return iter(flat.view(torch.uint8).split(PIECE_BYTES)) if flat.numel() else iter(())
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    return (bytes_of(piece) for tensor in tensors for piece in _cut(tensor))

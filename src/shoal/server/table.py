@@ -1,0 +1,193 @@
+"""Rows of a table, such as an embedding's: pulled and updated one by one, so that it may be larger than what a worker
+has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.pieces import Piece, Want
+from shoal.checkpoint.reader import load, newest, tensor_shapes
+from shoal.checkpoint.writer import Writer
+from shoal.comm import World
+from shoal.elastic.records import Malformed
+from shoal.errors import CheckpointError, UserError
+from shoal.optim.fused.optimizer import OptimizerFactory
+from shoal.parallel.layout import Box
+from shoal.server.ledger import Update
+from shoal.server.scaled import at_rate
+from shoal.server.sessions import Form
+from shoal.server.shares import Rows, Share
+
+_KEPT = 2
+_FILLED_AT_ONCE = 1 << 20  # rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` rows of `width` numbers.
+
+    fill: returns the first values of the rows that it is given (int64), as [rows, width]; None for zeros.
+    """
+
+    rows: int
+    width: int
+    fill: Callable[[Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Table:
+        """Makes the table of a matrix's rows."""
+        if weight.dim() != 2:
+            raise UserError(f"a tensor of shape {tuple(weight.shape)} is no table: give one of [rows, width]")
+        return cls(len(weight), weight.shape[1], lambda rows: weight.detach()[rows])
+
+
+class TableRows:
+    """The rows of `table` that the server `share` has, fp32, under `optimizer`.
+
+    An update touches the rows of its gradients alone: the optimizer runs over them and their state, as torch's lazy
+    optimizers do. Its counters are the table's.
+    """
+
+    def __init__(self, table: Table, optimizer: OptimizerFactory, share: Share) -> None:
+        self._table, self._share = table, share
+        self._rows = Rows(table.rows, share.count)
+        self._values = torch.zeros(self._rows.size(share.index), table.width)
+        for start in range(0, len(self._values) if table.fill else 0, _FILLED_AT_ONCE):
+            assert table.fill is not None
+            some = slice(start, start + _FILLED_AT_ONCE)
+            self._values[some] = table.fill(self._rows.of(share.index, some))
+        self._touched = nn.Parameter(torch.zeros(1, table.width))
+        self._optimizer = optimizer([{"params": [self._touched]}])
+        self._state: dict[str, Tensor] = {}
+        for key, value in self._optimizer.state.get(self._touched, {}).items():
+            if isinstance(value, Tensor) and value.shape == self._touched.shape:  # what the optimizer begins with
+                self._state[key] = value[0, 0].expand_as(self._values).clone()
+
+    def room(self, forms: Sequence[Form]) -> list[Tensor]:
+        """Returns memory for the gradients of some rows. Raises Malformed where `forms` are none."""
+        count = forms[0].numel if forms else 0
+        if list(forms) != [Form(torch.int64, count), Form(torch.float32, count * self._table.width)]:
+            raise Malformed(f"{list(forms)[:3]}, which are no rows of {self._table.width} and their gradients")
+        return self._memory(forms)
+
+    def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
+        """Returns rows and their gradients."""
+        return [raw[0].view(torch.int64), raw[1].view(torch.float32).view(-1, self._table.width)]
+
+    def problem(self, gradients: Sequence[Tensor]) -> str:
+        """Returns why no update can be made of these gradients, or ""."""
+        rows, values = gradients
+        if len(rows) and bool((rows[1:] <= rows[:-1]).any()):
+            return "rows that are not each there once, in ascending order"
+        if why := self._not_here(rows):
+            return why
+        finite = not len(rows) or bool(torch.isfinite(torch.linalg.vector_norm(values, float("inf"))))
+        return "" if finite else "a gradient that is not finite"
+
+    @torch.no_grad()
+    def update(self, update: Update) -> None:
+        """Updates the rows that have gradients with their mean over all pushes, in which others count as zero."""
+        parts = [each.tensors for each in update.gradients]
+        rows, total = parts[0] if len(parts) == 1 else summed(*map(torch.cat, zip(*parts, strict=True)))
+        if not len(rows):
+            return
+        _, index = self._rows.place(rows)
+        touched, state = self._touched, self._optimizer.state[self._touched]
+        touched.data, touched.grad = self._values[index], total / len(parts) if len(parts) > 1 else total
+        state.update({key: values[index] for key, values in self._state.items()})
+        with at_rate(self._optimizer, update.weight):
+            self._optimizer.step()
+        self._values[index] = touched.data
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == touched.shape:
+                self._state.setdefault(key, torch.zeros_like(self._values))[index] = value
+        touched.grad = None
+
+    def asked(self, forms: Sequence[Form]) -> list[Tensor]:
+        """Returns memory for the numbers of rows that are asked for. Raises Malformed where `forms` are none."""
+        if len(forms) != 1 or forms[0].dtype is not torch.int64:
+            raise Malformed(f"{list(forms)[:3]}, which are no numbers of rows")
+        return self._memory(forms)
+
+    def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
+        """Returns the values of rows, whose numbers have been found right."""
+        _, index = self._rows.place(asked[0])
+        return [self._values[index]]
+
+    def wrong(self, asked: Sequence[Tensor]) -> str:
+        """Returns why these rows cannot be read, or ""."""
+        return self._not_here(asked[0])
+
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
+        """Writes a checkpoint of these rows."""
+        plain = {key: value for key, value in self._counters().items() if not isinstance(value, Tensor)}
+        tensors = {"rows": self._values, **{f"optim.{key}": value for key, value in self._state.items()}}
+        tensors |= {f"count.{key}": value for key, value in self._counters().items() if isinstance(value, Tensor)}
+        pieces = [Piece(name, tuple(each.shape), _whole(each), each) for name, each in tensors.items()]
+        about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
+        writer = Writer(directory, World.single(), _KEPT)
+        writer.save(int(extra["server"]["version"]), pieces, about, wait=True, copy=False)
+        writer.close()
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Reads the newest checkpoint; returns its `extra`. Raises CheckpointError where there is none of these
+        rows."""
+        path = newest(directory, lambda bad, why: None)
+        if path is None:
+            raise CheckpointError(f"no checkpoint to load in {directory}")
+        state, into = self._optimizer.state[self._touched], {"rows": self._values}
+        for name, shape in tensor_shapes(path).items():
+            kind, _, key = name.partition(".")
+            if kind != "rows":
+                into[name] = torch.zeros(shape)
+                (self._state if kind == "optim" else state)[key] = into[name]
+        extra = load(path, [Want(name, tuple(each.shape), _whole(each), each) for name, each in into.items()])
+        if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != self._index():
+            raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
+        state.update(extra["count"])
+        return extra
+
+    def to_json(self) -> dict[str, object]:
+        """Describes the table for clients."""
+        return {"rows": self._table.rows, "width": self._table.width, "share": self._index()}
+
+    def close(self) -> None:
+        """Does nothing: rows are memory alone."""
+
+    def _index(self) -> list[int]:
+        return [self._share.index, self._share.count]
+
+    def _memory(self, forms: Sequence[Form]) -> list[Tensor]:
+        if forms[0].numel > self._table.rows:
+            raise Malformed(f"{forms[0].numel:,} rows of a table of {self._table.rows:,}")
+        return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
+
+    def _not_here(self, rows: Tensor) -> str:
+        if not len(rows):
+            return ""
+        if int(rows.min()) < 0 or int(rows.max()) >= self._table.rows:
+            return f"rows {int(rows.min())} to {int(rows.max())} of a table of {self._table.rows:,}"
+        if bool((self._rows.place(rows)[0] != self._share.index).any()):
+            return "rows of another server"
+        return ""
+
+    def _counters(self) -> dict[str, Any]:
+        state = self._optimizer.state.get(self._touched, {})
+        return {key: value for key, value in state.items() if key not in self._state}
+
+
+@torch.no_grad()
+def summed(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each of `rows` once, in ascending order, with the sum of its gradients, added in the order given."""
+    once, place = torch.unique(rows, return_inverse=True)
+    return once, gradients.new_zeros(len(once), gradients.shape[1]).index_add_(0, place, gradients)
+
+
+def _whole(tensor: Tensor) -> Box:
+    return Box((0,) * tensor.dim(), tuple(tensor.shape))
