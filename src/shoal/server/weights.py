@@ -43,7 +43,7 @@ class Weights:
         self.engine = Engine(
             module,
             _no_loss,
-            optimizer,
+            lambda groups: optimizer(groups),  # hides its options, of which `fused` would be set: as given, to the bit
             Plan(),
             global_batch=1,
             microbatch=1,

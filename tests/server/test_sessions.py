@@ -1,0 +1,246 @@
+"""Sessions: who is let in, what ends one and leaves the others, and messages that nobody should have sent."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from shoal.comm import hello
+from shoal.comm.sealed import HEAD, Seal, sealed
+from shoal.comm.signed import derived
+from shoal.elastic.records import Malformed, encode, kinds
+from shoal.errors import LaunchError, UserError
+from shoal.server.sessions import Address, Listener, Session, SessionLost, call, key_of_token
+from shoal.server.sessions.carriers import MOST_BODY
+from shoal.server.sessions.listener import PENDING
+from shoal.server.sessions.opening import Opens
+from tests.server.common import TOKEN, together
+
+pytestmark = pytest.mark.fast
+KEY = key_of_token(TOKEN)
+
+
+@dataclass(frozen=True)
+class Echo:
+    text: str
+
+
+@dataclass(frozen=True)
+class Silence:
+    pass
+
+
+KINDS = kinds((Echo, Silence))
+
+
+@contextmanager
+def echoing(**more: float) -> Iterator[tuple[Address, list[str]]]:
+    """A listener whose sessions send back what they get, but Silence."""
+
+    def serve(session: Session) -> None:
+        while True:
+            record = session.receive()
+            tensors = session.tensors()
+            if isinstance(record, Echo):
+                session.send(record, *tensors)
+
+    said: list[str] = []
+    listener = Listener(Address("127.0.0.1", 0), KEY, KINDS, serve, say=said.append, **more)
+    try:
+        yield listener.address, said
+    finally:
+        listener.close()
+
+
+def until(condition: object, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def received_by(session: Session) -> tuple[object, list[torch.Tensor]]:
+    return session.receive(10.0), session.tensors()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_records_and_tensors_of_all_sizes_come_as_they_were_sent(shared):
+    with echoing() as (address, _):
+        session = call(address, KEY, KINDS, 10.0, shared)
+        assert session.carrier == ("shared memory" if shared else "tcp")
+        tensors = [
+            torch.arange(3),
+            torch.randn(0),
+            torch.randn(3_000_001).bfloat16(),
+            torch.randn(20_000, dtype=torch.float64),
+        ]
+        for text in ("", "é" * 1000, "x" * 8000):
+            echo = Echo(text)
+            _, received = together(lambda echo=echo: session.send(echo, *tensors), lambda: received_by(session))
+            assert received[0] == echo
+            assert all(torch.equal(a, b) for a, b in zip(tensors, received[1], strict=True))
+        session.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_client_that_goes_ends_its_session_alone_and_later_ones_join(shared):
+    with echoing() as (address, said):
+        first, second = (call(address, KEY, KINDS, 10.0, shared) for _ in range(2))
+        first.send(Echo("half"))
+        first.close()
+        until(lambda: any("has ended" in line for line in said))
+        for session in (second, call(address, KEY, KINDS, 10.0, shared)):
+            session.send(Echo("on"), torch.ones(4))
+            assert session.receive(10.0) == Echo("on") and session.tensors()[0].sum() == 4
+            session.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_silent_server_is_named(shared):
+    with echoing() as (address, _):
+        session = call(address, KEY, KINDS, 0.5, shared)
+        session.send(Silence())
+        with pytest.raises(SessionLost, match=f"the server at {address}"):
+            session.receive(0.5)
+
+
+def test_another_token_is_refused_at_both_ends():
+    with echoing() as (address, said):
+        with pytest.raises(LaunchError, match=f"the server at {address} does not know this client's token"):
+            call(address, key_of_token("another token of the tests"), KINDS, 5.0)
+        until(lambda: said)
+        with pytest.raises(UserError, match="a token of 5 characters"):
+            key_of_token("short")
+
+
+def test_what_is_read_must_be_what_was_declared():
+    with echoing() as (address, _):
+        session = call(address, KEY, KINDS, 10.0)
+        session.send(Echo("x"), torch.ones(3))
+        session.receive(10.0)
+        with pytest.raises(Malformed):
+            session.fill(torch.ones(4))
+        session.skip()
+        session.close()
+
+
+def opened(address: Address) -> tuple[socket.socket, bytes]:
+    """A connection that has proved itself, and its key."""
+    end = socket.create_connection(address, 5.0)
+    hello.call(end, KEY, 0, 0, 0, 5.0)
+    mine = b"\1" * 16
+    end.sendall(mine)
+    return end, derived(KEY, "session", mine, hello.receive(end, 16, time.monotonic() + 5.0))
+
+
+def bad_frames(draw: random.Random, key: bytes) -> bytes:
+    """What one that knows the token might send: none of it is a message at this place."""
+    seal = Seal(key, "client")
+    opens = seal.put(encode(Opens("")))
+    body = encode(Echo("x")) + b"\n"
+    return draw.choice(
+        [
+            lambda: draw.randbytes(draw.randrange(1, 200)),
+            lambda: HEAD.pack(MOST_BODY + draw.randrange(1, 1 << 31), 0, b""),
+            lambda: sealed(encode(Opens("")), KEY, "client", 0),  # of another connection
+            lambda: sealed(encode(Opens("")), key, "server", 0),  # of another direction
+            lambda: opens[: draw.randrange(1, len(opens))],  # half of one
+            lambda: bytes(byte ^ (index == draw.randrange(len(opens))) for index, byte in enumerate(opens)),
+            lambda: opens + opens,  # comes again
+            lambda: opens + sealed(body, key, "client", 7),  # out of order
+            lambda: seal.put(body),  # before Opens
+            lambda: opens + seal.put(draw.randbytes(draw.randrange(100))),  # no JSON
+            lambda: opens + seal.put(b'{"kind": "Echo", "text": 3}\n'),
+            lambda: opens + seal.put(b'{"kind": "Echo", "text": "", "more": 1}\n'),
+            lambda: opens + seal.put(b'{"kind": "Unknown"}\n'),
+            lambda: opens + seal.put(body + b'[["float32", -1]]'),
+            lambda: opens + seal.put(body + b'[["float32", 1e3]]'),
+            lambda: opens + seal.put(body + b'[["complex", 1]]'),
+            lambda: opens + seal.put(body + b'[["float64", 99999999999999]]'),
+            lambda: opens + seal.put(body + b"[" * 5000),
+            lambda: opens + seal.put(body + b'[["float32", 1000]]') + b"x" * 17,  # and hangs up
+        ]
+    )()
+
+
+def one_try(draw: random.Random, address: Address) -> None:
+    if draw.random() < 0.3:
+        with socket.create_connection(address, 5.0) as end:
+            end.sendall(draw.randbytes(draw.randrange(200)))
+        return
+    end, key = opened(address)
+    with end, suppress(ConnectionError, TimeoutError):
+        end.sendall(bad_frames(draw, key))
+        end.settimeout(0.02)
+        while end.recv(4096):
+            pass
+
+
+def fuzz(tries: int) -> None:
+    draw = random.Random(0)
+    with echoing() as (address, said):
+        good = [call(address, KEY, KINDS, 30.0, shared) for shared in (True, False)]
+        half_open = [socket.create_connection(address) for _ in range(3)]
+        for number in range(tries):
+            one_try(draw, address)
+            session = good[number % 2]
+            session.send(Echo(str(number)), torch.tensor([number]))
+            assert session.receive(30.0) == Echo(str(number)) and session.tensors()[0].item() == number
+        until(lambda: len(said) >= tries - 1)
+        for end in half_open:
+            end.close()
+        for session in good:
+            session.close()
+
+
+def test_what_nobody_should_send_is_refused_and_a_running_server_not_disturbed():
+    fuzz(60)
+
+
+@pytest.mark.matrix
+def test_what_nobody_should_send_in_two_thousand_tries():
+    fuzz(2000)
+
+
+def test_replayed_hellos_are_useless():
+    """All that a client has said, sent again over another connection, opens nothing."""
+    with echoing() as (address, said):
+        recorded = []
+        end, key = opened(address)
+        recorded.append(Seal(key, "client").put(encode(Opens(""))))
+        end.close()
+        again, _ = opened(address)
+        again.sendall(recorded[0])
+        again.settimeout(5.0)
+        assert again.recv(100) == b""  # hung up
+        until(lambda: any("not signed, or comes again" in line for line in said))
+
+
+def test_strangers_that_say_nothing_do_not_fill_the_door_for_ever(monkeypatch):
+    monkeypatch.setattr("shoal.server.sessions.opening.HELLO_SECONDS", 0.5)
+    with echoing() as (address, said):
+        crowd = [socket.create_connection(address) for _ in range(PENDING + 1)]
+        until(lambda: any("have not proved themselves" in line for line in said))
+        until(lambda: sum("was refused" in line for line in said) == PENDING)
+        session = call(address, KEY, KINDS, 5.0)
+        session.send(Echo("x"))
+        assert session.receive(5.0) == Echo("x")
+        session.close()
+        for end in crowd:
+            end.close()
+
+
+def test_a_message_that_stops_halfway_ends_its_session(monkeypatch):
+    monkeypatch.setattr("shoal.server.sessions.carriers.BODY_SECONDS", 0.2)
+    with echoing() as (address, said):
+        end, key = opened(address)
+        end.sendall(Seal(key, "client").put(encode(Opens("")))[:-3])
+        until(lambda: any("was refused" in line for line in said))
+        end.close()
