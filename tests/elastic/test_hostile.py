@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from shoal.elastic.connection import _HEAD, MOST_BYTES, Connection, _proof, call
+from shoal.comm.sealed import sealed
+from shoal.elastic.connection import MOST_BYTES, Connection, call
 from shoal.elastic.door import PENDING, Door
 from shoal.elastic.events import Limits
 from shoal.elastic.messages import Admitted, Join
@@ -140,7 +141,7 @@ def bodies(count: int, seed: int) -> list[bytes]:
 
 
 def signed(connection: Connection, body: bytes, number: int, sender: str) -> bytes:
-    return _HEAD.pack(len(body), number, _proof(connection._key, sender, number, body)) + body
+    return sealed(body, connection._out.key, sender, number)
 
 
 @pytest.mark.fast

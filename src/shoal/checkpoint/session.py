@@ -108,8 +108,8 @@ class Session:
         """Gives, inside the context, what the ranks of `world` have left after others have failed (see survivors).
         Raises CheckpointError where that is not enough. A save under way is given up."""
         self.abandon_saves()
-        ranks, role = (self.plan, self.world.rank), self.role.with_copies
-        left = what_is_left(ranks, self.state, self.steps, self.progress, self.place, role, self.user)
+        given = (self.plan, self.world, self.state, self.steps, self.progress, self.place, self.role.with_copies)
+        left = what_is_left(*given, self.user)
         with self._disk_aside(), survivors(world, left) as source:
             yield source
 

@@ -34,7 +34,7 @@ class Left:
     pieces: all that it holds
     user: the caller's own
     began: whether that is what it was when the step began
-    rank: its number until now
+    world, rank: the generation of its world until now, and its number there
     buddy: keeps another rank's state here; None without `plan.buddy`
     """
 
@@ -44,6 +44,7 @@ class Left:
     pieces: Sequence[Piece]
     user: Sequence[Piece]
     began: bool
+    world: int
     rank: int
     buddy: Buddy | None
 
@@ -60,7 +61,8 @@ def why_not(plan: Plan, state: State, progress: Progress) -> str:
 
 
 def what_is_left(
-    ranks: tuple[Plan, int],
+    plan: Plan,
+    world: World,
     state: State,
     steps: Steps,
     progress: Progress,
@@ -70,23 +72,23 @@ def what_is_left(
 ) -> Left:
     """Returns what this rank holds, without asking others, of which some are no more; a step under way is given up.
 
-    ranks: the plan, and the number of this rank
+    world: the one that has lost ranks
     place: gives the position of the run and its settings
     role: of one that gives all that it holds
     user: the caller's own
     """
-    step, (plan, rank) = progress.step, ranks
+    step, me = progress.step, (world.generation, world.rank, state.buddy)
     reason = why_not(plan, state, progress)
     ahead = steps.abandon()
     if ahead is None or reason:
-        return Left(step, reason, {}, [], [], False, rank, state.buddy)
+        return Left(step, reason, {}, [], [], False, *me)
     step += ahead
     state.optimizer.settle()
     extra = {**place(), "step": step, "replicas": None, **optimizer_extra(state.optimizer, None)}
     held = pieces(state.module, state.chunks, state.optimizer, role)
     user.give_up(step)
     began = user.committed_at == step
-    return Left(step, "", as_json(extra), held, user.pieces(step), began, rank, state.buddy)
+    return Left(step, "", as_json(extra), held, user.pieces(step), began, *me)
 
 
 @contextmanager
@@ -110,23 +112,25 @@ def survivors(world: World, left: Left | None) -> Iterator[Handover]:
 
 
 def _newest(world: World, left: Left | None) -> Handover:
-    mine = None if left is None else [left.rank, left.step, left.why_not, left.began, dict(left.extra)]
-    told = [each for each in world.everyone.all_gather_object(mine) if each is not None]
-    for _, _, reason, _, _ in told:
+    mine = None if left is None else [left.world, left.rank, left.step, left.why_not, left.began, dict(left.extra)]
+    told = {place: each for place, each in enumerate(world.everyone.all_gather_object(mine)) if each is not None}
+    for _, _, _, reason, _, _ in told.values():
         if reason:
             raise CheckpointError(reason)
-    newest = max((step for _, step, _, _, extra in told if extra), default=None)
+    newest = max((step for _, _, step, _, _, extra in told.values() if extra), default=None)
     if newest is None:
         raise CheckpointError("an update was cut short on each of them" if told else "all of them are new")
-    began = {rank: began for rank, step, _, began, extra in told if extra and step == newest}
-    whole = {rank: extra for rank, step, _, _, extra in told if extra and step == newest}
-    gives = min(whole, key=lambda rank: (not began[rank], rank))
-    offered, kept = _from_buddies(world, left, newest, whole)
+    holders = {place: each for place, each in told.items() if each[-1] and each[2] == newest}
+    gives = min(holders, key=lambda place: (not holders[place][4], place))
+    last = max(generation for generation, *_ in told.values())
+    whole = {rank for generation, rank, *_ in holders.values() if generation == last}
+    offered, kept = _from_buddies(world, left if left is not None and left.world == last else None, newest, whole)
     found = list(kept)
-    if left is not None and left.rank in whole:
+    if left is not None and world.rank in holders:
         found += left.pieces
-        found += left.user if left.rank == gives else []
-    return Handover(world.everyone, found, _merged([*whole.values(), *offered]), world.host_id, world.device)
+        found += left.user if world.rank == gives else []
+    extras = [extra for *_, extra in holders.values()]
+    return Handover(world.everyone, found, _merged([*extras, *offered]), world.host_id, world.device)
 
 
 def _from_buddies(

@@ -23,7 +23,7 @@ from shoal.elastic.control import Control, Left, Place, Warm
 from shoal.elastic.events import NOW
 from shoal.elastic.worker import STDOUT
 from shoal.engine import Engine
-from shoal.errors import CheckpointError, LaunchError, ShoalError
+from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import Attempt, Outcome, Speed
@@ -85,6 +85,8 @@ class LiveRank:
                 return self._attempt.to_its_end()
         except Halted as halted:
             how = halted.how
+            if isinstance(halted.__cause__, CorruptionError):
+                self._let_go()  # the bits that are wrong elsewhere have been in the gradients of all
         except Exception as error:
             if not self._has_lost(error):
                 raise
@@ -131,6 +133,8 @@ class LiveRank:
         """Returns whether other ranks are gone. A save that fails may be the first to notice."""
         if not isinstance(error, Exception) or isinstance(error, Halted):
             return False
+        if isinstance(error, CorruptionError):
+            return not error.here
         seconds = _SOON if isinstance(error, CheckpointError) else 0.0
         return has_lost_peer(error) or self._control.leaves_now(seconds)
 

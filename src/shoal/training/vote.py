@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shoal.comm import Group
-from shoal.errors import CorruptionError
+from shoal.errors import CorruptionError, LaunchError
 
 _BLOCK = 1 << 18
 """Words of 64 bits that are hashed at once: temporary memory of 2 MiB."""
@@ -63,7 +64,10 @@ def vote(held: Sequence[Held], everyone: Group, step: int) -> Vote:
     told = everyone.all_gather_object(mine)
     wrong, tied = judge(told)
     if wrong or tied:
-        raise _error(wrong, tied, everyone, step)
+        error = _error(wrong, tied, everyone, step)
+        with suppress(LaunchError):  # a rank that is wrong ends now: all are to know by then
+            everyone.barrier()
+        raise error
     return Vote(dict(compared), dict(alone))
 
 
