@@ -97,7 +97,7 @@ async def test_what_a_member_has_said_in_whatever_form_is_of_no_use_to_who_has_r
         b.at.follow(*listener.address)
         b.task = asyncio.create_task(b.supervisor.run())
         await until(lambda: generation(a, b))
-        number, members = generation(a, b), dict(a.at._coordinator.machine.members)
+        number, members = generation(a, b), dict(a.at._coordinator.machine.roster.members)
         noise = random.Random(5)
         conversation = listener.heard
         assert b'"Join"' in conversation
@@ -105,7 +105,7 @@ async def test_what_a_member_has_said_in_whatever_form_is_of_no_use_to_who_has_r
             storm = [send(a.at.address, spoiled(conversation, noise)) for _ in range(PENDING // 2)]
             storm += [send(b.at.address, spoiled(conversation, noise)) for _ in range(PENDING // 2)]
             await asyncio.gather(*storm)
-        assert generation(a, b) == number and a.at._coordinator.machine.members == members
+        assert generation(a, b) == number and a.at._coordinator.machine.roster.members == members
         for member in (a, b):
             await until(lambda member=member: sum("refused" in line for line in member.said) >= 2 * PENDING // 2)
             assert not any("gone" in line for line in member.said)
@@ -163,7 +163,7 @@ async def test_signed_messages_of_whatever_form_end_their_connection_and_nothing
                 await connection.receive()
 
     for at, body in enumerate(bodies(60, 7)):
-        await offend(body, [Join("x", f"id{at}", 1, "127.0.0.1", 9, 0, 0)] if at % 2 else [])
+        await offend(body, [Join("x", f"id{at}", 1, "127.0.0.1", 9, 0, False, 0)] if at % 2 else [])
     await until(lambda: sum("hung up on" in line for line in a.said) >= 30)
     assert generation(a, b) == number and not a.task.done()
     await close(a, b)
