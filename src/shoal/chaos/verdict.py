@@ -124,8 +124,8 @@ class Files:
         """Checks that a run that is over has left nothing in shared memory and in its folder of temporary files, but
         for what the next start sweeps away."""
         sweep(cluster.temporary)
-        others = _held_by_others(cluster.mark)
-        left = [each for each in sorted(_shared() - self._before - others) if Path(each).exists()]
+        new = _shared() - self._before  # before it is asked who holds them: others go on making some
+        left = [each for each in sorted(new - _held_by_others(cluster.mark)) if Path(each).exists()]
         left += [str(path.name) for path in cluster.temporary.iterdir()]
         return Check(
             "files", not left, f"left: {left[:5]}" if left else "nothing left in /dev/shm and in temporary files"
