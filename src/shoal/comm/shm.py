@@ -207,10 +207,10 @@ class Shared:
 
     def close(self) -> None:
         """Releases the memory. Ranks that wait for this one raise; so do this one's operations in other threads."""
-        if self._view is not None:
-            self._view.watch.ended = "the group has been closed"
-            self._c.shoal_shm_stop(self._view.address, LEFT)
-            self._view = None
+        view, self._view = self._view, None  # another thread may close it, too: the memory stays until this returns
+        if view is not None:
+            view.watch.ended = "the group has been closed"
+            self._c.shoal_shm_stop(view.address, LEFT)
 
     def _others(self) -> list[int]:
         """The other ranks, beginning with the one after this rank."""

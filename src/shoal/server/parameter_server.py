@@ -164,7 +164,7 @@ class ParameterServer:
             self._here[rank] = join.incarnation, session
         session.peer = f"client {rank} ({session.peer})"
         if before is not None:
-            before[1].close()
+            before[1].end()
         return rank
 
     def _answer(

@@ -45,8 +45,11 @@ class Carrier(Protocol):
     def fill(self, flat: Tensor) -> None:
         """Reads the next raw tensor, which must have as many bytes, into `flat`."""
 
+    def end(self) -> None:
+        """Ends both directions, from any thread; who waits at either end fails."""
+
     def close(self) -> None:
-        """Ends both directions; who waits at either end, in any thread, fails."""
+        """Ends it and gives back what it holds. No other thread may use it any more: numbers of sockets come again."""
 
 
 class Stream:
@@ -89,9 +92,12 @@ class Stream:
         for piece in _pieces([flat]):
             self._read(piece, time.monotonic() + self._seconds)
 
-    def close(self) -> None:
+    def end(self) -> None:
         with suppress(OSError):  # the other end has closed it already
             self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.end()
         self._end.close()
 
     def _read(self, view: memoryview, until: float) -> None:
@@ -142,8 +148,11 @@ class Mail:
         for piece in _cut(flat):
             self._shared.recv(piece, self._peer)
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._shared.close()
+
+    def close(self) -> None:
+        self.end()
         self._end.close()
 
 

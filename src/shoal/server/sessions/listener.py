@@ -65,10 +65,11 @@ class Listener:
         self._accepting.join()
         with self._guard:
             ends, sessions = list(self._unproven), dict(self._sessions)
-        for end in ends:
-            end.close()
+        for end in ends:  # their threads close them
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
         for session in sessions:
-            session.close()
+            session.end()
         for thread in sessions.values():
             if thread is not threading.current_thread():
                 thread.join(self._seconds)

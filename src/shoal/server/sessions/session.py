@@ -98,8 +98,12 @@ class Session:
         while self.forms:
             self.fill(torch.empty(self.forms[0].numel, dtype=self.forms[0].dtype))
 
+    def end(self) -> None:
+        """Ends the session, from any thread; both ends notice at once."""
+        self._carrier.end()
+
     def close(self) -> None:
-        """Ends the session; the other end notices at once."""
+        """Ends the session and gives back what it holds, for the thread that uses it."""
         self._carrier.close()
 
     @contextmanager
