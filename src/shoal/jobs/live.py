@@ -166,11 +166,13 @@ class LiveRank:
         if newest < saved or newest < 0:
             return None
         log.info("going on from memory")
+        late = list[dict[str, Any]]()
         if engine is None:
             engine = make_engine(settled.job, settled.model, settled.total, world, joins=True)
-        else:
-            engine.regroup(settled.job.plan, world)
+        elif (made := engine.regroup(settled.job.plan, world)) is not None and self._attempt is not None:
+            late = [asdict(self._attempt.recorder.late(made, engine.global_batch))]
         self._engine = engine
+        recent = [*(each["recent"] for each in brought), *world.everyone.all_gather_object(late)]
         user = {"seconds": max(each["seconds"] for each in brought)}
         speed = Speed(self._cost, peak_flops(engine, measure=False))
         restored = resume.Restored(saved, user, "", [])
@@ -179,7 +181,7 @@ class LiveRank:
         attempt = Attempt(
             settled, engine, restored, about(settled), speed, evaluated=evaluated, has_lost=self._has_lost
         )
-        attempt.recorder.missing(_missing([each["recent"] for each in brought], recorded, engine.step_index))
+        attempt.recorder.missing(_missing(recent, recorded, engine.step_index))
         attempt.recorder.membership(record_of(place, engine.step_index))
         return attempt
 

@@ -98,6 +98,10 @@ class Recorder:
         while len(self._unread) > self._late:
             self._read()
 
+    def late(self, result: StepResult, samples: int) -> StepRecord:
+        """Returns the record of a step that was committed and then cut short."""
+        return self._record(result, samples, time.perf_counter() - self._lap)
+
     def recent(self) -> list[StepRecord]:
         """Returns the records of the last steps, for whoever records in place of a rank 0 that is gone; all ranks have
         them. Those of a step that was cut short are left out."""
