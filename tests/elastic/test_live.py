@@ -107,6 +107,12 @@ def kill_again_while_they_go_on(run: Run) -> None:
     found[1].kill()
 
 
+def kill_the_new_one_while_it_joins(run: Run) -> None:
+    run.ranks()[3].kill()
+    run.nodes[0].wait_for("generation 3")
+    run.ranks()[-1].kill()
+
+
 @dataclass
 class Row:
     """Faults of a node with four ranks. `lost`: whether steps are trained again. `sets`: of the job."""
@@ -123,6 +129,7 @@ ROWS = {
     "a stopped rank": Row(stop),
     "two at once": Row(kill(1, 2), survivors=2),
     "another while they go on": Row(kill_again_while_they_go_on, survivors=2),
+    "the new one while it joins": Row(kill_the_new_one_while_it_joins),
     "in a save": Row(kill_in_a_save, ("run.save_every=10",)),
     "rank 0 in evaluations": Row(kill(0), ("run.eval_every=1",)),
     "tensor parallel": Row(kill(3), ("plan.tp=2",)),

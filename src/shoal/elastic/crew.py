@@ -19,6 +19,7 @@ from shoal.elastic.watchdog import Hang, Watchdog
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
 from shoal.launch.process import MISTAKE_GRACE, threads_of
+from shoal.launch.store import rank_list
 from shoal.launch.verdict import Ending, verdict
 
 _LOOK_AT_BOARDS = 0.2
@@ -29,8 +30,9 @@ LEAST, STEPS, MOST = 5.0, 3.0, 45.0
 at most."""
 PAUSE = 1.0
 """Seconds after which a process is replaced, while others go on: they need the cores first."""
-TRIES = 3
-"""How often in a row a process may fail before it is ready, until its node gives up."""
+TRIES, LONGEST = 3, 300.0
+"""How often in a row a process may fail before it is ready, until a node of which none is gives up; the most seconds
+until another one is started where others are."""
 
 
 class Crew:
@@ -89,6 +91,7 @@ class Crew:
         for local, worker in enumerate(waiting[: start.ranks]):
             worker.take(Place.of(start, local, worker.slot, secret))
         self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
+        self._tries = 0
         self._watchdog = Watchdog()
 
     def leave(self, how: str) -> None:
@@ -176,18 +179,19 @@ class Crew:
             if worker.trains:
                 self._endings.append(ending)
             elif worker.warm is None and ending.failed:
-                self._failed_early(ending)
+                self._failed_early(ending, now)
 
-    def _failed_early(self, ending: Ending) -> None:
-        """Gives up where processes fail before they are ready, because the job does not run here."""
+    def _failed_early(self, ending: Ending, now: float) -> None:
+        """Tries again later where a process has failed before it was ready; gives up where none is."""
         self._tries += 1
         said, code = verdict([ending], self._wanted + 1)
-        if code in (UserError.exit_code,) or self._tries >= TRIES:
+        mistake, others = code == UserError.exit_code, any(each.warm is not None for each in self._workers)
+        if not others and (mistake or self._tries >= TRIES):
             failure = ending.failure
-            raise (UserError if code == UserError.exit_code else LaunchError)(
-                failure.message if failure is not None else said.removeprefix("error: ")
-            )
+            text = failure.message if failure is not None else said.removeprefix("error: ")
+            raise UserError(text) if mistake else LaunchError(text)
         print(said, file=sys.stderr, flush=True)
+        self._due = now + min(2.0**self._tries, LONGEST) if others else self._due
 
     def _restock(self, job: Admitted) -> None:
         """Starts the processes that are missing."""
@@ -214,8 +218,6 @@ class Crew:
         steps = [*(each.left.step for each in left if each.left), self._watchdog.step]
         asked = self._how is not None or any(each.left.asked for each in left if each.left)
         outcome, code, message = self._judge(asked, bool(left), start.size)
-        if outcome not in ("failed", "killed"):
-            self._tries = 0
         return Report(start.generation, outcome, code, max(steps), message[:2000], self.ready, self.holds)
 
     def _judge(self, asked: bool, some_left: bool, ranks: int) -> tuple[str, int, str]:
@@ -230,6 +232,10 @@ class Crew:
             text = first.message if first is not None else said.partition("\n")[0].removeprefix("error: ")
             killed = all(each.failure is None and each.returncode < 0 for each in at_fault)
             return "killed" if killed else "failed", code or LaunchError.exit_code, text
+        early = [each.rank for each in self._endings if not each.failed and not each.stopped]
+        if early and some_left and not asked:
+            text = f"rank {rank_list(early)} ended with exit code 0 while others were at work"
+            return "killed", LaunchError.exit_code, text
         if any(each.failed for each in self._endings) or self._how == NOW or (some_left and not asked):
             return "lost", 0, "its ranks lost others"
         return "stopped" if some_left or self._how == END else "finished", 0, ""

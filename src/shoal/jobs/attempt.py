@@ -85,7 +85,7 @@ class Attempt:
         has_lost: Callable[[BaseException], bool] | None = None,
     ) -> None:
         job, world = settled.job, engine.world
-        self._seconds_before, self._saved = restored.user.get("seconds", 0.0), restored.saved
+        self._seconds_before = restored.user.get("seconds", 0.0)
         self._evaluated, self._has_lost, self._ended = evaluated, has_lost, 0.0
         ahead = engine.parts.lag > 0 and not is_accelerator(world.device)
         group = world.group("stop", world.everyone.ranks) if ahead else world.everyone
