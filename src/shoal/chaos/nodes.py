@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -25,6 +26,13 @@ MARK = "SHOAL_CHAOS"
 """Every process of the run inherits this variable, so that orphans are found too."""
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 _PATIENCE = 60.0
+_LIBC = ctypes.CDLL(None)  # loaded here: a new process must not import anything
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_this_process() -> None:
+    """Asks Linux, in a new process, to kill it when the one that has started it ends in any way."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Node:
@@ -40,6 +48,7 @@ class Node:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_this_process,
             )
 
     @property

@@ -44,9 +44,9 @@ def start_demo(nproc: int, directory: Path | None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     shutil.rmtree(directory / _NODES / "tmp", ignore_errors=True)
-    if code:
+    if code != 0:
         print(cluster.nodes[0].said[-2000:], file=sys.stderr)
-        return code
+        return code or 1
     print_summary(read_metrics(directory / "metrics.jsonl"), sys.stdout)
     print(f"\nthe report: {shown}/report.html")
     return 0
