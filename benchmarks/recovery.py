@@ -17,8 +17,8 @@ that sees this one's torch:
     python -c "import site; print(site.getsitepackages()[0])" > build/peers/lib/python3.11/site-packages/shared.pth
     build/peers/bin/pip install -c constraints.txt torchft-nightly 'ray[train]'
 
-Writes results/recovery.json, also after Ctrl-C. 20 trials of all take about eight hours, for a job that never goes on is
-waited for 90 s; `--only shoal` takes one.
+Writes results/recovery.json, also after Ctrl-C. 20 trials of all take about eight hours, since a job that never goes on
+is waited for 90 s; `--only shoal` takes one.
 """
 
 from __future__ import annotations
