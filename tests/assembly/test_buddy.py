@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from shoal import Plan
-from shoal.checkpoint.buddy import steps_between
 from shoal.checkpoint.buddy.ring import PURPOSE, buddies
 from shoal.comm.world import World
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.models import GPT, MLP, GPTConfig, MoEConfig, causal_lm, regression
+from shoal.optim.buddy import steps_between
 from shoal.precision import precision
 from tests.assembly.test_regroup import FAILS, SOON, STEPS, Row, _trains, _whole, again, at, die, weights
 from tests.assembly.test_replan import plan_of

@@ -97,7 +97,7 @@ def test_the_nearest_degrees_are_taken():
 DRY = {"tp": "gpt", "pp": "gpt-deep", "cp": "gpt", "experts": "moe", "all": "moe-deep"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.matrix] * (name != "all")) for name in DRY])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.matrix) for name in DRY])
 def test_the_model_can_be_cut_for_every_size(name):
     """First and last rank of all degrees that come up run a microbatch of their part of the model, on fake tensors."""
     case = CASES[DRY[name]]
@@ -122,7 +122,7 @@ REAL = {
     "experts": ({"dp": 4, "ep": 4, "zero": 2}, "moe"),
 }
 ROWS = [(name, size) for name in REAL for size in (1, 2, 3, 4, 5, 6, 7, 11)]
-COVERING = [("zero1", 2), ("tp", 3), ("zero3", 3), ("pp", 4), ("experts", 4), ("dp", 5), ("tp", 6), ("zero2", 7)]
+COVERING = [("zero1", 2), ("tp", 3), ("experts", 4), ("zero2", 7)]
 
 
 def losses(world: Any, case: str, fields: dict[str, Any]) -> list[float]:

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from shoal import Engine, Plan, UserError
-from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks.tier import MOVING
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.errors import BudgetExceeded
 from shoal.models import GPT, GPTConfig, MoEConfig, build, causal_lm
+from shoal.optim.buddy import FOR_BUDDY
 from shoal.optim.groups import decay_matrices_only
 from shoal.planner import MemoryNeed, Place, Recording, Subject, dry_run, lay_out_all, memory_need, optimizer_state
 from shoal.precision import precision as precision_named

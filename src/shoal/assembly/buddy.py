@@ -11,10 +11,11 @@ from shoal.assembly.memory import Memory
 from shoal.assembly.model import Local
 from shoal.assembly.recipe import Recipe
 from shoal.assembly.role import role
-from shoal.checkpoint.buddy import Buddy, Mine, steps_between
+from shoal.checkpoint.buddy import Buddy, Mine
 from shoal.chunks import Chunk
 from shoal.errors import UserError
 from shoal.exchange.named import algorithm
+from shoal.optim.buddy import steps_between
 from shoal.optim.fused import ChunkwiseOptimizer
 from shoal.optim.groups import small_optimizer
 from shoal.optim.optimizer import ChunkOptimizer

@@ -6,10 +6,10 @@ from collections import Counter
 
 from torch import Tensor
 
-from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks import Tier
 from shoal.device import is_accelerator
 from shoal.engine import Engine
+from shoal.optim.buddy import FOR_BUDDY
 
 
 def tiers(engine: Engine) -> list[Tier]:

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 
-from shoal.checkpoint.buddy import FOR_BUDDY
 from shoal.chunks import Budget, budget
 from shoal.chunks.gradient_pool import BUFFERS
 from shoal.chunks.make import ALIKE, EXPERTS, TIED_ALIKE
+from shoal.optim.buddy import FOR_BUDDY
 from shoal.optim.tiers.disk import sectors
 from shoal.optim.tiers.pager import BUFFERS as PAGES
 from shoal.optim.tiers.placement import IN_TURN, number_away

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shoal.assembly.compatibility import check_exchange
-from shoal.checkpoint.buddy import steps_between
 from shoal.chunks import budget, search
 from shoal.chunks.search import Choice
 from shoal.chunks.tier import AUTO_SHARE
 from shoal.errors import UserError
 from shoal.exchange.algorithm import USUAL_CHUNK
 from shoal.exchange.tuning import given_chunk_bytes
+from shoal.optim.buddy import steps_between
 from shoal.optim.groups import OptimizerFactory
 from shoal.plan import Plan, option_name
 from shoal.planner.layout import Laid, Place, chosen_chunk, lay_out_all, passes

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.checkpoint.buddy import Buddy
 from shoal.chunks import value_of
 from shoal.comm import Group
 from shoal.exchange import Algorithm
@@ -38,6 +38,15 @@ class StepGroups:
         return value_of(squares)
 
 
+class Buddy(Protocol):
+    """Is told what updates are made with, so that others can make them again (see checkpoint.buddy)."""
+
+    def begin(self, step: int) -> None: ...
+    def log(self, step: int, touched: Mapping[str, bool]) -> None: ...
+    def made(self, step: int, factor: Tensor, skip: Tensor | None, untouched: Sequence[str]) -> None: ...
+    def follow(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a step trains, and by what.
@@ -46,7 +55,7 @@ class Trained:
     - `algorithm`: how replicas agree on an update
     - `scheduler`: stepped once a step
     - `scale`: what the loss is multiplied by, where gradients are fp16
-    - `buddy`: is told what updates are made with, where state that only one rank has is kept twice
+    - `buddy`: None where no state is kept twice
     """
 
     parameters: Mapping[str, nn.Parameter]

@@ -1,4 +1,4 @@
-"""How often a snapshot is taken."""
+"""How often the state that another rank keeps, `plan.buddy`, is sent to it whole (see checkpoint.buddy)."""
 
 from __future__ import annotations
 
