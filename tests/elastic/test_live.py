@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ from shoal.elastic.nodes import SECRET
 from shoal.report.jsonl import read_lines
 from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
 
-STEPS, BATCH = 600, 24
+STEPS, BATCH = 400, 24
 
 
 @dataclass
@@ -25,9 +26,10 @@ class Run:
 
     folder: Path
     nodes: list[Cli]
+    steps: int = STEPS
 
     def __post_init__(self) -> None:
-        job = write_job(self.folder, STEPS, 0)
+        job = write_job(self.folder, self.steps, 0)
         text = job.read_text().replace("global_batch = 8", f"global_batch = {BATCH}")
         job.write_text(text.replace("layers = 1", "layers = 2"))
 
@@ -64,8 +66,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = Run(tmp_path, [])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
+    made = Run(tmp_path, [], getattr(request, "param", STEPS))
     yield made
     for node in made.nodes:
         node.process.kill()
@@ -73,12 +75,17 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the job on one rank."""
-    alone = Run(tmp_path_factory.mktemp("undisturbed"), [])
-    node = Cli(alone.folder, "job.toml")
-    assert node.process.wait(120) == 0, node.said
-    return [each.loss for each in records(alone.folder).steps]
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """Returns the losses of the job of so many steps on one rank."""
+
+    @cache
+    def losses(steps: int) -> list[float]:
+        alone = Run(tmp_path_factory.mktemp("undisturbed"), [], steps)
+        node = Cli(alone.folder, "job.toml")
+        assert node.process.wait(120) == 0, node.said
+        return [each.loss for each in records(alone.folder).steps]
+
+    return losses
 
 
 def kill(*ranks: int) -> Callable[[Run], None]:
@@ -115,12 +122,13 @@ def kill_the_new_one_while_it_joins(run: Run) -> None:
 
 @dataclass
 class Row:
-    """Faults of a node with four ranks. `lost`: whether steps are trained again. `sets`: of the job."""
+    """Faults of a node with four ranks. `lost`: whether steps are trained again. `sets`, `steps`: of the job."""
 
     strike: Callable[[Run], None]
     sets: tuple[str, ...] = ()
     lost: bool = False
     survivors: int = 3
+    steps: int = STEPS
 
 
 ROWS = {
@@ -129,7 +137,7 @@ ROWS = {
     "a stopped rank": Row(stop),
     "two at once": Row(kill(1, 2), survivors=2),
     "another while they go on": Row(kill_again_while_they_go_on, survivors=2),
-    "the new one while it joins": Row(kill_the_new_one_while_it_joins),
+    "the new one while it joins": Row(kill_the_new_one_while_it_joins, steps=700),
     "in a save": Row(kill_in_a_save, ("run.save_every=10",)),
     "rank 0 in evaluations": Row(kill(0), ("run.eval_every=1",)),
     "tensor parallel": Row(kill(3), ("plan.tp=2",)),
@@ -145,10 +153,14 @@ def steps_written(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "rank 0" else pytest.param(name, marks=pytest.mark.matrix) for name in ROWS]
+    ("row", "run"),
+    [
+        pytest.param(row, row.steps, marks=[pytest.mark.matrix] * (name != "rank 0"), id=name)
+        for name, row in ROWS.items()
+    ],
+    indirect=["run"],
 )
-def test_the_others_go_on_in_memory_and_a_new_process_joins_them(name: str, run: Run, undisturbed: list[float]):
-    row = ROWS[name]
+def test_the_others_go_on_in_memory_and_a_new_process_joins_them(row: Row, run: Run, undisturbed):
     run.start(*row.sets)
     run.trains(60, world=4)
     before = run.ranks()
@@ -158,19 +170,19 @@ def test_the_others_go_on_in_memory_and_a_new_process_joins_them(name: str, run:
     assert len(set(after) & set(before)) == row.survivors
     run.ends()
     found = records(run.folder)
-    assert [each.step for each in found.steps] == list(range(1, STEPS + 1))
-    assert [each.loss for each in found.steps] == pytest.approx(undisturbed, rel=1e-5)
+    assert [each.step for each in found.steps] == list(range(1, run.steps + 1))
+    assert [each.loss for each in found.steps] == pytest.approx(undisturbed(run.steps), rel=1e-5)
     assert any(each.lost for each in found.memberships) == row.lost
     if not row.lost:
-        assert steps_written(run.folder) == list(range(1, STEPS + 1))
+        assert steps_written(run.folder) == list(range(1, run.steps + 1))
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in {*before, *after})
 
 
-def same(run: Run, undisturbed: list[float]) -> None:
+def same(run: Run, undisturbed: Callable[[int], list[float]]) -> None:
     """The run is complete, in memory all along, and its losses are those of an undisturbed one."""
     found = records(run.folder)
-    assert steps_written(run.folder) == list(range(1, STEPS + 1))
-    assert [each.loss for each in found.steps] == pytest.approx(undisturbed, rel=1e-5)
+    assert steps_written(run.folder) == list(range(1, run.steps + 1))
+    assert [each.loss for each in found.steps] == pytest.approx(undisturbed(run.steps), rel=1e-5)
     assert not any(each.lost for each in found.memberships)
 
 
