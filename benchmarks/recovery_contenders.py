@@ -319,9 +319,9 @@ class Contender:
 CONTENDERS = {
     "shoal": Contender(Shoal),
     "torchrun": Contender(Torchrun),
-    "torchrun, own store": Contender(TorchrunOwnStore),
+    "torchrun own store": Contender(TorchrunOwnStore),
     "torchft": Contender(TorchFT, "torchft"),
-    "torchft, tuned": Contender(TorchFTTuned, "torchft"),
+    "torchft tuned": Contender(TorchFTTuned, "torchft"),
     "ray": Contender(RayTrain, "ray.train", ("node", "rejoin")),
 }
 
