@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.training import vote
-from shoal.training.vote import combined, digest, judge
+from shoal.comm import digest as digests
+from shoal.comm.digest import combined, digest
+from shoal.training.vote import judge
 
 pytestmark = pytest.mark.fast
 
@@ -30,7 +31,7 @@ def test_a_flipped_bit_changes_the_hash_wherever_it_is(numel, dtype, offset, dat
 
 
 def test_values_that_change_places_change_the_hash(monkeypatch):
-    monkeypatch.setattr(vote, "_BLOCK", 4)  # within a block, and across blocks
+    monkeypatch.setattr(digests, "_BLOCK", 4)  # within a block, and across blocks
     values = torch.arange(32, dtype=torch.float64)
     hashes = {int(digest(values))}
     for one, other in [(0, 1), (0, 4), (3, 29), (30, 31)]:

@@ -20,12 +20,12 @@ from shoal.checkpoint.pieces import Piece, Want
 from shoal.checkpoint.source import Source
 from shoal.checkpoint.values import check_holds, copied, joined, put, split, tensors_beside, value_of
 from shoal.comm import Group
+from shoal.comm.digest import combined
 from shoal.comm.wire import unpack
 from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.parallel.layout import Box
 
 _BEFORE = "user."
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UserState:
@@ -155,13 +155,7 @@ def _split(name: str, value: Any) -> tuple[bytes, Mapping[str, Tensor]]:
 def _fingerprint(name: str, value: Any) -> list[int]:
     """Returns numbers that two values share only if they are, in all likelihood, the same bits."""
     packed, tensors = _split(name, value)
-    return [crc32(packed), *(int(_bits(each).sum(dtype=torch.int64)) for each in tensors.values())]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Returns the elements of a tensor as whole numbers with the same bits."""
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().view(_BITS[real.itemsize])
+    return [crc32(packed), combined(tensors.values())]
 
 
 def _called(name: str) -> str:
