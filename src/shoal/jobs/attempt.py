@@ -20,7 +20,7 @@ from shoal.elastic.events import NOW, SAVE
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, CorruptionError, ShoalError, TrainingError
 from shoal.jobs import resume
-from shoal.jobs.batches import batches
+from shoal.jobs.batches import Votes, batches
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import describe
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
@@ -107,8 +107,8 @@ class Attempt:
         def user() -> dict[str, Any]:
             return {"seconds": self.seconds, "job": about}
 
-        told = user, restored.saved, job.run.verify_every > 0
-        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, *told)
+        self.votes = Votes(engine, job.run.verify_every, self.recorder.warning)
+        self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved, self.votes.take)
         self.replanner = Replanner(settled, engine, self.recorder, self.saver)
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
@@ -181,7 +181,7 @@ class Attempt:
             self._evaluate(FIRST_LOOK)
         log.info("the first step of this attempt")
         stopped = None
-        for batch in batches(engine, self.data, total, run.verify_every, self.recorder.warning):
+        for batch in batches(engine, self.data, total, self.votes):
             self.timeline.before(batch.step)
             self.moves.before()
             result = engine.step(batch)

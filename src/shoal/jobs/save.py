@@ -21,7 +21,7 @@ class Saver:
     keep: number of checkpoints to keep.
     user: returns JSON data for the next attempt, called at each save.
     saved: step of the newest checkpoint.
-    verified: replicas compare what they hold before it is saved, so that every checkpoint is one to go back to.
+    verify: called before each save, so that every checkpoint is one to go back to.
     failure: the error because of which the newest state is not on the disk, else None.
     """
 
@@ -33,10 +33,9 @@ class Saver:
         keep: int,
         user: Callable[[], Mapping[str, Any]],
         saved: int,
-        verified: bool = False,
+        verify: Callable[[], None],
     ) -> None:
-        self._verified = verified
-        self._engine, self._recorder, self._user = engine, recorder, user
+        self._engine, self._recorder, self._user, self._verify = engine, recorder, user, verify
         self._run_dir, self._keep = run_dir, keep
         self._under_way: tuple[int, float] | None = None
         self._latest = saved  # step 0 needs no checkpoint
@@ -50,8 +49,7 @@ class Saver:
         step = self._engine.step_index
         if step == self._latest and not (wait and self._under_way):
             return
-        if self._verified:
-            self._engine.verify()
+        self._verify()
         began = time.perf_counter()
         try:
             self._begin(wait)
