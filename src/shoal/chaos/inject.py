@@ -22,6 +22,7 @@ from shoal.chaos.watch import Watch
 from shoal.checkpoint.directory import unfinished
 from shoal.errors import LaunchError, UserError
 from shoal.jobs.names import DIRECTORY
+from shoal.report.replace import replace_text
 
 SMALL = 8192
 """Bytes up to which a process whose disk is "full" can write a file."""
@@ -175,10 +176,9 @@ class Injector:
         able = [(node, rank) for node in nodes for rank in node.ranks() if str(rank.pid) in train]  # not only get ready
         node, rank = self._chosen.choice(able) if fault.rank is None else able[fault.rank % len(able)]
         asked = self._drill / f"flip-{rank.pid}"
-        written = asked.with_suffix(".new")
-        written.write_text(f"{fault.kind} {self._chosen.randrange(1 << 30)}")
+        what = f"{fault.kind} {self._chosen.randrange(1 << 30)}"
         self.moment = self._watch.now()
-        written.rename(asked)
+        replace_text(asked, what)
         self._watch.wait(lambda: not asked.exists(), "the rank has not flipped its bit")
         return f"a rank of {self._named(node)}"
 

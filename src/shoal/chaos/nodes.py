@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -26,13 +25,6 @@ MARK = "SHOAL_CHAOS"
 """Every process of the run inherits this variable, so that orphans are found too."""
 _HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 _PATIENCE = 60.0
-_LIBC = ctypes.CDLL(None)  # loaded here: a new process must not import anything
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_this_process() -> None:
-    """Asks Linux, in a new process, to kill it when the one that has started it ends in any way."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Node:
@@ -42,13 +34,12 @@ class Node:
         self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli", "train", *arguments],
-                env=dict(env),
+                [sys.executable, "-m", "shoal.launch.rank", "-m", "shoal.cli", "train", *arguments],
+                env={**env, "SHOAL_LAUNCHER": str(os.getpid())},  # it ends with this process
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_this_process,
             )
 
     @property
