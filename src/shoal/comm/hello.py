@@ -62,10 +62,16 @@ def _proof(key: bytes, side: str, callers: bytes, answerers: bytes, *numbers: in
 
 def receive(connection: socket.socket, size: int, until: float) -> bytes:
     """Reads `size` bytes before the time `until`, which bounds the whole: single bytes cannot hold up a rank."""
-    data = b""
-    while len(data) < size:
+    data = bytearray(size)
+    fill(connection, memoryview(data), until)
+    return bytes(data)
+
+
+def fill(connection: socket.socket, view: memoryview, until: float) -> None:
+    """Reads as many bytes as `view` has into it, before the time `until`."""
+    while view:
         connection.settimeout(max(0.001, until - time.monotonic()))
-        data += (more := connection.recv(size - len(data)))
-        if not more:
+        count = connection.recv_into(view)
+        if not count:
             raise ConnectionResetError("the other side hung up")
-    return data
+        view = view[count:]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm import hello
+from shoal.comm.address import family_of
 from shoal.comm.signed import SignedStore, derived, key_of, root_of
 from shoal.comm.turns import Turns
 from shoal.errors import LaunchError
@@ -273,9 +274,7 @@ def _why(links: ctypes.Array[Link], peers: list[int], timeout: float) -> str:
 
 def _listen(address: str, backlog: int | None = None) -> socket.socket:
     """Opens a server on a free port of `address`, IPv4 or IPv6."""
-    return socket.create_server(
-        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=backlog
-    )
+    return socket.create_server((address, 0), family=family_of(address), backlog=backlog)
 
 
 def address_towards(store: dist.Store) -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from shoal.comm import hello
+from shoal.comm.address import family_of
 from shoal.comm.sealed import HEAD, Seal
 from shoal.comm.signed import derived
 from shoal.elastic.messages import FROM_MEMBER, TO_MEMBER
@@ -89,7 +90,7 @@ async def call(host: str, port: int, key: bytes, seconds: float = SECONDS) -> Co
     """Connects to a supervisor. Raises hello.Stranger where it does not know the secret, ConnectionRefusedError where
     nothing listens, another OSError where it cannot be reached within `seconds`."""
     loop = asyncio.get_running_loop()
-    end = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    end = socket.socket(family_of(host), socket.SOCK_STREAM)
     end.setblocking(False)
     try:
         async with asyncio.timeout(seconds):

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from shoal.comm.address import family_of
 from shoal.comm.hello import Stranger
 from shoal.elastic.connection import SECONDS, Connection, answer
 from shoal.elastic.messages import Join
@@ -30,9 +31,7 @@ class Door:
 
     def __init__(self, host: str, port: int, key: bytes, welcome: Welcome, say: Callable[[str], None]) -> None:
         try:
-            self._server = socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-            )
+            self._server = socket.create_server((host, port), family=family_of(host), backlog=1024)
         except OSError as error:
             raise LaunchError(f"the address {host}:{port} cannot be listened on: {error}. Choose another") from error
         self._server.setblocking(False)

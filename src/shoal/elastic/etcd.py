@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from shoal.comm.address import host_port
 from shoal.errors import LaunchError, UserError
 
 SECONDS = 1.0
@@ -51,7 +52,7 @@ class Address:
     password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.endpoints)
+        hosts = ",".join(host_port(*each) for each in self.endpoints)
         return f"{SCHEMES[self.tls]}://{hosts}{self.prefix.removesuffix('/')}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from shoal.comm.address import host_port
 from shoal.comm.secret import VARIABLE, find_secret
 from shoal.comm.signed import derived
 from shoal.errors import UserError
@@ -35,7 +36,7 @@ class Started:
     @property
     def address(self) -> str:
         """host:port of the first node."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(self.host, self.port)
 
     def own_host(self) -> str:
         """Returns the address to which the first node's name leads, on that node. Raises UserError."""

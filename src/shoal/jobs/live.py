@@ -19,6 +19,7 @@ from typing import Any
 
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
+from shoal.comm.address import host_port
 from shoal.elastic.control import Control, Left, Place, Warm
 from shoal.elastic.events import NOW
 from shoal.elastic.worker import STDOUT
@@ -96,13 +97,12 @@ class LiveRank:
 
     def _enter(self, place: Place) -> World:
         """Makes the world of a generation, which is closed when this rank is to leave at once."""
-        host = f"[{place.host}]" if ":" in place.host else place.host
         identity = Identity(
             place.rank,
             place.size,
             place.slot,
             place.here,
-            f"tcp://{host}:{place.port}",
+            f"tcp://{host_port(place.host, place.port)}",
             place.generation,
             "shoal train --nodes",
         )

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from urllib.parse import parse_qs, urlsplit
 
+from shoal.comm.address import host_port
 from shoal.errors import UserError
 from shoal.launch import kubernetes, mpi, slurm, tf_config
 from shoal.launch.identity import PLAIN, SINGLE, Identity, Names, meeting, number, numbers
@@ -68,8 +69,7 @@ def _from_url(url: str) -> Identity:
     except ValueError as error:
         raise UserError(f"init={url!r}: {error}. Write it like {example}.") from error
     if parts.scheme == "tcp" and parts.hostname and port:
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-        store_url = f"tcp://{host}:{port}"
+        store_url = f"tcp://{host_port(parts.hostname, port)}"
     elif parts.scheme == "file" and parts.path.strip("/") and parts.netloc in ("", "localhost"):
         store_url = f"file://{parts.path}"
     else:

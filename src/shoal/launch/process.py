@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.comm.address import host_port
 from shoal.errors import LaunchError, UserError
 from shoal.launch.failure import Failure, read_failure
 from shoal.launch.verdict import Ending
@@ -54,7 +55,7 @@ class Seats:
             "LOCAL_RANK": local_rank,
             "LOCAL_SIZE": self.here,
             "GENERATION": self.generation,
-            "STORE": f"tcp://{f'[{host}]' if ':' in host else host}:{port}",
+            "STORE": f"tcp://{host_port(host, port)}",
             "LAUNCHER": os.getpid(),
             "FAILURE_FILE": scratch / f"rank{self.first + local_rank}.json",
         }

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from shoal.comm.address import family_of
 from shoal.comm.awaiting import AwaitingStore
 from shoal.comm.secret import find_secret
 from shoal.comm.signed import SignedStore, meet
@@ -35,7 +36,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 def serve_on(host: str, port: int = 0) -> dist.TCPStore:
     """Starts a store's server on `port` (0: a free one) of the address `host` only; torch's default is every
     interface."""
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.create_server((host, port), family=family_of(host))
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

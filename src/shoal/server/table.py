@@ -129,7 +129,7 @@ class TableRows:
         plain = {key: value for key, value in self._counters().items() if not isinstance(value, Tensor)}
         tensors = {"rows": self._values, **{f"optim.{key}": value for key, value in self._state.items()}}
         tensors |= {f"count.{key}": value for key, value in self._counters().items() if isinstance(value, Tensor)}
-        pieces = [Piece(name, tuple(each.shape), _whole(each), each) for name, each in tensors.items()]
+        pieces = [Piece(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in tensors.items()]
         about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
         writer = Writer(directory, World.single(), _KEPT)
         writer.save(int(extra["server"]["version"]), pieces, about, wait=True, copy=False)
@@ -147,7 +147,9 @@ class TableRows:
             if kind != "rows":
                 into[name] = torch.zeros(shape)
                 (self._state if kind == "optim" else state)[key] = into[name]
-        extra = load(path, [Want(name, tuple(each.shape), _whole(each), each) for name, each in into.items()])
+        extra = load(
+            path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()]
+        )
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != self._index():
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
         state.update(extra["count"])
@@ -187,7 +189,3 @@ def summed(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each of `rows` once, in ascending order, with the sum of its gradients, added in the order given."""
     once, place = torch.unique(rows, return_inverse=True)
     return once, gradients.new_zeros(len(once), gradients.shape[1]).index_add_(0, place, gradients)
-
-
-def _whole(tensor: Tensor) -> Box:
-    return Box((0,) * tensor.dim(), tuple(tensor.shape))

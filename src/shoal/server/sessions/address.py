@@ -6,6 +6,7 @@ import socket
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from shoal.comm.address import family_of, host_port
 from shoal.comm.secret import LEAST, find_secret
 from shoal.comm.signed import derived
 from shoal.errors import UserError
@@ -30,10 +31,10 @@ class Address(NamedTuple):
 
     @property
     def family(self) -> socket.AddressFamily:
-        return socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        return family_of(self.host)
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_port(*self)
 
 
 def key_of_token(token: str | None) -> bytes:

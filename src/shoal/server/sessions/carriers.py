@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shoal.comm.hello import fill
 from shoal.comm.sealed import HEAD, Seal
 from shoal.comm.shm import Shared
 from shoal.elastic.records import Malformed
@@ -78,19 +79,19 @@ class Stream:
         if not self._end.recv_into(head, 1):
             raise ConnectionResetError("it hung up")
         until = time.monotonic() + BODY_SECONDS
-        self._read(memoryview(head)[1:], until)
+        fill(self._end, memoryview(head)[1:], until)
         size, number, proof = HEAD.unpack(head)
         if size > MOST_BODY:
             raise Malformed(f"a body of {size:,} bytes; the most is {MOST_BODY:,}")
         body = bytearray(size)
-        self._read(memoryview(body), until)
+        fill(self._end, memoryview(body), until)
         if not self._in.holds(number, proof, bytes(body)):
             raise Malformed("a frame that is not signed, or comes again")
         return bytes(body)
 
     def fill(self, flat: Tensor) -> None:
         for piece in _pieces([flat]):
-            self._read(piece, time.monotonic() + self._seconds)
+            fill(self._end, piece, time.monotonic() + self._seconds)
 
     def end(self) -> None:
         with suppress(OSError):  # the other end has closed it already
@@ -99,14 +100,6 @@ class Stream:
     def close(self) -> None:
         self.end()
         self._end.close()
-
-    def _read(self, view: memoryview, until: float) -> None:
-        while view:
-            self._end.settimeout(max(0.001, until - time.monotonic()))
-            count = self._end.recv_into(view)
-            if not count:
-                raise ConnectionResetError("it hung up in the middle of a message")
-            view = view[count:]
 
 
 class Mail:
