@@ -8,6 +8,9 @@ PYTEST := $(BIN)/python -m pytest -q
 WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# A process whose modules are not kept compiled takes 0.3 CPU seconds more to start, and the suite starts hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test matrix fast fingerprints coverage mutate mutate-device cover-device lint shape clean
 
 $(BIN)/.installed-core: pyproject.toml constraints.txt
