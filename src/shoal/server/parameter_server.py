@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
-from shoal.comm.secret import new_secret
 from shoal.elastic.records import Malformed
 from shoal.errors import ShoalError
 from shoal.optim.fused.optimizer import OptimizerFactory
@@ -20,7 +18,8 @@ from shoal.server.messages import FROM_CLIENT, WEIGHTS, Admitted, Join, Leave, P
 from shoal.server.options import Options
 from shoal.server.part import Keeping, NotDone, Part
 from shoal.server.policies import Policy
-from shoal.server.sessions import Address, Listener, Session, SessionLost, key_of_token
+from shoal.server.serving import Serving
+from shoal.server.sessions import Session, SessionLost
 from shoal.server.table import TableRows
 from shoal.server.weights import Weights
 
@@ -39,7 +38,7 @@ class Statistics:
     lags: dict[int, int]
 
 
-class ParameterServer:
+class ParameterServer(Serving):
     """Serves parameters from its construction until it is closed, in threads of its own.
 
     params: a model, or a dict of tensors by name. The server has a copy.
@@ -65,8 +64,8 @@ class ParameterServer:
         directory: str | Path | None = None,
         options: Options | None = None,
     ) -> None:
+        super().__init__(token)
         options = options or Options()
-        self.token = token or new_secret()
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
         self._parts: dict[str, Part] = {}
         if mine := options.names_of(params):
@@ -78,15 +77,7 @@ class ParameterServer:
             self._parts[name] = Part(rows, policy, keeping.of(f"table-{name}"))
         self._guard = threading.Lock()
         self._here: dict[int, tuple[str, Session]] = {}
-        self._closed = threading.Event()
-        self._listener = Listener(
-            Address.read(address), key_of_token(self.token), FROM_CLIENT, self._serve, options.seconds, options.say
-        )
-
-    @property
-    def address(self) -> str:
-        """Where it listens, for `shoal.connect`."""
-        return str(self._listener.address)
+        self._listen(address, FROM_CLIENT, options.seconds, options.say)
 
     @property
     def version(self) -> int:
@@ -104,25 +95,9 @@ class ParameterServer:
         with self._guard:
             return sorted(self._here)
 
-    def wait(self) -> None:
-        """Returns when the server has been closed."""
-        self._closed.wait()
-
-    def close(self) -> None:
-        """Ends all sessions and the server. What was acknowledged is kept."""
-        if not self._closed.is_set():
-            self._listener.close()
-            for part in self._parts.values():
-                part.close()
-            self._closed.set()
-
-    def __enter__(self) -> ParameterServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _end(self) -> None:
+        for part in self._parts.values():
+            part.close()
 
     def _serve(self, session: Session) -> None:
         """Answers one client until it leaves."""
