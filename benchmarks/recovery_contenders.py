@@ -1,24 +1,20 @@
-"""The frameworks of `recovery`, each with 4 workers on two nodes of this host, as their own launchers start them.
-
-All are held from outside alike: processes are found, killed and stopped, and committed steps are read from files.
-"""
+"""The frameworks of `recovery`, each with 4 workers on two nodes of this host, as their own launchers start them."""
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 
+from benchmarks.recovery_running import WORKERS, Commit, Running, family
 from benchmarks.recovery_worker import (
     GLOBAL_BATCH,
     HEADS,
@@ -35,94 +31,7 @@ from shoal.report.metrics import MembershipRecord, StepRecord
 
 PEERS = Path(__file__).parents[1] / "build" / "peers" / "bin"
 """A virtual environment with torchft and Ray beside this torch (see `recovery`)."""
-WORKERS, NODES = 4, 2
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A committed step: Unix time, its number, how many workers made it."""
-
-    time: float
-    step: int
-    world: int
-
-
-class Running:
-    """A contender that trains in `folder`.
-
-    starters: the processes that were started, in order; `nodes[i]` are the places of those that are node i.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.starters: list[subprocess.Popen[bytes]] = []
-        self._read: dict[Path, int] = {}
-        self._commits: list[Commit] = []
-
-    def start(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts a process, whose output goes to a file."""
-        with (self.folder / f"process{len(self.starters)}.log").open("wb") as log:
-            given = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=given, start_new_session=True)
-        self.starters.append(process)
-        return process
-
-    def commits(self) -> list[Commit]:
-        """All commits so far, each step once from each worker, in the order of their times."""
-        for path in self.folder.glob("commits-*"):
-            with path.open("rb") as file:
-                file.seek(self._read.get(path, 0))
-                content = file.read()
-            whole = content[: content.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(whole)
-            for line in whole.splitlines():
-                when, step, world = line.split()
-                self._commits.append(Commit(float(when), int(step), int(world)))
-        self._commits.sort(key=lambda each: each.time)
-        return self._commits
-
-    def workers(self) -> list[psutil.Process]:
-        """The processes that train, the oldest first."""
-        found = []
-        for path in self.folder.glob("commits-*"):
-            with suppress(psutil.Error):
-                process = psutil.Process(int(path.name.rpartition("-")[2]))
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return sorted(found, key=lambda each: (each.create_time(), each.pid))
-
-    def node(self) -> list[psutil.Process]:
-        """The processes of the node that is lost: not the one that coordinates."""
-        raise NotImplementedError
-
-    def coordinator(self) -> list[psutil.Process]:
-        """The process that coordinates, with those that live and die with it on its node."""
-        raise NotImplementedError
-
-    def come_back(self) -> None:
-        """Starts the node again that was lost."""
-        raise NotImplementedError
-
-    def revive(self) -> None:
-        """Starts a worker again that was killed, where the framework leaves that to a scheduler."""
-
-    def end(self) -> None:
-        """Kills all that is left."""
-        left = [process for starter in self.starters for process in _family(starter.pid)] + self.workers()
-        for process in left:
-            with suppress(psutil.Error):
-                process.kill()
-        for starter in self.starters:
-            starter.wait()
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    """The process and all below it."""
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+NODES = 2
 
 
 JOB = f"""
@@ -180,10 +89,10 @@ class Shoal(Running):
 
     def node(self) -> list[psutil.Process]:
         leader = self.cluster.leader()
-        return _family(next(node for node in self.cluster.living if node is not leader).process.pid)
+        return family(next(node for node in self.cluster.living if node is not leader).process.pid)
 
     def coordinator(self) -> list[psutil.Process]:
-        return _family(self.cluster.leader().process.pid)
+        return family(self.cluster.leader().process.pid)
 
     def come_back(self) -> None:
         self.cluster.join()
@@ -224,10 +133,10 @@ class Torchrun(Running):
         )
 
     def node(self) -> list[psutil.Process]:
-        return _family(self.starters[1].pid)
+        return family(self.starters[-1].pid)
 
     def coordinator(self) -> list[psutil.Process]:
-        return _family(self.starters[0].pid)
+        return family(self.starters[0].pid)
 
 
 class TorchrunOwnStore(Torchrun):
@@ -256,22 +165,25 @@ class TorchFT(Running):
         self.start(str(PEERS / "python"), *worker)
         self._places.append(place)
 
+    def _newest(self) -> dict[int, subprocess.Popen[bytes]]:
+        """The newest process of each place."""
+        return dict(zip(self._places, self.starters[1:], strict=True))
+
     def node(self) -> list[psutil.Process]:
-        return [psutil.Process(starter.pid) for starter in self.starters[3:5]]
+        newest = self._newest()
+        return [psutil.Process(newest[place].pid) for place in (2, 3)]
 
     def coordinator(self) -> list[psutil.Process]:
         return [psutil.Process(self.starters[0].pid)]
 
     def come_back(self) -> None:
-        for place in (2, 3):
-            self._worker(place)
-
-    def revive(self) -> None:
-        time.sleep(0.1)  # it has to be gone
-        newest = dict(zip(self._places, self.starters[1:], strict=True))
-        for place, starter in newest.items():
+        time.sleep(0.1)  # what was killed has to be gone
+        for place, starter in self._newest().items():
             if starter.poll() is not None:
                 self._worker(place)
+
+    def revive(self) -> None:
+        self.come_back()
 
 
 class TorchFTTuned(TorchFT):
@@ -288,7 +200,7 @@ class RayTrain(Running):
         self.start(str(PEERS / "python"), "-m", "benchmarks.recovery_worker", "ray", str(folder))
 
     def coordinator(self) -> list[psutil.Process]:
-        return [each for each in _family(self.starters[0].pid) if "gcs_server" in each.name()]
+        return [each for each in family(self.starters[0].pid) if "gcs_server" in each.name()]
 
 
 @dataclass(frozen=True)
@@ -340,10 +252,3 @@ def running(contender: Contender, folder: Path) -> Iterator[Running]:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as door:
         return int(door.getsockname()[1])
-
-
-def kill(processes: list[psutil.Process], number: signal.Signals = signal.SIGKILL) -> None:
-    """Sends a signal to all at once."""
-    for process in processes:
-        with suppress(psutil.Error):
-            process.send_signal(number)

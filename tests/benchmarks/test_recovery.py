@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from contextlib import contextmanager
 
 import pytest
 
-from benchmarks import recovery
-from benchmarks.recovery import SCENARIOS, TARGETS, figures, summary
-from benchmarks.recovery_contenders import CONTENDERS, Commit, Running
+from benchmarks import recovery, recovery_trials
+from benchmarks.recovery import TARGETS, Trials, figures
+from benchmarks.recovery_contenders import CONTENDERS, Contender
+from benchmarks.recovery_running import WORKERS, Commit, Running
+from benchmarks.recovery_trials import SCENARIOS, next_step, summary
 
 pytestmark = pytest.mark.fast
 
@@ -33,11 +37,11 @@ class Recorded(Running):
     ],
 )
 def test_the_next_step_and_the_lost_ones(after, seconds, lost, monkeypatch):
-    monkeypatch.setattr(recovery, "LIMIT", 0.01)
+    monkeypatch.setattr(recovery_trials, "LIMIT", 0.01)
     now = time.time()
     later = [Commit(now + at, step, 3) for at, step in after]
     job = Recorded([Commit(now - 1, 9, 4), Commit(now - 0.5, 10, 4), *later])
-    found = recovery._next(job, now, 10)
+    found = next_step(job, now, 10)
     assert found["lost"] == lost
     assert found["seconds"] == (None if seconds is None else pytest.approx(seconds, abs=1e-3))
 
@@ -49,11 +53,81 @@ def test_a_job_that_never_goes_on_is_slower_than_all_others():
     assert summary(trials[:3])["p95_s"] == 3.0 and summary(trials[3:])["median_s"] is None
 
 
+class Pretended(Running):
+    """A job that commits a step with each look, whose workers are back as soon as they are brought back; it does not go
+    on after the faults `deadly`, and says what it meets."""
+
+    def __init__(self, met: list[str], deadly: str) -> None:
+        self._commits, self._met, self._deadly, self._dead, self._world = [], met, deadly, False, WORKERS
+        met.append("begins")
+
+    def commits(self) -> list[Commit]:
+        if not self._dead:
+            self._commits.append(Commit(time.time(), len(self._commits) + 1000 * len(self._met), self._world))
+        return self._commits
+
+    def _meets(self, what: str, world: int) -> list:
+        self._met.append(what)
+        self._dead, self._world = what == self._deadly, world
+        return []
+
+    def workers(self) -> list:
+        self._meets("worker", WORKERS - 1)
+        return [None]
+
+    def node(self) -> list:
+        return self._meets("node", 2)
+
+    def coordinator(self) -> list:
+        return self._meets("coordinator", 2)
+
+    def come_back(self) -> None:
+        self._meets("come back", WORKERS)
+
+    def revive(self) -> None:
+        self._meets("revive", WORKERS)
+
+
+def row_of_faults(monkeypatch, tmp_path, deadly: str = "", **given) -> tuple[list[str], dict]:
+    """What a job meets in all trials, and what is found."""
+    for name, value in (("LIMIT", 0.05), ("STEADY", 0.0), ("START", 1.0), ("kill", lambda *_: None)):
+        monkeypatch.setattr(recovery_trials, name, value)
+    met: list[str] = []
+
+    @contextmanager
+    def running(contender, folder):
+        yield Pretended(met, deadly)
+
+    monkeypatch.setattr(recovery, "running", running)
+    arguments = argparse.Namespace(**{"scenarios": list(SCENARIOS), "trials": 2, "in_a_row": 5, "give_up": 3, **given})
+    trials = Trials({"shoal": Contender(Pretended)}, arguments, tmp_path, lambda text: None)
+    trials.measure()
+    return met, trials.results()["shoal"]["scenarios"]
+
+
+def test_a_job_takes_each_fault_once_and_has_all_workers_before_the_next(monkeypatch, tmp_path):
+    met, found = row_of_faults(monkeypatch, tmp_path)
+    one = ["begins", "worker", "revive", "worker", "revive", "node", "come back", "coordinator"]
+    assert met == 2 * one
+    assert {name: (each["recovered"], each["trials"]) for name, each in found.items()} == dict.fromkeys(
+        SCENARIOS, (2, 2)
+    )
+
+
+def test_a_job_that_never_goes_on_is_not_asked_for_ever(monkeypatch, tmp_path):
+    met, found = row_of_faults(monkeypatch, tmp_path, deadly="coordinator", trials=5)
+    assert (found["coordinator"]["recovered"], found["coordinator"]["trials"]) == (0, 3)
+    assert (found["kill"]["recovered"], found["kill"]["trials"]) == (5, 5)
+    assert met.count("coordinator") == 3
+
+
+def test_a_node_that_is_to_come_back_is_lost_first(monkeypatch, tmp_path):
+    met, found = row_of_faults(monkeypatch, tmp_path, scenarios=["rejoin"], trials=1)
+    assert met == ["begins", "node", "come back"] and found["rejoin"]["recovered"] == 1
+
+
 def test_targets_name_figures():
     each = {"median_s": 1.0, "most_steps_lost": 2}
-    results = {
-        "contenders": {"shoal": {"scenarios": dict.fromkeys(SCENARIOS, each), "goodput": {"share": 0.5}}},
-        "steady": {"ratio": 1.0},
-    }
+    results = {"shoal": {"scenarios": dict.fromkeys(SCENARIOS, each)}}
     assert set(figures(results)) == {target.key for target in TARGETS}
     assert all(contender.note for contender in CONTENDERS.values())

@@ -1,0 +1,176 @@
+"""What `recovery` asks of a job: to go on after faults, one after the other, and to train while workers are killed."""
+
+from __future__ import annotations
+
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recovery_contenders import JOB
+from benchmarks.recovery_running import WORKERS, Commit, Running, kill
+from shoal.report.metrics import read_metrics
+
+SCENARIOS = {
+    "kill": "a worker is killed",
+    "stop": "a worker is stopped",
+    "node": "a node is killed with its workers",
+    "rejoin": "a lost node comes back: longest time without a step",
+    "coordinator": "what coordinates is killed",
+}
+"""In this order a job meets them: the node that is lost is the one that comes back."""
+LIMIT, START, BACK, STEADY, KILL_EVERY = 90.0, 120.0, 45.0, 2.0, 30.0
+"""Seconds: without a step, after which a job is lost; for a job to begin; for it to have all workers again; of training
+before a fault; between kills."""
+
+
+def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
+    """Waits until `condition()` is true; returns whether it became so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Faults:
+    """The faults that one job takes, in a row."""
+
+    def __init__(self, job: Running) -> None:
+        self._job = job
+        self._lost: str | None = None  # since the last fault: a worker or a node
+        self._first = True
+
+    def ready(self, scenario: str) -> bool:
+        """Brings back what the last fault took, unless `scenario` is about that; returns whether all workers train."""
+        if scenario == "rejoin" and self._lost == "node":
+            return True
+        lost, self._lost, first, self._first = self._lost, None, self._first, False
+        if lost == "node":
+            self._job.come_back()
+        elif lost == "worker":
+            self._job.revive()
+        return all_train(self._job, START if first else BACK)
+
+    def trial(self, scenario: str) -> dict[str, Any]:
+        """One fault of a job that is `ready`; returns the seconds until the next committed step (None: not within
+        LIMIT) and the steps lost."""
+        job = self._job
+        if scenario != "rejoin":
+            return self._strike(scenario)
+        if self._lost != "node":
+            if self._strike("node")["seconds"] is None:
+                return {"seconds": None, "lost": None, "why": "the job did not go on without the node"}
+            time.sleep(STEADY)
+        self._lost = None
+        return _rejoin(job)
+
+    def _strike(self, scenario: str) -> dict[str, Any]:
+        job = self._job
+        victims = {"node": job.node, "coordinator": job.coordinator}.get(scenario, lambda: [job.workers()[-1]])()
+        self._lost = "node" if scenario in ("node", "coordinator") else "worker"
+        before = job.commits()[-1]
+        kill(victims, signal.SIGSTOP if scenario == "stop" else signal.SIGKILL)
+        at = time.time()
+        found = next_step(job, at, max(before.step, job.commits()[-1].step))
+        kill(victims)  # one that was stopped may still be there
+        return found
+
+
+def all_train(job: Running, seconds: float = START) -> bool:
+    """Waits until all workers have trained together for a while; for at most `seconds` until they do."""
+    if not wait_for(lambda: (job.commits() or [Commit(0, 0, 0)])[-1].world == WORKERS, seconds):
+        return False
+    time.sleep(STEADY)
+    job.commits()
+    job.forget()
+    return job.commits()[-1].world == WORKERS
+
+
+def next_step(job: Running, at: float, newest: int) -> dict[str, Any]:
+    """Waits for a step beyond those that were committed when the fault came. Workers that were about to commit the step
+    that all of them had computed do so: that one does not count."""
+
+    def found() -> Commit | None:
+        return next((each for each in job.commits() if each.time > at and each.step > newest + 1), None)
+
+    if not wait_for(found, LIMIT):
+        return {"seconds": None, "lost": None, "why": f"no step for {LIMIT:.0f} s"}
+    commit = found()
+    assert commit is not None
+    later = [each.step for each in job.commits() if each.time > at]
+    oldest = min(later)  # a worker may write its line of the newest step after the fault
+    return {"seconds": commit.time - at, "lost": newest - oldest + 1 if oldest < newest else 0}
+
+
+def _rejoin(job: Running) -> dict[str, Any]:
+    at = time.time()
+    job.come_back()
+    if not wait_for(lambda: job.commits()[-1].world == WORKERS, LIMIT):
+        return {"seconds": None, "lost": None, "why": f"the node was not back after {LIMIT:.0f} s"}
+    time.sleep(STEADY)
+    times = [at, *(each.time for each in job.commits() if each.time > at)]
+    steps = [each.step for each in job.commits() if each.time > at]
+    back = max((earlier - later for earlier, later in pairwise(steps)), default=0)
+    stall = max(later - earlier for earlier, later in pairwise(times))
+    return {"seconds": stall, "lost": back + 1 if back > 1 else 0}  # workers write a step's lines in any order
+
+
+def goodput(job: Running, seconds: float) -> dict[str, Any]:
+    """The steps in `seconds` with a worker killed every KILL_EVERY, over those at the pace before."""
+    if not all_train(job):
+        return {"share": None, "why": "the job did not begin"}
+    began, first = time.time(), job.commits()[-1].step
+    wait_for(lambda: time.time() - began > 10.0, 11.0)
+    pace = (max(each.step for each in job.commits()) - first) / (time.time() - began)
+    first, began, kills = max(each.step for each in job.commits()), time.time(), 0
+    while time.time() - began < seconds:
+        time.sleep(min(KILL_EVERY, seconds - (time.time() - began)))
+        if time.time() - began < seconds and (workers := job.workers()):
+            kill([workers[-1]])
+            kills += 1
+            job.revive()
+    done = max(each.step for each in job.commits()) - first
+    return {"share": done / (pace * (time.time() - began)), "kills": kills, "steps_a_second": pace}
+
+
+def steady(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step of Shoal's with 4 ranks of this host, without `--nodes` and with it, by turns."""
+    (folder / "corpus").mkdir(parents=True)
+    text = "\n".join(f"{i} + {i} = {2 * i}" for i in range(4000))
+    (folder / "corpus" / "all.txt").write_text(text)
+    (folder / "job.toml").write_text(JOB.replace("CORPUS", str(folder / "corpus")))
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(rounds):
+        for name, more in (("without", []), ("with", ["--nodes=1:1"]))[:: -1 if number % 2 else 1]:
+            run = folder / f"{name}{number}"
+            given = [f"--set=run.dir={str(run)!r}", f"--set=train.steps={steps}", "--set=run.save_every=0"]
+            command = [sys.executable, "-m", "shoal.cli", "train", str(folder / "job.toml"), f"--nproc={WORKERS}"]
+            subprocess.run([*command, *more, *given], check=True, capture_output=True)
+            times = [each.seconds for each in read_metrics(run / "metrics.jsonl").steps[steps // 4 :]]
+            found[name].append(1e3 * statistics.median(times))
+    ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
+    return {"milliseconds": found, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
+
+
+def summary(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and p95 over all trials, in which a job that was lost counts as infinitely slow (null)."""
+    seconds = sorted(math.inf if each["seconds"] is None else each["seconds"] for each in trials)
+    median = statistics.median(seconds)
+    p95 = seconds[min(len(seconds) - 1, math.ceil(0.95 * len(seconds)) - 1)]
+    lost = [each["lost"] for each in trials if each["lost"] is not None]
+    return {
+        "recovered": sum(math.isfinite(each) for each in seconds),
+        "trials": len(trials),
+        "median_s": median if math.isfinite(median) else None,
+        "p95_s": p95 if math.isfinite(p95) else None,
+        "most_steps_lost": max(lost, default=None),
+        "samples": list(trials),
+    }
