@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from shoal.data import open_text
     from shoal.doors import initialize_engine
     from shoal.engine import Engine
-    from shoal.errors import CheckpointError, LaunchError, ShoalError, TrainingError, UserError
+    from shoal.errors import CheckpointError, LaunchError, RemoteError, ShoalError, TrainingError, UserError
     from shoal.exchange import as_ddp_hook, as_fsdp2
     from shoal.optim import lr
     from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
     from shoal.server import Async, Batch, BoundedStaleness, ParameterServer, Sync, Table, connect
+    from shoal.server.remote import Owner, context, remote
     from shoal.training.evaluation import Evaluation
     from shoal.training.result import StepResult
 
@@ -33,8 +34,10 @@ _HOME = {
     "Engine": "shoal.engine",
     "Evaluation": "shoal.training.evaluation",
     "LaunchError": "shoal.errors",
+    "Owner": "shoal.server.remote",
     "ParameterServer": "shoal.server",
     "Plan": "shoal.plan",
+    "RemoteError": "shoal.errors",
     "ShoalError": "shoal.errors",
     "StepResult": "shoal.training.result",
     "Sync": "shoal.server",
@@ -44,9 +47,11 @@ _HOME = {
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
     "connect": "shoal.server",
+    "context": "shoal.server.remote",
     "decay_matrices_only": "shoal.optim.groups",
     "initialize_engine": "shoal.doors",
     "open_text": "shoal.data",
+    "remote": "shoal.server.remote",
 }
 
 __all__ = [
@@ -57,8 +62,10 @@ __all__ = [
     "Engine",
     "Evaluation",
     "LaunchError",
+    "Owner",
     "ParameterServer",
     "Plan",
+    "RemoteError",
     "ShoalError",
     "StepResult",
     "Sync",
@@ -69,10 +76,12 @@ __all__ = [
     "as_ddp_hook",
     "as_fsdp2",
     "connect",
+    "context",
     "decay_matrices_only",
     "initialize_engine",
     "lr",
     "open_text",
+    "remote",
 ]
 
 

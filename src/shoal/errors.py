@@ -77,6 +77,10 @@ class TrainingError(ShoalError):
     exit_code = 3
 
 
+class RemoteError(TrainingError):
+    """A remote module has raised at its owner."""
+
+
 class LaunchError(ShoalError):
     """Ranks could not start, died or stalled."""
 

@@ -1,0 +1,86 @@
+"""What a module draws at its owner: with a seed, from a generator of its own, whatever else the process draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.errors import UserError
+from shoal.module.random import name_key
+
+_MOST = 1 << 63
+_NO_SEED = -1
+
+
+def forward_seed(seed: int, forward: int) -> int:
+    """Returns the seed of a forward's draws: they are those after `torch.manual_seed` of it, on the CPU."""
+    return name_key(f"{seed}/{forward}") % _MOST
+
+
+def creation(seed: int) -> AbstractContextManager[Any]:
+    """Has a module built in this thread as after `torch.manual_seed(seed)`; -1: by torch's generator."""
+    return nullcontext() if seed == _NO_SEED else _Drawing(_from(seed))
+
+
+class ForwardDraws:
+    """The draws of a forward and its backward; a seed of -1 means torch's generator."""
+
+    def __init__(self, seed: int, forward: int) -> None:
+        self._seed, self._forward = seed, forward
+
+    def forward(self) -> AbstractContextManager[Any]:
+        if self._seed == _NO_SEED:
+            return nullcontext()
+        return _Drawing(_from(forward_seed(self._seed, self._forward)))
+
+    def backward(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._seed == _NO_SEED else _Drawing(_again)
+
+
+class _Drawing(TorchDispatchMode):
+    """Gives operations of this thread that draw on the CPU, and have no generator, that of `generator()`."""
+
+    def __init__(self, generator: Callable[[], torch.Generator]) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        drawing = _with_generator(func)
+        if drawing is None or given.get("generator") is not None or not _on_cpu(args, given):
+            return func(*args, **given)
+        return drawing(*args, **given | {"generator": self._generator()})
+
+
+def _with_generator(func: Any) -> Any:
+    """Returns the overload of an operation that takes a generator, or None where nothing is drawn."""
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    name = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+    return getattr(func.overloadpacket, name, None)
+
+
+def _on_cpu(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    if args and isinstance(args[0], torch.Tensor):
+        return args[0].device.type == "cpu"
+    return torch.device(given.get("device") or "cpu").type == "cpu"
+
+
+def _from(seed: int) -> Callable[[], torch.Generator]:
+    made = torch.Generator().manual_seed(seed)
+    return lambda: made
+
+
+def _again() -> NoReturn:
+    raise UserError(
+        "a module draws in its backward, where torch.utils.checkpoint runs its forward again: a seed does not repeat "
+        "draws. Give shoal.remote no seed, or recompute nothing that draws"
+    )

@@ -1,0 +1,200 @@
+"""A module whose forward and backward run at its owner, in another process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+
+from shoal.errors import UserError
+from shoal.server.remote import contexts
+from shoal.server.remote.link import Link
+from shoal.server.remote.messages import Backward, Forward
+from shoal.server.remote.payload import Payload, taken_apart
+from shoal.server.sessions import Address, key_of_token
+
+_leaf = torch.zeros(0, requires_grad=True)
+ANCHOR = _leaf.view_as(_leaf)
+"""An input of every remote forward, so that it takes part in backward where no other input needs a gradient. It is not
+a leaf: of others alone the engine tells whether a backward comes to them."""
+
+
+def remote(
+    address: str,
+    factory: str | Callable[..., Any],
+    *args: Any,
+    token: str | None = None,
+    name: str = "",
+    seed: int | None = None,
+    timeout: float = 60.0,
+    shared: bool = True,
+    **kwargs: Any,
+) -> RemoteModule:
+    """Returns a module that the owner at `address` builds and runs: `factory(*args, **kwargs)`.
+
+    factory: a name that the owner exposes, or a class or function that it exposes under its `__name__`.
+    args, kwargs: plain values and tensors.
+    token: the owner's; None for the user's secret (see docs/security.md).
+    name: all clients that give the same one share a module, which the first of them builds; "" for one of its own.
+    seed: the module is built as after `torch.manual_seed(seed)`, and what it draws depends on the seed and the number
+        of its forward alone; None for torch's generator in the owner's process.
+    timeout: seconds for which the owner may be silent, while it computes too.
+    shared: use shared memory where the owner is on this host.
+
+    Raises LaunchError where the owner cannot be reached or has another token, UserError for a factory that it does not
+    expose or arguments that cannot be sent, RemoteError where the factory raises.
+    """
+    if seed is not None and not 0 <= seed < 2**53:  # a number of JSON
+        raise UserError(f"remote: seed = {seed} is not between 0 and 2**53")
+    link = Link(Address.read(address), key_of_token(token), timeout, shared)
+    asked = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
+    try:
+        training = link.build(asked, name, -1 if seed is None else seed, taken_apart((args, kwargs), grad=False))
+    except BaseException:
+        link.close()
+        raise
+    return RemoteModule(link).train(training)
+
+
+class RemoteModule(nn.Module):
+    """Stands for a module at its owner, where its parameters are, and their gradients by context. Made by `remote`.
+
+    Called like the module, with plain values and tensors, also nested in tuples, lists and dicts; inputs and outputs
+    are copies. Several threads may call it at once. `train` and `eval` apply to the module at the owner from the next
+    forward on.
+    """
+
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self._link = link
+        self._numbers = itertools.count()
+        finalize(self, link.close)
+
+    @property
+    def peer(self) -> str:
+        """What stands at the other end, for messages."""
+        return self._link.peer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module. Raises SessionLost where the owner is gone or silent, RemoteError where the module has
+        raised; both name the owner."""
+        grad = torch.is_grad_enabled()
+        sent = taken_apart((args, kwargs), grad)
+        _check_first_order(self.peer, sent.tensors)
+        device = sent.tensors[0].device if sent.tensors else torch.device("cpu")
+        context = contexts.current()
+        context.used.add(self)
+        number = next(self._numbers)
+        record = Forward(number, context.name, grad, self.training)
+        if not grad:
+            returned = self._link.ask(record, sent)
+            return returned.value([tensor.to(device) for tensor in returned.tensors])
+        # On the CPU, so that backward runs in the thread that calls it: one that waits for an owner on a thread of the
+        # engine's would hold up what that owner asks of this process.
+        near = [tensor.cpu() if needs else tensor for tensor, needs in zip(sent.tensors, sent.needing, strict=True)]
+        run = _Run(self, record, sent._replace(tensors=near))
+        outputs = _Remote.apply(run, ANCHOR, *near)
+        return run.returned.value([tensor.to(device) for tensor in outputs])
+
+    def forget(self, context: str) -> None:
+        """Has the gradients of a context dropped, some time soon."""
+        self._link.forget(context)
+
+    def close(self) -> None:
+        """Leaves the owner. It does so by itself once nothing refers to it any more."""
+        self._link.close()
+
+    def extra_repr(self) -> str:
+        return self.peer
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UserError(f"{self.peer} is a remote module, of which there is no copy: call shoal.remote once more")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UserError(f"{self.peer} is a remote module, which cannot be pickled: call shoal.remote in each process")
+
+
+class _Run:
+    """A forward and the backward that may follow.
+
+    sent: the arguments, apart.
+    """
+
+    returned: Payload
+
+    def __init__(self, module: RemoteModule, record: Forward, sent: Payload) -> None:
+        self.module, self.record, self.sent = module, record, sent
+        self._spent = False
+        self._release = finalize(self, module._link.release, record.number)
+        self._release.atexit = False
+
+    def forward(self) -> list[Tensor]:
+        self.returned = self.module._link.ask(self.record, self.sent)
+        self.sent = self.sent._replace(structure=None, tensors=[])
+        tensors = self.returned.tensors
+        self.returned = self.returned._replace(tensors=[])
+        if not any(self.returned.needing):
+            self._release.detach()
+        return tensors
+
+    def backward(self, grads: tuple[Tensor | None, ...], keep: bool, parameters: bool) -> list[Tensor | None]:
+        """Returns the gradient of each tensor of the arguments, or None."""
+        peer = self.module.peer
+        if self._spent:
+            raise RuntimeError(
+                f"{peer}: backward a second time through a remote forward whose graph has been freed: give "
+                "retain_graph=True the first time"
+            )
+        if not keep:
+            self._spent = True
+            self._release.detach()
+        passing = contexts.passing()
+        needed = [grad for grad, needs in zip(grads, self.returned.needing, strict=True) if needs]
+        asked = Backward(self.record.number, passing.thread, passing.number, keep, parameters)
+        answer = self.module._link.ask(asked, taken_apart(needed, grad=False))
+        return answer.value(answer.tensors)
+
+
+class _Remote(torch.autograd.Function):
+    """The forward of a remote module; its backward asks the owner for the gradients of the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        found = run.forward()
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, needs in zip(found, run.returned.needing, strict=True) if not needs)
+        )
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        run: _Run = ctx.run
+        if torch.is_grad_enabled():
+            raise UserError(
+                f"{run.module.peer}: derivatives of a higher order (create_graph=True) do not go through a remote "
+                "module: compute them inside the module, at its owner"
+            )
+        if all(grad is None for grad in grads):
+            return (None,) * (2 + len(run.sent.needing))
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        assert ANCHOR.grad_fn is not None
+        parameters = torch._C._will_engine_execute_node(ANCHOR.grad_fn)
+        return None, None, *run.backward(grads, keep, parameters)
+
+
+def _check_first_order(peer: str, tensors: list[Tensor]) -> None:
+    """Raises UserError for tensors of a transform, of which only a backward pass can go through a session."""
+    for tensor in tensors:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if wrapped or unpack_dual(tensor).tangent is not None:
+            raise UserError(
+                f"{peer}: torch.func and forward-mode derivatives (jvp, vmap, grad of torch.func) do not go through a "
+                "remote module: use backward, or compute them inside the module, at its owner"
+            )

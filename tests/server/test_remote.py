@@ -1,0 +1,382 @@
+"""Remote modules: their forwards and backwards are those of a local module, to the bit, whoever else calls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import LaunchError, RemoteError, UserError
+from shoal.server.remote import Owner, OwnerOptions, RemoteModule, remote
+from shoal.server.remote.draws import forward_seed
+from tests.server.common import TOKEN, together
+from tests.server.test_sessions import until
+
+pytestmark = pytest.mark.fast
+
+
+class Mixed(nn.Module):
+    """Takes and returns nested values of several dtypes; uses one input thrice, one parameter twice, one never."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width)
+        self.twice = nn.Parameter(torch.randn(width, width))
+        self.never = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.low = nn.Linear(width, 2, dtype=torch.bfloat16)
+
+    def forward(self, batch: dict[str, Any], *more: Any, scale: float = 1.0) -> dict[str, Any]:
+        x = self.embedding(batch["ids"]) + batch["x"] * scale
+        y = self.frozen(torch.tanh(x @ self.twice) @ self.twice) * batch["x"] + batch["x"]
+        kept = y.masked_fill(batch["mask"], 0.0) if "mask" in batch else y
+        return {"y": kept, "parts": (self.low(y.bfloat16()), [more, {"ids": batch["ids"] + 1}]), 3: None}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3, num_layers=2)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> Any:
+        return self.lstm(x, state)
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+
+
+class Outer(nn.Module):
+    """A module with a remote one inside."""
+
+    def __init__(self, address: str, factory: str = "norm", seed: int = 1) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.inner = remote(address, factory, token=TOKEN, seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.before(x)))
+
+
+class Ring(nn.Module):
+    """Calls itself at the owners of a ring, `depth` times."""
+
+    def __init__(self, addresses: list[str], at: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self._addresses, self._at = addresses, at
+        self._next: RemoteModule | None = None
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        if depth == 0:
+            return x
+        if self._next is None:
+            at = (self._at + 1) % len(self._addresses)
+            ring = self._addresses, at
+            self._next = remote(self._addresses[at], "Ring", *ring, token=TOKEN, name=f"ring {at}", seed=at)
+        return self._next(x, depth - 1)
+
+
+class Broken(nn.Module):
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        if how == "in place":
+            return x.add_(1.0)
+        raise KeyError("a word that is not there")
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(nn.Dropout(0.3), nn.LSTM(40, 8, num_layers=2, dropout=0.5))
+
+
+FACTORIES = [drawing, Mixed, Recurrent, norm, Outer, Ring, Broken, nn.Linear, nn.Dropout]
+
+
+@contextmanager
+def owning(**more: Any) -> Iterator[Owner]:
+    said: list[str] = []
+    with Owner(FACTORIES, token=TOKEN, options=OwnerOptions(say=said.append, **more)) as owner:
+        owner.said = said
+        yield owner
+
+
+def gradients(owner: Owner, context: str | None = None) -> dict[str, Tensor]:
+    """The gradients that the owner keeps for its only module, in its only context unless another one is named."""
+    (entry,) = owner._registry._entries.values()
+    return entry.exposed.gradients(context or entry.exposed.contexts[0])
+
+
+def local(factory: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return factory(*args)
+
+
+def same_gradients(owner: Owner, model: nn.Module, context: str | None = None) -> bool:
+    kept = gradients(owner, context)
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return kept.keys() == expected.keys() and all(torch.equal(kept[name], expected[name]) for name in kept)
+
+
+def mixed_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(3, 5, generator=draw).requires_grad_()
+    batch = {
+        "ids": torch.randint(11, (3,), generator=draw),
+        "x": x * 1.0,
+        "mask": torch.rand(3, 5, generator=draw) > 0.5,
+    }
+    found = model(batch, "a", (None, 2.5, x), scale=0.7)
+    assert list(found) == ["y", "parts", 3] and found["parts"][1][0][:1] == ("a",)
+    assert not found["parts"][1][1]["ids"].requires_grad
+    assert found["parts"][0].dtype == torch.bfloat16
+    total = found["y"].pow(2).sum() + found["parts"][0].float().sum() + found["parts"][1][0][1][2].sum()
+    return total, [x]
+
+
+def recurrent_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(5, 2, 4, generator=draw).requires_grad_()
+    out, state = model(x)
+    out, (h, c) = model(torch.randn(2, 2, 4, generator=draw), state)
+    return out.sum() + (h * c).sum(), [x]
+
+
+def norm_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    return model(torch.randn(8, 4, generator=draw)).pow(2).sum(), []  # no input needs a gradient
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("factory", "step"), [(Mixed, mixed_step), (Recurrent, recurrent_step), (norm, norm_step)], ids=lambda x: x.__name__
+)
+def test_losses_and_gradients_are_those_of_a_local_module_to_the_bit(factory, step, shared):
+    with owning() as owner:
+        far, near = remote(owner.address, factory, token=TOKEN, seed=0, shared=shared), local(factory)
+        for number in range(3):  # gradients add up
+            losses, inputs = [], []
+            for model in (far, near):
+                loss, given = step(model, torch.Generator().manual_seed(number))
+                loss.backward()
+                losses.append(loss.detach())
+                inputs.append([each.grad for each in given])
+            assert torch.equal(*losses)
+            assert all(torch.equal(a, b) for a, b in zip(*inputs, strict=True))
+        assert same_gradients(owner, near)
+
+
+def test_contexts_are_apart_and_end():
+    with owning() as owner:
+        far, near = remote(owner.address, norm, token=TOKEN, seed=0), local(norm)
+        x = torch.randn(8, 4)
+        with shoal.context() as one:
+            first = far(x)
+            with shoal.context() as two:
+                second = far(2 * x)
+                second.sum().backward()
+            near(x)
+            near(2 * x).sum().backward()
+            assert one.name != two.name
+            first.pow(2).sum().backward()  # in the context of its forward
+            assert gradients(owner, two.name) == {} or same_gradients(owner, near, two.name)
+            near.zero_grad()
+            again = local(norm)
+            again(x).pow(2).sum().backward()
+            assert same_gradients(owner, again, one.name)
+        until(lambda: owner.holdings().contexts == 0)
+
+
+def test_many_threads_with_contexts_of_their_own_share_a_module():
+    """Each has the gradients that it would have alone."""
+
+    def train(owner: Owner, number: int) -> bool:
+        far, near = remote(owner.address, Mixed, token=TOKEN, name="all", seed=0), models[number]
+        with shoal.context() as mine:
+            for step in range(4):
+                for model in (far, near):
+                    mixed_step(model, torch.Generator().manual_seed(10 * number + step))[0].backward()
+            return same_gradients(owner, near, mine.name)
+
+    models = [local(Mixed) for _ in range(4)]
+    with owning() as owner:
+        assert together(*(partial(train, owner, number) for number in range(4))) == [True] * 4
+        assert owner.holdings().modules == 1
+
+
+def test_forwards_of_one_client_in_flight_at_once():
+    with owning() as owner:
+        far, near = remote(owner.address, Recurrent, token=TOKEN, seed=0), local(Recurrent)
+        xs = [torch.randn(3, 2, 4) for _ in range(4)]
+        outs = together(*(partial(far, x) for x in xs))
+        for x, (out, _) in zip(xs, outs, strict=True):
+            near_out, _ = near(x)
+            assert torch.equal(out, near_out)
+        for out, _ in reversed(outs):
+            out.sum().backward()
+        for x in reversed(xs):
+            near(x)[0].sum().backward()
+        assert same_gradients(owner, near)
+
+
+def test_a_remote_module_inside_a_remote_module():
+    with owning() as inner, owning() as outer:
+        far = remote(outer.address, Outer, inner.address, token=TOKEN, seed=0)
+        torch.manual_seed(0)
+        before = nn.Linear(4, 4)
+        after = local(norm, seed=1)
+        x = torch.randn(8, 4, requires_grad=True)
+        with shoal.context() as mine:
+            far(x).pow(2).sum().backward()
+            found, x.grad = x.grad, None
+            after(torch.tanh(before(x))).pow(2).sum().backward()
+            assert torch.equal(found, x.grad)
+            assert same_gradients(inner, after, mine.name)
+            assert torch.equal(gradients(outer, mine.name)["before.weight"], before.weight.grad)
+        until(lambda: inner.holdings().contexts == outer.holdings().contexts == 0)
+        del far
+        until(lambda: outer.holdings().modules == inner.holdings().modules == 0)
+
+
+def test_a_ring_of_owners_calls_itself_without_a_deadlock():
+    with owning() as a, owning() as b, owning() as c:
+        addresses = [each.address for each in (a, b, c)]
+        far = remote(a.address, Ring, addresses, 0, token=TOKEN, name="ring 0", seed=0)
+        near = [local(nn.Linear, 4, 4, seed=seed) for seed in range(3)]
+        x = torch.randn(2, 4, requires_grad=True)
+        with shoal.context() as mine:
+            outs = together(*(lambda: contexts_run(mine, lambda: far(x, 7)) for _ in range(3)))
+            for out in outs:
+                out.sum().backward()
+            expected, x.grad = x.grad, None
+            for _ in outs:
+                y = x
+                for depth in range(8):
+                    y = torch.tanh(near[depth % 3](y))
+                y.sum().backward()
+            assert torch.equal(expected, x.grad)
+            for owner, linear in zip((a, b, c), near, strict=True):
+                assert torch.equal(gradients(owner, mine.name)["linear.weight"], linear.weight.grad)
+
+
+def contexts_run(context: Any, call: Callable[[], Any]) -> Any:
+    from shoal.server.remote.contexts import entered
+
+    with entered(context):
+        return call()
+
+
+def test_a_graph_is_kept_when_it_is_asked_for_and_only_then():
+    with owning() as owner:
+        far, near = remote(owner.address, norm, token=TOKEN, seed=0), local(norm)
+        x = torch.randn(8, 4)
+        for model in (far, near):
+            out = model(x).pow(2).sum()
+            out.backward(retain_graph=True)
+            out.backward()
+            with pytest.raises(RuntimeError, match=r"backward .*second time"):
+                out.backward()
+        assert same_gradients(owner, near) and owner.holdings().graphs == 0
+
+
+def test_gradients_of_inputs_alone_leave_those_of_parameters():
+    with owning() as owner:
+        far, near = remote(owner.address, norm, token=TOKEN, seed=0), local(norm)
+        x = torch.randn(8, 4, requires_grad=True)
+        (one,), (two,) = (torch.autograd.grad(model(x).sum(), [x]) for model in (far, near))
+        assert torch.equal(one, two) and gradients(owner) == {}
+        far(x).sum().backward(inputs=[x])
+        assert gradients(owner) == {}
+
+
+def test_what_waits_for_a_backward_goes_with_its_output_and_is_bounded():
+    with owning(graphs=3) as owner:
+        far = remote(owner.address, norm, token=TOKEN, seed=0)
+        x = torch.randn(8, 4)
+        with torch.no_grad():
+            assert not far(x).requires_grad and owner.holdings().graphs == 0
+        for _ in range(5):
+            far(x)
+            until(lambda: owner.holdings().graphs == 0)
+        outs = [far(x) for _ in range(3)]
+        with pytest.raises(UserError, match="3 forwards of this client wait for their backward"):
+            far(x)
+        del outs
+        gc.collect()
+        until(lambda: owner.holdings().graphs == 0)
+        kept = far(x)
+        far.close()
+        until(lambda: owner.holdings() == (0, 0, 0, 0))
+        with pytest.raises(LaunchError, match="has been closed"):
+            kept.sum().backward()
+
+
+def test_modes_and_buffers_are_the_modules_own():
+    with owning() as owner:
+        far, near = remote(owner.address, norm, token=TOKEN, seed=0), local(norm)
+        x = torch.randn(8, 4)
+        for training in (True, False, True):
+            assert torch.equal(far.train(training)(x), near.train(training)(x))
+        (entry,) = owner._registry._entries.values()
+        assert torch.equal(entry.exposed.module[1].running_mean, near[1].running_mean)
+
+
+def test_a_seed_gives_the_same_draws_and_leaves_the_generator():
+    with owning() as owner:
+        state = torch.get_rng_state()
+        one, other = (remote(owner.address, drawing, token=TOKEN, seed=seed) for seed in (3, 4))
+        near = local(drawing, seed=3)
+        x = torch.ones(5, 2, 40, requires_grad=True)
+        torch.set_rng_state(state)
+        for forward in range(2):
+            found, others = one(x)[0], other(x)[0]
+            assert torch.equal(state, torch.get_rng_state())
+            with torch.random.fork_rng([]):
+                torch.manual_seed(forward_seed(3, forward))
+                assert torch.equal(found, near(x)[0]) and not torch.equal(found, others)
+        unkeyed = remote(owner.address, nn.Dropout, 0.5, token=TOKEN)
+        torch.manual_seed(0)
+        found = unkeyed(x)
+        torch.manual_seed(0)
+        assert torch.equal(found, F.dropout(x, 0.5))
+
+
+def test_errors_name_the_owner_and_leave_it_running():
+    with owning() as owner:
+        far = remote(owner.address, Broken, token=TOKEN)
+        with pytest.raises(RemoteError, match=rf"Broken of the owner at {owner.address}: KeyError: 'a word"):
+            far(torch.ones(1), "raise")
+        with pytest.raises(UserError, match=r"Broken changes its input in place.*clone it"):
+            far(torch.ones(1), "in place")
+        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, Mixed'):
+            remote(owner.address, "nrom", token=TOKEN)
+        with pytest.raises(RemoteError, match="TypeError"):
+            remote(owner.address, nn.Linear, 3, token=TOKEN)
+        with pytest.raises(UserError, match=r"a value of type .*Broken.* cannot be sent"):
+            far(Broken())
+        with pytest.raises(LaunchError, match="does not know this client's token"):
+            remote(owner.address, norm, token="another token of the tests")
+        with pytest.raises(UserError, match="is there already"):
+            named = [remote(owner.address, nn.Linear, 3, out, token=TOKEN, name="one") for out in (4, 5)]
+            assert named
+        with pytest.raises(UserError, match="cannot be pickled"):
+            torch.save(far, "nowhere")
+        assert torch.equal(
+            remote(owner.address, norm, token=TOKEN, seed=0)(torch.ones(8, 4)), local(norm)(torch.ones(8, 4))
+        )
+
+
+def test_derivatives_that_do_not_go_through_are_refused_by_name():
+    with owning() as owner:
+        far = remote(owner.address, norm, token=TOKEN, seed=0)
+        x = torch.randn(8, 4, requires_grad=True)
+        with pytest.raises(UserError, match=r"norm of the owner.*higher order \(create_graph=True\)"):
+            torch.autograd.grad(far(x).sum(), [x], create_graph=True)
+        with pytest.raises(UserError, match=r"torch\.func and forward-mode"):
+            torch.func.jvp(far, (x,), (x,))
+        with pytest.raises(UserError, match=r"torch\.func and forward-mode"):
+            torch.func.vmap(far)(x)
