@@ -20,9 +20,10 @@ from torch import Tensor
 from shoal.chunks import Chunk
 from shoal.comm.codecs import codec
 from shoal.device import record_use
-from shoal.errors import UserError
+from shoal.errors import ArgumentError, UserError
 from shoal.exchange.algorithm import Replica, State, TrainsAlone, by_parameter, part_of_mean
 from shoal.exchange.scatter_gather import scatter_gather
+from shoal.optim.outer import OuterSGD
 from shoal.plan import Option
 
 
@@ -62,6 +63,10 @@ class DiLoCo(TrainsAlone):
             raise UserError(
                 f"plan.exchange: keep = {self.keep}: the part of its own weights that a replica keeps is in [0, 1)"
             )
+        try:
+            self._outer = OuterSGD(self.outer_lr, self.outer_momentum, nesterov=True)
+        except ArgumentError as error:
+            raise UserError(f"plan.exchange.outer_{error}") from error
         self._group = replica.background("diloco")
         self._codec = codec(self.codec)
         self._anchors = [chunk.master.clone() for chunk in replica.chunks]
@@ -120,8 +125,7 @@ class DiLoCo(TrainsAlone):
                 momentum.zero_()
                 anchor.sub_(moved)
             else:
-                momentum.mul_(self.outer_momentum).add_(moved)
-                anchor.sub_(moved.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+                self._outer.step(anchor, moved, {"momentum": momentum})
             chunk.master.lerp_(anchor, 1 - self.keep) if self.keep else chunk.master.copy_(anchor)
             chunk.publish()
 

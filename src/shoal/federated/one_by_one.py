@@ -1,0 +1,86 @@
+"""Local training of one client after the other, in one module: any model that torch can train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shoal.federated.flat import Flat
+from shoal.federated.recipe import LocalOptimizer, Recipe, Trained, limited, norm_of
+from shoal.federated.together import WithLoss
+
+
+class OneByOne:
+    """Trains `module`, whose parameters and buffers become views of one vector; see `Together`."""
+
+    size = 1
+
+    def __init__(self, module: nn.Module, flat: Flat, recipe: Recipe, tensors: Mapping[str, Tensor], mu: float) -> None:
+        self._flat, self._recipe, self._tensors, self._mu = flat, recipe, tensors, mu
+        self._module = module
+        device = next(module.parameters()).device
+        self._now = torch.zeros(flat.size, dtype=flat.dtype, device=device)
+        self._start = torch.zeros_like(self._now)
+        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        views = flat.views(self._now)
+        self._optimizer = LocalOptimizer(recipe, list(self._parameters.items()), views[: len(self._parameters)])
+        self._views = dict(zip((*flat.names, *flat.buffers), views, strict=True))
+        self._loss = WithLoss(module, recipe.loss)
+        self._kept = {name: buffer.clone() for name, buffer in module.named_buffers() if name not in set(flat.buffers)}
+
+    def train(self, starts: Tensor, rows: Tensor, steps: Sequence[int], factor: float) -> Trained:
+        """Trains a client for each row of `rows`, as `Together.train`."""
+        done = [
+            self._one(starts if starts.dim() == 1 else starts[index], rows[index, :count], factor)
+            for index, count in enumerate(steps)
+        ]
+        moved, losses, counts = zip(*done, strict=True)
+        return Trained(torch.stack(moved), torch.stack(losses), torch.stack(counts))
+
+    def _one(self, start: Tensor, rows: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        self._module.train()
+        self._begin(start)
+        self._optimizer.begin(factor)
+        parameters = list(self._parameters.values())
+        anchors = self._flat.views(self._start)[: len(parameters)]
+        losses = torch.zeros((), dtype=torch.float64, device=self._now.device)
+        counts = torch.zeros_like(losses)
+        for batch in rows.to(self._now.device):
+            total, count, auxiliary = self._loss({key: values[batch] for key, values in self._tensors.items()})
+            gradients = list(
+                torch.autograd.grad(total / count.clamp(min=1) + auxiliary, parameters, materialize_grads=True)
+            )
+            with torch.no_grad():
+                if self._mu:
+                    for gradient, parameter, anchor in zip(gradients, parameters, anchors, strict=True):
+                        gradient.add_(parameter - anchor, alpha=self._mu)
+                if self._recipe.clip:
+                    factor_ = limited(norm_of(gradients), self._recipe.clip)
+                    gradients = [gradient * factor_ for gradient in gradients]
+                self._optimizer.step(gradients)
+                losses += total.detach()
+                counts += count
+        with torch.no_grad():
+            return self._start - self._ended(), losses, counts
+
+    @torch.no_grad()
+    def _begin(self, start: Tensor) -> None:
+        """Puts `start` into the module, whose parameters are views of what the optimizer updates."""
+        self._start.copy_(start)
+        self._now.copy_(start)
+        for name, parameter in self._parameters.items():
+            parameter.data = self._views[name]
+        buffers = dict(self._module.named_buffers())
+        for name in self._flat.buffers:
+            buffers[name].copy_(self._views[name])
+        for name, value in self._kept.items():
+            buffers[name].copy_(value)
+
+    def _ended(self) -> Tensor:
+        """Returns the vector of the module after its steps: a forward may have bound buffers anew."""
+        buffers = dict(self._module.named_buffers())
+        for name in self._flat.buffers:
+            self._views[name].copy_(buffers[name])
+        return self._now
