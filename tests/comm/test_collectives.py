@@ -28,6 +28,8 @@ def every_collective(world):
         "broadcast": group.broadcast(mine.clone(), 1).tolist(),
         "objects": [(entry["rank"], len(entry["text"])) for entry in objects],
         "object": group.broadcast_object(["from", world.rank], 2),
+        "long": [len(each) for each in group.all_gather_object("y" * 600 * world.rank)],
+        "long object": len(group.broadcast_object("z" * 1000 if world.rank == 1 else None, 1)),
         "calls": world.ledger.total("world", "all_reduce").calls,
     }
 
@@ -46,6 +48,8 @@ def test_every_collective_on_three_ranks():
             "broadcast": [2, 4],
             "objects": [(0, 0), (1, 1), (2, 2)],
             "object": ["from", 2],
+            "long": [0, 600, 1200],
+            "long object": 1000,
             "calls": 4,
         }
 

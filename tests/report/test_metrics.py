@@ -20,6 +20,7 @@ from shoal.report.metrics import (
     SampleRecord,
     StepRecord,
     WarningRecord,
+    last_recorded,
     read_metrics,
 )
 from shoal.report.result import summarize
@@ -121,6 +122,21 @@ def test_a_crash_in_the_last_line_loses_that_line_and_no_later_one(
     resumed = write(path, run_record(), step(2, loss=7.0), step(3))
     assert [(record.step, record.loss) for record in resumed.steps] == [(1, 1.0), (2, 7.0), (3, 1.0)]
     assert resumed.warnings == ()
+
+
+def test_the_newest_steps_are_those_at_the_end_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in (*range(1, 200), 199, 198):
+        log.write(step_record(step))
+        if step == 100:
+            log.write(EvalRecord(step=100, loss=2.0, tokens=10))
+    log.close()
+    path.write_bytes(path.read_bytes() + b'{"kind": "step", "step": 300')
+    assert last_recorded(path) == (199, 100)
+    MetricsLog(path).close()  # which cuts the unfinished line off
+    assert path.read_bytes().endswith(b"}\n") and last_recorded(path) == (199, 100)
+    assert last_recorded(tmp_path / "none") == (0, -1)
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from shoal.assembly.ranks import Ranks
 from shoal.assembly.recipe import Recipe
 from shoal.comm import Group
 from shoal.exchange.hooks import check_hooks, is_hooked
+from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import synchronise
-from shoal.module.build import Built, build
+from shoal.module.build import Built
 from shoal.module.compiling import blocks, compile_blocks, nothing_to_recompute, recomputable
 from shoal.module.random import Randomness, attention
 from shoal.module.recompute import Recompute, without_caches
@@ -50,7 +51,7 @@ def build_alike(model: nn.Module | Callable[[], nn.Module], recipe: Recipe, rank
     """Builds `model`, a factory or a ready module: the same on all ranks, which call it alike."""
     if ranks.world.device.type == "cpu":
         keep_freed_memory()
-    built = build(model, recipe.seed)
+    built = build_ahead(model, recipe.seed)
     make_alike(built, ranks.world.everyone)
     return whole_model(built, recipe.param_groups)
 

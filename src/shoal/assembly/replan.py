@@ -18,6 +18,7 @@ from shoal.checkpoint.survivors import survivors
 from shoal.comm import Group, World
 from shoal.errors import CheckpointError, StorageError, TrainingError, UserError
 from shoal.exchange.hooks import is_hooked
+from shoal.module.ahead import Ahead
 
 REFUSALS = (UserError, StorageError, CheckpointError)
 """What all ranks raise alike, so that the old plan can go on. Anything else is the failure of one rank."""
@@ -148,4 +149,4 @@ def _anew(factory: nn.Module | Callable[[], nn.Module], trained: nn.Module) -> C
             )
         return module
 
-    return make
+    return factory.handed_on(make, known) if isinstance(factory, Ahead) else make

@@ -22,7 +22,7 @@ from shoal.comm.sizes import check_fit, splits_of
 from shoal.comm.stalls import Stalls
 from shoal.comm.transport import Transport, for_every_device, sent_bytes
 from shoal.comm.turns import Turns, in_one_turn
-from shoal.comm.wire import packed, unpacked
+from shoal.comm.wire import FIRST, is_error, packed, rest_of, unpacked
 from shoal.device import is_own_failure, kind_of
 from shoal.errors import LaunchError
 
@@ -195,13 +195,14 @@ class Group:
 
         Raises UserError, on all ranks, where one of them has another type.
         """
-        mine, size = packed(value)
-        sizes = self.all_gather(torch.empty(self.size, dtype=torch.int64), torch.tensor([size]), "object").tolist()
-        longest = max(map(abs, sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        gathered = self.all_gather(torch.empty(self.size * longest, dtype=torch.uint8), padded, "object")
-        return [unpacked(row, size) for row, size in zip(gathered.view(self.size, -1), sizes, strict=True)]
+        mine = packed(value)
+        rows = self.all_gather(mine.new_empty(self.size * FIRST), mine[:FIRST], "object").view(self.size, FIRST)
+        if longest := max(map(rest_of, rows)):
+            rest = mine.new_zeros(longest)
+            rest[: mine.numel() - FIRST] = mine[FIRST:]
+            gathered = self.all_gather(mine.new_empty(self.size * longest), rest, "object")
+            rows = torch.cat([rows, gathered.view(self.size, longest)], 1)
+        return [unpacked(row) for row in rows]
 
     @in_one_turn
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
@@ -209,12 +210,13 @@ class Group:
 
         Raises UserError, on all ranks, for another type.
         """
-        data, size = packed(value) if self.rank == src and self.size > 1 else (torch.empty(0, dtype=torch.uint8), 0)
-        size = int(self.broadcast(torch.tensor([size]), src, "object"))
-        if self.rank != src:
-            data = torch.empty(abs(size), dtype=torch.uint8)
-        self.broadcast(data, src, "object")
-        return value if self.rank == src and size >= 0 else unpacked(data, size)
+        gives = self.rank == src
+        data = packed(value) if gives and self.size > 1 else packed(None)
+        first = self.broadcast(data[:FIRST].clone(), src, "object")
+        if rest := rest_of(first):
+            more = self.broadcast(data[FIRST:].clone() if gives else data.new_empty(rest), src, "object")
+            first = torch.cat([first, more])
+        return value if gives and not is_error(first) else unpacked(first)
 
     def close(self) -> None:
         """Closes the connections; no operation can follow."""

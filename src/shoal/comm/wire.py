@@ -29,6 +29,9 @@ from shoal.errors import LaunchError, ShoalError, UserError
 
 Class = TypeVar("Class", bound=type)
 
+FIRST = 512
+"""Bytes of a packed value that ranks exchange at once, without asking for its size: few are longer."""
+_SIZE = struct.Struct("=q")
 _LENGTH = struct.Struct("!Q")
 _PLAIN = (bool, int, float, str)
 _ARRAYS = "biufcUSmM"
@@ -88,25 +91,41 @@ def unpack(data: bytes | memoryview) -> Any:
     return value
 
 
-def packed(value: Any) -> tuple[Tensor, int]:
-    """Serializes `value` for a collective: returns the bytes (uint8) and their number.
+def packed(value: Any) -> Tensor:
+    """Serializes `value` for a collective: returns its size (int64) and its bytes, as uint8, padded to FIRST.
 
-    Where the value cannot be sent, the bytes are those of the error and the number is negative: `unpacked` raises it on
+    Where the value cannot be sent, the bytes are those of the error and the size is negative: `unpacked` raises it on
     every rank.
     """
     try:
         data, sign = pack(value), 1
     except Exception as error:
         data, sign = pack(error), -1
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8), sign * len(data)
+    whole = _SIZE.pack(sign * len(data)) + data
+    return torch.frombuffer(bytearray(whole.ljust(FIRST, b"\0")), dtype=torch.uint8)
 
 
-def unpacked(data: Tensor, size: int) -> Any:
-    """Returns the value that `packed` was given, or raises its error. `data` may be longer than `size` bytes."""
-    value = unpack(data[: abs(size)].numpy().tobytes())
+def rest_of(first: Tensor) -> int:
+    """Returns how many bytes a `packed` value has beside its FIRST ones, which begin `first`."""
+    return max(0, _SIZE.size + abs(_size_of(first)) - FIRST)
+
+
+def is_error(first: Tensor) -> bool:
+    """Returns whether what is `packed` is why a value cannot be sent."""
+    return _size_of(first) < 0
+
+
+def unpacked(data: Tensor) -> Any:
+    """Returns the value that `packed` was given, or raises its error. `data` may be longer."""
+    size = _size_of(data)
+    value = unpack(data[_SIZE.size : _SIZE.size + abs(size)].numpy().tobytes())
     if size < 0:
         raise value
     return value
+
+
+def _size_of(data: Tensor) -> int:
+    return int(_SIZE.unpack(data[: _SIZE.size].numpy().tobytes())[0])
 
 
 def _written(value: Any, raw: list[bytes], where: str) -> Any:

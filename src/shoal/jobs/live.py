@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.assembly.replan import without_collections
 from shoal.checkpoint.directory import completed
 from shoal.comm import World
 from shoal.comm.address import host_port
@@ -41,6 +42,7 @@ from shoal.jobs.write import write_resolved
 from shoal.launch import enter
 from shoal.launch.failure import has_lost_peer
 from shoal.launch.identity import Identity
+from shoal.module.ahead import Ahead
 from shoal.report.metrics import StepRecord, last_recorded
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,9 @@ class LiveRank:
 
     def __init__(self, path: str, assignments: list[str], control: Control) -> None:
         self._path, self._assignments, self._control = path, assignments, control
-        self._opened = opened(*load_job(path, assignments))
+        settled = opened(*load_job(path, assignments))
+        self._ahead = Ahead(settled.model.factory)
+        self._opened = replace(settled, model=replace(settled.model, factory=self._ahead))
         self._cost = cost_of(self._opened)
         self._engine: Engine | None = None
         self._attempt: Attempt | None = None  # the last one
@@ -63,6 +67,7 @@ class LiveRank:
 
     def to_its_end(self) -> Outcome:
         """Trains in one generation after the other, until the run ends."""
+        self._prepare()
         self._control.send(Warm())
         while True:
             place = self._control.wait()
@@ -73,6 +78,12 @@ class LiveRank:
                 return outcome
             step = -1 if self._engine is None else self._engine.step_index
             self._control.send(Left(place.generation, step, self._engine is not None, outcome != NOW))
+            self._prepare()
+
+    @without_collections()
+    def _prepare(self) -> None:
+        """Builds the model for the next generation, whose place comes meanwhile."""
+        self._ahead.prepare(self._opened.job.train.seed)
 
     def _train(self, place: Place) -> Outcome | str:
         """Trains in a generation; returns how this rank has left it, where the run goes on (see events.NOW)."""

@@ -6,12 +6,15 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError
+
+_NEWEST, _BLOCK = 64, 1 << 16
 
 
 def open_for_append(path: Path) -> io.FileIO:
@@ -27,13 +30,17 @@ def open_for_append(path: Path) -> io.FileIO:
         raise UserError(
             f"{path} cannot be opened for writing: {error.strerror}. Choose another run directory"
         ) from error
-    file.seek(0)
-    content = file.read()
-    tail = content[content.rfind(b"\n") + 1 :]
+    end = start = file.seek(0, os.SEEK_END)
+    tail = b""
+    while start and b"\n" not in tail:
+        start = max(0, start - _BLOCK)
+        file.seek(start)
+        tail = file.read(end - start)
+    tail = tail[tail.rfind(b"\n") + 1 :]
     if tail and parse(tail) is not None:
         file.write(b"\n")
     elif tail:
-        file.truncate(len(content) - len(tail))
+        file.truncate(end - len(tail))
     file.seek(0, os.SEEK_END)
     return file
 
@@ -91,6 +98,14 @@ def parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def newest_step(lines: Sequence[bytes], kind: str, none: int) -> int:
+    """Returns the newest step of the last records of a kind, `none` where there is no record. `lines`: the last one
+    first. Looks at several, since a rank may record late what another one had no time to; few are parsed."""
+    records = (parse(line) or {} for line in lines if f'"{kind}"'.encode() in line)
+    steps = (each["step"] for each in records if each.get("kind") == kind and "step" in each)
+    return max(islice(steps, _NEWEST), default=none)
 
 
 def _finite(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from shoal.errors import UserError
 
 from .changes import MembershipRecord, MovesRecord, PlanRecord
-from .jsonl import as_float, encode_lines, open_for_append, parse, read_lines
+from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
 
 COUNTS = 512
 """The most counts of tokens per expert in a step's record."""
@@ -219,9 +219,8 @@ def last_recorded(path: Path | str) -> tuple[int, int]:
     the one who goes on with it; reads only the end of the file, as far as a few records reach."""
     with suppress(FileNotFoundError), Path(path).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-        records = [decode(each) for each in map(parse, file.read().split(b"\n")) if each is not None]
-        steps = [each.step for each in records if isinstance(each, StepRecord)]
-        return max(steps, default=0), max((each.step for each in records if isinstance(each, EvalRecord)), default=-1)
+        lines = file.read().split(b"\n")[::-1]
+        return newest_step(lines, "step", 0), newest_step(lines, "eval", -1)
     return 0, -1
 
 
