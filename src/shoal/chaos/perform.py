@@ -29,6 +29,7 @@ from shoal.jobs.config import Job
 from shoal.jobs.drill import VARIABLE
 from shoal.jobs.read import load_job
 from shoal.report.metrics import StepRecord
+from shoal.report.replace import replace_text
 
 _SECONDS_A_FAULT = 6.0
 """Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""
@@ -37,8 +38,10 @@ _UNSURE = ("drop", "hangup")
 _UNSURE_SECONDS = 5.0
 _VOTES = 5
 """Steps between votes, where a job has none and bits are to flip."""
-_ASIDE = 20.0
+_ASIDE = 45.0
 """Seconds for which nodes are waited for that are away."""
+_WAITING = 1.0
+"""Seconds a step meanwhile, once the next fault is due."""
 _SEVERAL = ("drain", "node", "coordinator", "rejoin")
 """Faults that take a node away."""
 
@@ -189,10 +192,10 @@ def _suffer(cluster: Cluster, schedule: Schedule, drill: Path, say: Callable[[st
     rows: list[Row] = []
     try:
         for fault in schedule.faults:
-            _complete(cluster, watch)
+            _complete(cluster, watch, drill, fault.step)
             watch.wait(partial(_is_due, watch, fault), "the step of the next fault has not come")
             rows.append(_one(injector, watch, fault, say))
-        _complete(cluster, watch)
+        _complete(cluster, watch, drill, watch.step)
         (drill / "pace").unlink()
         watch.wait(lambda: watch.over, "the run does not come to its end")
     except Over:
@@ -210,14 +213,22 @@ def _left(schedule: Schedule, rows: list[Row], why: str) -> list[Row]:
     return [Row(fault, "", fault.step, note=why) for fault in schedule.faults[len(rows) :]]
 
 
-def _complete(cluster: Cluster, watch: Watch) -> None:
-    """Has lost nodes come back, and waits until all train; a node that is put aside is not waited for long."""
+def _complete(cluster: Cluster, watch: Watch, drill: Path, due: int) -> None:
+    """Has lost nodes come back, and waits until all train; a node that is put aside is not waited for long. From the
+    step `due` on the run is slowed down meanwhile, lest it be over first."""
     for _ in range(cluster.size - len(cluster.living)):
         cluster.join()
-    enough = time.monotonic() + _ASIDE
-    watch.wait(
-        lambda: watch.trains and (watch.nodes >= cluster.size or time.monotonic() > enough), "the nodes do not train"
-    )
+    pace, enough, slowed = (drill / "pace").read_text(), time.monotonic() + _ASIDE, False
+
+    def complete() -> bool:
+        nonlocal slowed
+        if not slowed and watch.step >= due and watch.nodes < cluster.size:
+            slowed = True
+            replace_text(drill / "pace", str(max(float(pace), _WAITING)))
+        return watch.trains and (watch.nodes >= cluster.size or time.monotonic() > enough)
+
+    watch.wait(complete, "the nodes do not train")
+    replace_text(drill / "pace", pace)
 
 
 def _one(injector: Injector, watch: Watch, fault: Fault, say: Callable[[str], None]) -> Row:

@@ -20,7 +20,7 @@ from shoal.report.metrics import StepRecord
 
 _SHARED = Path("/dev/shm")
 _PATIENCE = 5.0
-"""Seconds in which processes of a run that is over have to end."""
+"""Seconds in which processes of a run that is over have to end, and its files to go."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,19 @@ class Files:
 
     def check(self, cluster: Cluster) -> Check:
         """Checks that a run that is over has left nothing in shared memory and in its folder of temporary files, but
-        for what the next start sweeps away."""
-        sweep(cluster.temporary)
-        new = _shared() - self._before  # before it is asked who holds them: others go on making some
-        left = [each for each in sorted(new - _held_by_others(cluster.mark)) if Path(each).exists()]
-        left += [str(path.name) for path in cluster.temporary.iterdir()]
+        for what the next start sweeps away. What others make meanwhile and remove in time is not counted."""
+        deadline = time.monotonic() + _PATIENCE
+        while (left := self._left(cluster)) and time.monotonic() < deadline:
+            time.sleep(0.5)
         return Check(
             "files", not left, f"left: {left[:5]}" if left else "nothing left in /dev/shm and in temporary files"
         )
+
+    def _left(self, cluster: Cluster) -> list[str]:
+        sweep(cluster.temporary)
+        new = _shared() - self._before  # before it is asked who holds them: others go on making some
+        left = [each for each in sorted(new - _held_by_others(cluster.mark)) if Path(each).exists()]
+        return left + [path.name for path in cluster.temporary.iterdir()]
 
 
 def _shared() -> set[str]:
