@@ -107,6 +107,19 @@ def test_nothing_is_lost_and_the_rank_with_a_flipped_bit_is_named(tmp_path):
 
 
 @pytest.mark.matrix
+def test_a_slow_rank_is_put_aside_and_comes_back(tmp_path):
+    longer = ("model.d_model=96", "model.layers=4", "data.sequence=128")
+    outcome = chaos(tmp_path, "slow", Row(longer, tolerance=1e-4), 120)
+    assert failed(outcome) == [] and outcome["passed"]
+    (row,) = outcome["rows"]
+    assert 5.0 < row["noticed"] < 20.0 and row["lost"] == 0
+    told = told_of(tmp_path / "out/faults/run/metrics.jsonl")
+    assert any(
+        re.search(r"rank \d of \S+ is \S+ times as slow as others: \S+ is put aside for 8 s", each) for each in told
+    )
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_each_fault_under_each_plan(plan, faults, tmp_path):

@@ -15,7 +15,7 @@ from shoal.elastic.etcd_election import EtcdElection
 from shoal.elastic.events import END, NOW, Limits
 from shoal.elastic.journal import Journal
 from shoal.elastic.leadership import Leadership, Node
-from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.supervisor import Supervisor
 
 KEY = derived(b"the secret of these tests", "coordinator")
@@ -49,6 +49,10 @@ class Crew:
     @property
     def ready(self) -> int:
         return self._member.ranks if self._begun and not self.busy else 0
+
+    @property
+    def paces(self) -> Paces | None:
+        return self._member.paces(self._now.start) if self._now is not None else None
 
     def begin(self, job: Admitted) -> None:
         self._begun = True
@@ -86,6 +90,7 @@ class Member:
     starts: list[Pretended] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     open_store: Callable[[str], int] = lambda host: 1
+    paces: Callable[[Start], Paces | None] = lambda start: None
 
     def __post_init__(self) -> None:
         self.node = Node(

@@ -5,6 +5,7 @@ against the same job undisturbed.
     nodes.py      nodes of a job as processes of this host, found and looked at from outside
     inject.py     each fault, done to those processes
     watch.py      what the run's folder tells: steps, generations, what the coordinator noticed
+    steps.py      how fast its steps follow each other
     perform.py    the reference, the faults one after the other, the end
     verdict.py    whether anything was lost: losses, samples, processes, files
 

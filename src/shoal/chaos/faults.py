@@ -31,7 +31,7 @@ KINDS = {
 """Each fault, in words."""
 FLIPS = ("weight", "optimizer", "gradient")
 """Faults that only a vote of replicas finds."""
-LASTING = {"slow": 5.0, "disk": 5.0}
+LASTING = {"slow": 20.0, "disk": 5.0}
 """Faults that end by themselves, and the seconds for which they last."""
 
 

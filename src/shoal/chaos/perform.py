@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.chaos.faults import FLIPS, LASTING, Fault, Schedule
 from shoal.chaos.inject import Injector
 from shoal.chaos.nodes import Cluster, ended
+from shoal.chaos.steps import Steps, chosen_pace
 from shoal.chaos.verdict import (
     Check,
     Files,
@@ -28,20 +29,17 @@ from shoal.errors import LaunchError, UserError
 from shoal.jobs.config import Job
 from shoal.jobs.drill import VARIABLE
 from shoal.jobs.read import load_job
-from shoal.report.metrics import StepRecord
-from shoal.report.replace import replace_text
 
-_SECONDS_A_FAULT = 6.0
-"""Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""
 _UNSURE = ("drop", "hangup")
 """Faults that need not end a generation: a connection may be one that nobody uses, or one that is made again."""
 _UNSURE_SECONDS = 5.0
 _VOTES = 5
 """Steps between votes, where a job has none and bits are to flip."""
+_SLOW_SECONDS, _SLOW_STEP = 12.0, 0.1
+"""Seconds for which a rank has to be slow so that its node is put aside in any case; seconds of a step from which on
+its own work is most of it."""
 _ASIDE = 45.0
 """Seconds for which nodes are waited for that are away."""
-_WAITING = 1.0
-"""Seconds a step meanwhile, once the next fault is due."""
 _SEVERAL = ("drain", "node", "coordinator", "rejoin")
 """Faults that take a node away."""
 
@@ -125,13 +123,16 @@ def perform(setting: Setting, schedule: Schedule, say: Callable[[str], None]) ->
     say(f"the reference: {job.train.steps} steps on {setting.size} node(s) with {setting.nproc} rank(s) each")
     reference, drill = _reference(setting)
     steps, batches = steps_of(reference / "run"), batches_of(read_dealt(drill))
-    pace = _pace(steps, len(schedule.faults)) if setting.pace is None else setting.pace
+    usual = statistics.median(each.seconds for each in steps)
+    pace = chosen_pace(len(steps), usual, schedule) if setting.pace is None else setting.pace
     folder = setting.folder / "faults"
-    drill = _drill(folder, pace)
+    drill = _drill(folder)
+    slowly = Steps(drill, len(steps), usual, pace)
+    slowly.until(schedule.faults[0])
     files = Files()
     cluster = _cluster(setting, setting.least, folder, drill)
     with ended(cluster):
-        rows, failure = _suffer(cluster, schedule, drill, say)
+        rows, failure = _suffer(cluster, schedule, slowly, say)
         over = not failure and cluster.wait(PATIENCE)
         happened = sum(not row.note for row in rows)
         checks = [
@@ -149,7 +150,7 @@ def perform(setting: Setting, schedule: Schedule, say: Callable[[str], None]) ->
 def _reference(setting: Setting) -> tuple[Path, Path]:
     """Trains the job undisturbed; returns its folder and that of what its ranks told."""
     folder = setting.folder / "reference"
-    drill = _drill(folder, 0.0)
+    drill = _drill(folder)
     cluster = _cluster(setting, setting.size, folder, drill)
     with ended(cluster):
         watch = Watch(cluster)
@@ -169,34 +170,28 @@ def _cluster(setting: Setting, least: int, folder: Path, drill: Path) -> Cluster
     return cluster
 
 
-def _drill(folder: Path, pace: float) -> Path:
+def _drill(folder: Path) -> Path:
     drill = folder / "drill"
     try:
         drill.mkdir(parents=True)
     except FileExistsError:
         raise UserError(f"{folder} is there already: give another --dir") from None
-    (drill / "pace").write_text(f"{pace}")
     return drill
 
 
-def _pace(steps: list[StepRecord], faults: int) -> float:
-    """Returns the seconds to wait before each step, so that there is time between two faults."""
-    usual = statistics.median(each.seconds for each in steps)
-    return max(0.0, _SECONDS_A_FAULT * (faults + 1) / len(steps) - usual)
-
-
-def _suffer(cluster: Cluster, schedule: Schedule, drill: Path, say: Callable[[str], None]) -> tuple[list[Row], str]:
+def _suffer(cluster: Cluster, schedule: Schedule, steps: Steps, say: Callable[[str], None]) -> tuple[list[Row], str]:
     """Has the run suffer the faults, and come to its end; returns what came of each, and why it does not go on."""
     watch = Watch(cluster)
-    injector = Injector(cluster, watch, drill, random.Random(schedule.seed))
+    injector = Injector(cluster, watch, steps.drill, random.Random(schedule.seed))
     rows: list[Row] = []
     try:
         for fault in schedule.faults:
-            _complete(cluster, watch, drill, fault.step)
+            steps.until(fault)
+            _complete(cluster, watch)
             watch.wait(partial(_is_due, watch, fault), "the step of the next fault has not come")
-            rows.append(_one(injector, watch, fault, say))
-        _complete(cluster, watch, drill, watch.step)
-        (drill / "pace").unlink()
+            rows.append(_one(cluster, injector, watch, steps, fault, say))
+        _complete(cluster, watch)
+        steps.to_the_end()
         watch.wait(lambda: watch.over, "the run does not come to its end")
     except Over:
         pass
@@ -213,26 +208,22 @@ def _left(schedule: Schedule, rows: list[Row], why: str) -> list[Row]:
     return [Row(fault, "", fault.step, note=why) for fault in schedule.faults[len(rows) :]]
 
 
-def _complete(cluster: Cluster, watch: Watch, drill: Path, due: int) -> None:
-    """Has lost nodes come back, and waits until all train; a node that is put aside is not waited for long. From the
-    step `due` on the run is slowed down meanwhile, lest it be over first."""
+def _complete(cluster: Cluster, watch: Watch) -> None:
+    """Has lost nodes come back, and waits until all train; a node that is put aside is not waited for long."""
     for _ in range(cluster.size - len(cluster.living)):
         cluster.join()
-    pace, enough, slowed = (drill / "pace").read_text(), time.monotonic() + _ASIDE, False
-
-    def complete() -> bool:
-        nonlocal slowed
-        if not slowed and watch.step >= due and watch.nodes < cluster.size:
-            slowed = True
-            replace_text(drill / "pace", str(max(float(pace), _WAITING)))
-        return watch.trains and (watch.nodes >= cluster.size or time.monotonic() > enough)
-
-    watch.wait(complete, "the nodes do not train")
-    replace_text(drill / "pace", pace)
+    enough = time.monotonic() + _ASIDE
+    watch.wait(
+        lambda: watch.trains and (watch.nodes >= cluster.size or time.monotonic() > enough), "the nodes do not train"
+    )
 
 
-def _one(injector: Injector, watch: Watch, fault: Fault, say: Callable[[str], None]) -> Row:
+def _one(
+    cluster: Cluster, injector: Injector, watch: Watch, steps: Steps, fault: Fault, say: Callable[[str], None]
+) -> Row:
     """Injects a fault and waits for the next step."""
+    if fault.kind in LASTING:
+        steps.during(fault, watch.step)
     injector.prepare(fault)
     victim = injector.inject(fault)
     since = injector.moment
@@ -254,5 +245,11 @@ def _one(injector: Injector, watch: Watch, fault: Fault, say: Callable[[str], No
         None if noticed is None else noticed - since.time,
         step.time - since.time,
         watch.lost(since),
-        "nobody noticed it" if fault.kind in FLIPS and noticed is None else "",
+        "nobody noticed it" if _is_noticed(fault, cluster, steps) and noticed is None else "",
     )
+
+
+def _is_noticed(fault: Fault, cluster: Cluster, steps: Steps) -> bool:
+    """Whether the coordinator has to hear of a fault that ends nothing by itself."""
+    spared = cluster.size > cluster.least and fault.seconds >= _SLOW_SECONDS and steps.usual >= _SLOW_STEP
+    return fault.kind in FLIPS or (fault.kind == "slow" and spared)

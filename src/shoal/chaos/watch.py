@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from shoal.chaos.nodes import Cluster
-from shoal.elastic.events import Draining, Ended, Left, TookOver
+from shoal.elastic.events import Draining, Ended, Left, Slow, TookOver
 from shoal.elastic.journal import read
 from shoal.errors import LaunchError
 from shoal.jobs.stop import STOPPED
@@ -123,7 +123,7 @@ class Watch:
             event.time
             for path in (self._cluster.run_dir / "membership").glob("*.journal")
             for event in read(path)
-            if isinstance(event, Left | Ended | Draining | TookOver) and event.time >= since.time
+            if isinstance(event, Left | Ended | Draining | Slow | TookOver) and event.time >= since.time
         ]
         return min(times, default=None)
 

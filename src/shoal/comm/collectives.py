@@ -279,6 +279,7 @@ class Group:
                 raise
             raise LaunchError(self._autopsy(operation, purpose, time.monotonic() - started, error)) from error
         finally:
+            self.ledger.wait(time.monotonic() - started)
             if self._open is not None:
                 self._open.end()
 

@@ -171,8 +171,18 @@ class Ledger:
             yield
         finally:
             seconds = time.perf_counter() - clock
+            self.wait(seconds)
             if self.recording and seconds >= SHORTEST_STALL and not getattr(self._aside, "here", False):
                 self.add(Span(self.step, "wait", cause, start, seconds, 0, "wait"))
+
+    @property
+    def waited(self) -> float:
+        """Seconds for which the calling thread has waited so far: in calls of groups, and for work beside it."""
+        return getattr(self._aside, "waited", 0.0)
+
+    def wait(self, seconds: float) -> None:
+        """Notes that the calling thread has waited for others."""
+        self._aside.waited = self.waited + seconds
 
     def runs_aside(self) -> None:
         """Marks the calling thread as one beside the trainer: when it waits, training goes on."""

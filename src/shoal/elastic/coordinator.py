@@ -31,6 +31,7 @@ from shoal.elastic.events import (
     Ready,
     Release,
     Say,
+    Slow,
     StepDown,
     Stop,
     Tick,
@@ -49,6 +50,7 @@ from shoal.elastic.messages import (
     Join,
     Note,
     Over,
+    Paces,
     Refused,
     Released,
     Report,
@@ -56,6 +58,7 @@ from shoal.elastic.messages import (
     Start,
     Waiting,
 )
+from shoal.elastic.pace import Stragglers
 from shoal.elastic.peers import STANDBYS, Peer, Peers
 from shoal.elastic.records import Malformed
 from shoal.elastic.waiting import why_it_waits
@@ -91,6 +94,7 @@ class Coordinator:
         self._peers = Peers(site.name, machine.roster.known, STANDBYS if site.tenure is None else 0)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._names = {each: name for name, each in machine.roster.known.items()} | {site.incarnation: site.name}
+        self._stragglers, self._kept = Stragglers(), set[tuple[str, int]]()
         self.released = False
         """Whether the member in whose process this runs has drained and leaves."""
 
@@ -162,6 +166,11 @@ class Coordinator:
                 self.tell(kind(time.time(), name, **vars(message)))
             except ValueError as error:
                 raise Malformed(str(error)) from None
+        elif isinstance(message, Paces):
+            try:
+                self._stragglers.take(name, message, peer.heard)
+            except ValueError as error:
+                raise Malformed(str(error)) from None
         elif isinstance(message, Drain):
             self.tell(Draining(time.time(), name))
         elif isinstance(message, Ask):
@@ -196,6 +205,21 @@ class Coordinator:
                     self.tell(Left(time.time(), name, False, f"it was silent for {now - peer.heard:.1f} s"))
             if self.machine.due(time.time()):
                 self.tell(Tick(time.time()))
+            self._look_for_stragglers(now)
+
+    def _look_for_stragglers(self, now: float) -> None:
+        """Has a slow member put aside, unless as many nodes as it leaves are too few."""
+        machine = self.machine
+        number = machine.generation.number if machine.generation is not None else 0
+        found = self._stragglers.look(number, machine.named, now)
+        if found is None:
+            return
+        self._stragglers.forget(found.name)
+        if machine.can_spare(found.name):
+            self.tell(Slow(time.time(), found.name, number, found.text))
+        elif (found.name, number) not in self._kept:
+            self._kept.add((found.name, number))
+            self._site.say(f"{found.text}, and stays: less than {machine.limits.minimum} node(s) would be left")
 
     def _name_for(self, join: Join) -> str:
         """Returns the name that this process has here, else the wished one, with a number where that is taken."""

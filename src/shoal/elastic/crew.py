@@ -14,7 +14,8 @@ from pathlib import Path
 from shoal.comm.signed import derived
 from shoal.elastic.control import JOB, Place
 from shoal.elastic.events import END, NOW
-from shoal.elastic.messages import Admitted, Report, Start
+from shoal.elastic.messages import Admitted, Paces, Report, Start
+from shoal.elastic.pace import paces_of
 from shoal.elastic.watchdog import Hang, Watchdog
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
@@ -49,6 +50,7 @@ class Crew:
         self._started = self._tries = 0
         self._start: Start | None = None  # the generation under way
         self._watchdog, self._looked = Watchdog(), 0.0
+        self._paces: Paces | None = None
         self._hang: Hang | None = None
         self._how: str | None = None  # the ranks are asked to leave
         self._killed: float | None = None  # when those are killed that have not left
@@ -80,6 +82,11 @@ class Crew:
         """Whether a waiting process has the state of the run in memory."""
         return any(each.holds for each in self._workers if each.waits)
 
+    @property
+    def paces(self) -> Paces | None:
+        """How fast the ranks work, of each part of the model the slowest; None where that is not known."""
+        return self._paces
+
     def place(self, start: Start) -> None:
         """Gives waiting processes their places in a generation: those first that have the state of the run. Raises
         LaunchError where there are not enough."""
@@ -92,7 +99,7 @@ class Crew:
             worker.take(Place.of(start, local, worker.slot, secret))
         self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
         self._tries = 0
-        self._watchdog = Watchdog()
+        self._watchdog, self._paces = Watchdog(), None
 
     def leave(self, how: str) -> None:
         """Has the ranks leave their generation; see events.NOW."""
@@ -155,6 +162,7 @@ class Crew:
         """Kills ranks that hang here; has the others leave, also where those that hang are elsewhere."""
         boards = {each.process.rank: each.progress() for each in training}
         stopped = {each.process.rank for each in training if each.is_stopped()}
+        self._paces = paces_of(self._start.generation, boards) if self._start is not None else None
         hang = self._watchdog.look(boards, stopped, now)
         if hang is None or self._hang is not None:
             return

@@ -104,6 +104,16 @@ class Draining:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """A member of the generation is much slower than the others, which wait for it; `why`: see pace.Straggler."""
+
+    time: float
+    name: str
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Asked:
     """The whole job is asked to end with a checkpoint, by the signal `number`."""
 
@@ -133,8 +143,8 @@ class Tick:
     time: float
 
 
-Event = Joined | Ready | Left | Ended | Draining | Asked | TookOver | Tick
-EVENTS = kinds((Joined, Ready, Left, Ended, Draining, Asked, TookOver, Tick))
+Event = Joined | Ready | Left | Ended | Draining | Slow | Asked | TookOver | Tick
+EVENTS = kinds((Joined, Ready, Left, Ended, Draining, Slow, Asked, TookOver, Tick))
 
 
 def _check_ranks(ranks: int) -> None:
@@ -251,7 +261,8 @@ class Limits:
     kill, drain: seconds for ranks to leave a generation, at once and at a step boundary. A supervisor kills ranks that
         do not leave at once, so `kill` is for one that does not obey.
     window: seconds in which the failures of a member are counted; at the k-th, from the second on, it is put aside for
-        min(2^k, longest) seconds.
+        min(2^k, longest) seconds. A slow one is put aside for min(4 x 2^k, longest), where k counts how often it was
+        slow again within `window` after it came back.
     fruitless: the job ends after so many failed generations in a row that have come no further than those before.
     quorum: only the side of a cut network with more members goes on. False where an election elsewhere (etcd) has said
         who coordinates.

@@ -36,18 +36,17 @@ from shoal.elastic.events import (
     Ready,
     Release,
     Say,
+    Slow,
     StepDown,
     Stop,
     TookOver,
     seated,
 )
+from shoal.elastic.headway import Headway
 from shoal.elastic.quorum import outnumbered
 from shoal.elastic.roster import Roster
-from shoal.errors import CheckpointError, LaunchError, TrainingError, UserError
 
 GATHERING, RUNNING, STOPPING, DEPOSED, OVER = "gathering", "running", "stopping", "deposed", "over"
-_FATAL = (UserError.exit_code, TrainingError.exit_code, CheckpointError.exit_code)
-"""Exit codes of failures that a new start would meet again."""
 
 
 class Membership:
@@ -79,8 +78,7 @@ class Membership:
         self._stop: Stop | None = None
         self._idle = -1.0  # when the last ranks had left
         self._deadline = self._rejoined = float("inf")
-        self._step = self._best = -1  # last committed steps: of the last generation, of all
-        self._fruitless = 0
+        self._headway = Headway()
         self._history: list[str] = []
         self._said: list[str] = []
 
@@ -100,6 +98,8 @@ class Membership:
             decided = self._drain(event.name)
         elif isinstance(event, Joined):
             decided = self._join(event)
+        elif isinstance(event, Slow):
+            decided = self._put_aside(event)
         elif isinstance(event, Asked):
             self._asked = event.number
         elif isinstance(event, TookOver):
@@ -110,8 +110,7 @@ class Membership:
 
     def due(self, now: float) -> bool:
         """Whether time alone changes something between the last event and `now`: then a Tick is to be applied."""
-        until = self.roster.backoff.until.values()
-        times = (self.roster.came + self.limits.settle, self._deadline, self._rejoined, *until)
+        times = (self.roster.came + self.limits.settle, self._deadline, self._rejoined, *self.roster.backoff.ends)
         return self.phase != OVER and any(self.now < time <= now for time in times)
 
     def _join(self, event: Joined) -> list[Decision]:
@@ -158,6 +157,17 @@ class Membership:
             return []
         self.roster.remove(name)
         return [Release(name), *self._last_one_left()]
+
+    def can_spare(self, name: str) -> bool:
+        """Whether enough members train without this one of the generation."""
+        others = self.named - self.roster.draining - self._ended.keys() - {name}
+        return self.phase == RUNNING and not self._asked and len(others) >= self.limits.minimum
+
+    def _put_aside(self, event: Slow) -> list[Decision]:
+        if event.generation != self._number or event.name not in self.pending or not self.can_spare(event.name):
+            return []
+        self._note(self.roster.backoff.slow(event.name, event.why, self.now))
+        return self._begin_to_stop(f"{event.name} is slow", SAVE)
 
     def _take_over(self, event: TookOver) -> list[Decision]:
         self._newest = max(self._newest, event.number)
@@ -234,22 +244,13 @@ class Membership:
     def _all_have_ended(self) -> list[Decision]:
         """Decides, once no rank is left in the generation, whether and with whom the job goes on."""
         assert self._stop is not None
-        failed = [each for each in self._ended.values() if each.outcome in ("failed", "killed")]
-        for each in failed:
+        for each in self._ended.values():
             if each.outcome == "failed":
                 self._fail(each.name)
-            if each.code in _FATAL:
-                return [self._over(Finish(each.code, each.message))]
-        if self._ended and all(each.outcome == "finished" for each in self._ended.values()):
-            return [self._over(Finish(0, "the training is complete"))]
-        if self._asked and self._stop.how == END:
-            return [self._over(Finish(128 + self._asked, "the job was told to end"))]
-        self._step = max((each.step for each in self._ended.values() if each.step >= 0), default=self._step)
-        self._fruitless = self._fruitless + 1 if failed and self._step <= self._best else 0
-        self._best = max(self._best, self._step)
-        if self._fruitless >= self.limits.fruitless:
-            why = f"{self._fruitless} generations in a row failed without a further step. The last: {failed[0].message}"
-            return [self._over(Finish(failed[0].code or LaunchError.exit_code, why))]
+        asked = self._asked if self._stop.how == END else 0
+        end = self._headway.conclude(self._ended.values(), asked, self.limits.fruitless)
+        if end is not None:
+            return [self._over(end)]
         return self._let_go()
 
     def _let_go(self) -> list[Decision]:
@@ -270,7 +271,7 @@ class Membership:
         roster, least = self.roster, 1 if self._asked else self.limits.minimum
         if self._asked and not roster.holding:
             return [self._over(Finish(128 + self._asked, "the job was told to end"))]
-        able = roster.able(self.now)
+        able = roster.able(self.now, least)
         full = len(able) == len(roster.members) >= self.limits.maximum
         settling = roster.came > self._idle and self.now < roster.came + self.limits.settle and not full
         if len(able) < least or settling:
@@ -280,7 +281,7 @@ class Membership:
         places = seated(roster.place([name for name in able if name in taken]))
         why = self._stop.why if self._stop is not None else "the first"
         self._number = self._newest = self._newest + 1
-        self.generation = Generation(self._number, places, why, self._step, live)
+        self.generation = Generation(self._number, places, why, self._headway.step, live)
         self.phase, self.named, self.pending = RUNNING, frozenset(taken), set(taken)
         self._ended, self._hurt, self._gone, self._blamed, self._strict = {}, None, {}, set(), False
         events, self._history = tuple(self._history[-20:]), []

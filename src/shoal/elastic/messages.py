@@ -51,6 +51,17 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Paces:
+    """How fast ranks of the member work in their generation, of each part of the model the slowest: see pace.Pace."""
+
+    generation: int
+    ranks: list[int]
+    parts: list[int]
+    now: list[float]
+    best: list[float]
+
+
+@dataclass(frozen=True)
 class Drain:
     """The member wants to leave."""
 
@@ -181,5 +192,5 @@ class Over:
     why: str
 
 
-FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Drain, Ask, Held))
+FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Paces, Drain, Ask, Held))
 TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Heard, Start, End, Entry, Roster, Note, Released, Over))

@@ -68,12 +68,12 @@ class Roster:
         said = [f"{name} has another rank" if name in named else f"{name} joins" for name in new[:4]]
         return ", ".join(said) + " ..." * (len(new) > 4)
 
-    def able(self, now: float) -> list[str]:
-        """Returns the members that can give ranks, in the order of their places."""
-        return [name for name in self.known if name in self.members and self.can_train(name, now)]
-
-    def can_train(self, name: str, now: float) -> bool:
-        return self.ready.get(name, 0) > 0 and name not in self.draining and self.backoff.left(name, now) <= 0
+    def able(self, now: float, least: int = 0) -> list[str]:
+        """Returns the members that can give ranks, in the order of their places; where they are fewer than `least`,
+        also those that are aside because they are slow."""
+        here = [each for each in self.known if each in self.members.keys() - self.draining and self.ready.get(each, 0)]
+        able = [name for name in here if self.backoff.left(name, now) <= 0]
+        return able if len(able) >= least else [name for name in here if self.backoff.left(name, now, True) <= 0]
 
     def place(self, names: list[str]) -> dict[str, int]:
         """Takes the waiting processes of members for a generation; returns how many each gives."""

@@ -28,6 +28,7 @@ from shoal.elastic.messages import (
     Held,
     Note,
     Over,
+    Paces,
     Released,
     Report,
     Roster,
@@ -38,6 +39,8 @@ from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError
 
 _LOOK = 0.02
+_PACES = 4
+"""Beats after which the pace of the ranks is told."""
 
 
 class Ranks(Protocol):
@@ -54,6 +57,10 @@ class Ranks(Protocol):
     @property
     def holds(self) -> bool:
         """Whether a waiting one has the state of the run in memory."""
+
+    @property
+    def paces(self) -> Paces | None:
+        """How fast the ranks work, where that is known."""
 
     def begin(self, job: Admitted) -> None:
         """Starts the processes, once."""
@@ -199,6 +206,8 @@ class Supervisor:
                 number, next_beat = number + 1, now + BEAT
                 self._beats[number] = now
                 connection.send(Beat(number))
+                if number % _PACES == 0 and (paces := self._ranks.paces) is not None and self._at.running:
+                    connection.send(paces)
             self._left = self._ranks.look() or self._left
             if connection is not None:
                 self._tell(connection)

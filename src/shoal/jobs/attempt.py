@@ -26,6 +26,7 @@ from shoal.jobs.config import describe
 from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.generation import Shown
 from shoal.jobs.moves import Moves
+from shoal.jobs.pace import OwnPace
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import Replanner
 from shoal.jobs.save import Saver
@@ -113,7 +114,7 @@ class Attempt:
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
-        self.moves, self.shown = Moves(engine), Shown(world)
+        self.moves, self.pace, self.shown = Moves(engine), OwnPace(engine), Shown(world)
         self.recorder.start(self._about(speed.peak))
 
     @property
@@ -184,12 +185,14 @@ class Attempt:
         for batch in batches(engine, self.data, total, self.votes):
             self.timeline.before(batch.step)
             self.moves.before()
-            result = engine.step(batch)
+            with self.pace.step(batch):
+                result = engine.step(batch)
             self.recorder.step(result, len(batch.ids))
             if self.first and (moves := self.moves.after(batch)) is not None:
                 self.recorder.moves(moves)
             step = engine.step_index
             self.shown.stepped(step)
+            self.shown.pace(self.pace)
             stopped = self.stop.after_step()
             if stopped or step == total:
                 break
@@ -202,7 +205,7 @@ class Attempt:
                 self.shown.busy()
                 with self.recorder.pause():
                     self.replanner.change(self.stop.wanted)
-                self.moves = Moves(engine)
+                self.moves, self.pace = Moves(engine), OwnPace(engine)
         self.timeline.before(-1)
         self.shown.busy()
         if self.stop.signal is None:

@@ -1,7 +1,8 @@
 """A rank under `shoal chaos`: what it tells of its samples, and the faults that only the rank itself can have. Without
 the variable it does nothing; every other fault comes from outside.
 
-    FOLDER/pace            seconds to wait before each step, so that there is time for faults
+    FOLDER/pace            seconds to wait before each step, so that there is time for faults, and up to which step;
+                           beyond it each takes LONG, so that a run is not over before its faults have happened
     FOLDER/samples-PID-N   a line of JSON for each step that the process PID begins: which samples it trains
     FOLDER/flip-PID        which bit the process PID flips before its next step
 """
@@ -26,6 +27,8 @@ from shoal.engine import Engine
 
 VARIABLE = "SHOAL_DRILL"
 """Names the folder."""
+LONG = 1.0
+"""Seconds to wait before a step which the next fault has not released."""
 STEPS_IN_A_FILE = 16
 """Files stay small, since a process whose disk is "full" can write only small ones."""
 WHERE = ("weight", "optimizer", "gradient")
@@ -57,7 +60,8 @@ def drilled(engine: Engine, batches: Iterator[Batch], environ: Mapping[str, str]
     folder = Path(environ[VARIABLE])
     for batch in batches:
         with suppress(FileNotFoundError):
-            time.sleep(float((folder / "pace").read_text()))
+            pace, last = map(float, (folder / "pace").read_text().split())
+            time.sleep(pace if batch.step < last else max(pace, LONG))
         _tell(engine, batch, folder)
         with suppress(FileNotFoundError):
             asked = folder / f"flip-{os.getpid()}"

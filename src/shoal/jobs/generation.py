@@ -13,6 +13,7 @@ from shoal.elastic.control import Place
 from shoal.jobs.choose import Settled
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
+from shoal.jobs.pace import OwnPace
 from shoal.jobs.read import load_job
 from shoal.launch.board import open_board
 from shoal.report.metrics import MembershipRecord
@@ -54,6 +55,11 @@ class Shown:
         """Shows a committed step."""
         if self._board is not None:
             self._board.show(True, step)
+
+    def pace(self, own: OwnPace) -> None:
+        """Shows how long this rank's own work takes, where that is known."""
+        if self._board is not None and own.seconds:
+            self._board.pace(own.part, own.seconds, own.best)
 
     def busy(self) -> None:
         """Shows that something else than a step begins, which may take long."""

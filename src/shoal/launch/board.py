@@ -4,6 +4,8 @@
     training    whether it is between two steps; else it builds, evaluates, saves, and how long that takes is not known
     stepped     when the step or `training` changed
     alive       when a thread of the rank last ran; it does not while the process is stopped
+    part, pace, best    which part of the model it computes; seconds a sample of its own work, of late and at best, 0
+                where they are not known
     waits       since when it has been in the collective `where`, 0 where it is in none
 
 Times are those of CLOCK_MONOTONIC, which is the same for all processes of a host.
@@ -24,6 +26,7 @@ VARIABLE = "SHOAL_BOARD"
 """Names the file; without it a rank shows nothing."""
 
 _FIELDS = struct.Struct("!q?dd")
+_PACE = struct.Struct("!qdd")
 _WAITING = struct.Struct("!dH")
 _TEXT = 200
 _SECONDS = 0.25
@@ -39,6 +42,9 @@ class Progress:
     alive: float = 0.0
     waits: float = 0.0
     where: str = ""
+    part: int = 0
+    pace: float = 0.0
+    best: float = 0.0
 
 
 class Board:
@@ -48,6 +54,7 @@ class Board:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._waiting, self._step = waiting, -1
         self.show(False)
+        self.pace(0, 0.0, 0.0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._live, name="shoal-board", daemon=True)
         self._thread.start()
@@ -57,6 +64,10 @@ class Board:
         self._step = self._step if step is None else step
         now = time.monotonic()
         os.pwrite(self._file, _FIELDS.pack(self._step, training, now, now), 0)
+
+    def pace(self, part: int, now: float, best: float) -> None:
+        """Shows how long this rank's own work takes."""
+        os.pwrite(self._file, _PACE.pack(part, now, best), _FIELDS.size)
 
     def close(self) -> None:
         self._closed.set()
@@ -68,7 +79,7 @@ class Board:
             since, where = self._waiting() or (0.0, "")
             text = where.encode()[:_TEXT]
             os.pwrite(self._file, struct.pack("!d", time.monotonic()), _FIELDS.size - 8)
-            os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size)
+            os.pwrite(self._file, _WAITING.pack(since, len(text)) + text, _FIELDS.size + _PACE.size)
 
 
 def open_board(environ: Mapping[str, str], waiting: Callable[[], tuple[float, str] | None]) -> Board | None:
@@ -81,9 +92,11 @@ def read_board(path: Path) -> Progress:
     data = b""
     with suppress(OSError):
         data = path.read_bytes()
-    if len(data) < _FIELDS.size + _WAITING.size:
-        return Progress(*_FIELDS.unpack(data[: _FIELDS.size])) if len(data) >= _FIELDS.size else Progress()
-    waits, size = _WAITING.unpack_from(data, _FIELDS.size)
-    text = data[_FIELDS.size + _WAITING.size :][:size].decode(errors="replace")
+    if len(data) < _FIELDS.size:
+        return Progress()
+    data = data.ljust(_FIELDS.size + _PACE.size + _WAITING.size, b"\0")
+    pace = _PACE.unpack_from(data, _FIELDS.size)
+    waits, size = _WAITING.unpack_from(data, _FIELDS.size + _PACE.size)
+    text = data[_FIELDS.size + _PACE.size + _WAITING.size :][:size].decode(errors="replace")
     step, training, stepped, alive = _FIELDS.unpack_from(data)
-    return Progress(step, training, stepped, alive, waits, text)
+    return Progress(step, training, stepped, alive, waits, text, *pace)
