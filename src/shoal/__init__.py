@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
     from shoal.server import Async, Batch, BoundedStaleness, ParameterServer, Sync, Table, connect
-    from shoal.server.remote import Owner, context, remote
+    from shoal.server.remote import DistributedOptimizer, Owner, context, remote
     from shoal.training.evaluation import Evaluation
     from shoal.training.result import StepResult
 
@@ -31,6 +31,7 @@ _HOME = {
     "Batch": "shoal.server",
     "BoundedStaleness": "shoal.server",
     "CheckpointError": "shoal.errors",
+    "DistributedOptimizer": "shoal.server.remote",
     "Engine": "shoal.engine",
     "Evaluation": "shoal.training.evaluation",
     "LaunchError": "shoal.errors",
@@ -59,6 +60,7 @@ __all__ = [
     "Batch",
     "BoundedStaleness",
     "CheckpointError",
+    "DistributedOptimizer",
     "Engine",
     "Evaluation",
     "LaunchError",

@@ -111,7 +111,7 @@ def owning(**more: Any) -> Iterator[Owner]:
 def gradients(owner: Owner, context: str | None = None) -> dict[str, Tensor]:
     """The gradients that the owner keeps for its only module, in its only context unless another one is named."""
     (entry,) = owner._registry._entries.values()
-    return entry.exposed.gradients(context or entry.exposed.contexts[0])
+    return entry.exposed.gradients.total(context or entry.exposed.gradients.contexts[0])
 
 
 def local(factory: Callable[..., nn.Module], *args: Any, seed: int = 0) -> nn.Module:

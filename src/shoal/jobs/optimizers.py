@@ -5,18 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
-
 from shoal.errors import UserError, check_choice, did_you_mean
 from shoal.optim.fused.trial import tried_out
 from shoal.optim.groups import OptimizerFactory
+from shoal.optim.named import OPTIMIZERS
 from shoal.plan import option_parameters
-
-OPTIMIZERS = {
-    name.lower(): getattr(torch.optim, name)
-    for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Adafactor")
-}
-"""torch's optimizers that update any parameter from its gradient alone."""
 
 
 def optimizer_named(option: str | dict[str, Any], lr: float) -> OptimizerFactory:

@@ -2,6 +2,7 @@
 
 from shoal.server.remote.contexts import Context, context
 from shoal.server.remote.module import RemoteModule, remote
+from shoal.server.remote.optimizer import DistributedOptimizer
 from shoal.server.remote.owner import Owner, OwnerOptions
 
-__all__ = ["Context", "Owner", "OwnerOptions", "RemoteModule", "context", "remote"]
+__all__ = ["Context", "DistributedOptimizer", "Owner", "OwnerOptions", "RemoteModule", "context", "remote"]

@@ -20,6 +20,9 @@ class Below(Protocol):
     def forget(self, context: str) -> None:
         """Has the gradients of `context` dropped, some time soon."""
 
+    def drop(self, context: str) -> None:
+        """Has the gradients of `context` dropped."""
+
 
 class Passing(NamedTuple):
     """A backward pass: the thread that has begun it, by a name that no other process has, and its number there."""

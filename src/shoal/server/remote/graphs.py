@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal.errors import UserError
 from shoal.server.remote.draws import ForwardDraws
+from shoal.server.remote.leaves import Leaves
 
 
 class Graph(NamedTuple):
@@ -16,12 +17,14 @@ class Graph(NamedTuple):
 
     outputs: those that need a gradient, in the order in which they were sent.
     inputs: each tensor of the arguments, or None where no gradient is wanted.
+    leaves: what stood in for the parameters.
     """
 
     context: str
     outputs: list[Tensor]
     inputs: list[Tensor | None]
     draws: ForwardDraws
+    leaves: Leaves | None
 
 
 class Graphs:

@@ -79,6 +79,40 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Optimize:
+    """Has an optimizer made for the module's parameters, here and at owners below, unless it is there. Value: its
+    options.
+
+    key: names the optimizer at all owners.
+    optimizer: one of optim/named.py.
+    """
+
+    key: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Asks for the sum of squares of a context's gradients, here and at owners below. Value of the answer: a number, 0
+    where this was asked already in the step `step`, as owners may be reached by several ways."""
+
+    key: str
+    context: str
+    step: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """Has the optimizer step with a context's gradients times `factor`, here and at owners below, once in `step`."""
+
+    key: str
+    context: str
+    step: str
+    factor: float
+    lr: float
+
+
+@dataclass(frozen=True)
 class Leave:
     """The session ends."""
 
@@ -104,5 +138,5 @@ class Failed:
     wrong: bool
 
 
-FROM_CLIENT = kinds((Build, Join, Forward, Backward, Release, Drop, Leave))
+FROM_CLIENT = kinds((Build, Join, Forward, Backward, Release, Drop, Optimize, Measure, Update, Leave))
 TO_CLIENT = kinds((Built, Returned, Failed))

@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from shoal.errors import UserError
 from shoal.server.remote import contexts
 from shoal.server.remote.link import Link
-from shoal.server.remote.messages import Backward, Forward
+from shoal.server.remote.messages import Backward, Drop, Forward
 from shoal.server.remote.payload import Payload, taken_apart
 from shoal.server.sessions import Address, key_of_token
 
@@ -67,18 +67,20 @@ class RemoteModule(nn.Module):
     Called like the module, with plain values and tensors, also nested in tuples, lists and dicts; inputs and outputs
     are copies. Several threads may call it at once. `train` and `eval` apply to the module at the owner from the next
     forward on.
+
+    link: to the owner.
     """
 
     def __init__(self, link: Link) -> None:
         super().__init__()
-        self._link = link
+        self.link = link
         self._numbers = itertools.count()
         finalize(self, link.close)
 
     @property
     def peer(self) -> str:
         """What stands at the other end, for messages."""
-        return self._link.peer
+        return self.link.peer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. Raises SessionLost where the owner is gone or silent, RemoteError where the module has
@@ -92,7 +94,7 @@ class RemoteModule(nn.Module):
         number = next(self._numbers)
         record = Forward(number, context.name, grad, self.training)
         if not grad:
-            returned = self._link.ask(record, sent)
+            returned = self.link.ask(record, sent)
             return returned.value([tensor.to(device) for tensor in returned.tensors])
         # On the CPU, so that backward runs in the thread that calls it: one that waits for an owner on a thread of the
         # engine's would hold up what that owner asks of this process.
@@ -103,11 +105,15 @@ class RemoteModule(nn.Module):
 
     def forget(self, context: str) -> None:
         """Has the gradients of a context dropped, some time soon."""
-        self._link.forget(context)
+        self.link.forget(context)
+
+    def drop(self, context: str) -> None:
+        """Has the gradients of a context dropped."""
+        self.link.ask(Drop(context))
 
     def close(self) -> None:
         """Leaves the owner. It does so by itself once nothing refers to it any more."""
-        self._link.close()
+        self.link.close()
 
     def extra_repr(self) -> str:
         return self.peer
@@ -130,11 +136,11 @@ class _Run:
     def __init__(self, module: RemoteModule, record: Forward, sent: Payload) -> None:
         self.module, self.record, self.sent = module, record, sent
         self._spent = False
-        self._release = finalize(self, module._link.release, record.number)
+        self._release = finalize(self, module.link.release, record.number)
         self._release.atexit = False
 
     def forward(self) -> list[Tensor]:
-        self.returned = self.module._link.ask(self.record, self.sent)
+        self.returned = self.module.link.ask(self.record, self.sent)
         self.sent = self.sent._replace(structure=None, tensors=[])
         tensors = self.returned.tensors
         self.returned = self.returned._replace(tensors=[])
@@ -156,7 +162,7 @@ class _Run:
         passing = contexts.passing()
         needed = [grad for grad, needs in zip(grads, self.returned.needing, strict=True) if needs]
         asked = Backward(self.record.number, passing.thread, passing.number, keep, parameters)
-        answer = self.module._link.ask(asked, taken_apart(needed, grad=False))
+        answer = self.module.link.ask(asked, taken_apart(needed, grad=False))
         return answer.value(answer.tensors)
 
 

@@ -22,8 +22,11 @@ from shoal.server.remote.messages import (
     Forward,
     Join,
     Leave,
+    Measure,
+    Optimize,
     Release,
     Returned,
+    Update,
 )
 from shoal.server.remote.payload import NOTHING, Payload
 from shoal.server.remote.registry import Factory, Holdings, Registry, exposed_factories
@@ -124,6 +127,12 @@ def _done(exposed: Exposed, client: Client, asked: Any, given: Payload) -> Paylo
         client.graphs.release(*asked.numbers)
     elif isinstance(asked, Drop):
         exposed.drop(asked.context)
+    elif isinstance(asked, Optimize):
+        exposed.updates.make(client, asked, given.value(given.tensors))
+    elif isinstance(asked, Measure):
+        return payload.taken_apart(exposed.updates.measure(asked), grad=False)
+    elif isinstance(asked, Update):
+        exposed.updates.update(asked)
     else:
         raise Malformed(f"{type(asked).__name__} in the middle of a session")
     return NOTHING

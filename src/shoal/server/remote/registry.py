@@ -57,7 +57,7 @@ class Registry:
         with self._guard:
             entries = list(self._entries.values())
             clients = [client for entry in entries for client in entry.clients.values()]
-        contexts = sum(len(entry.exposed.contexts) for entry in entries)
+        contexts = sum(len(entry.exposed.gradients.contexts) for entry in entries)
         return Holdings(len(entries), len(clients), sum(len(client.graphs) for client in clients), contexts)
 
     def build(self, asked: Build, given: Payload) -> str:
@@ -80,7 +80,7 @@ class Registry:
                     )
                 return key
             made = factory if isinstance(factory, nn.Module) else _made(factory, asked, given)
-            return self._add(_Entry(Exposed(made, asked.seed), name, made_by, {}))
+            return self._add(_Entry(Exposed(made, asked.seed, bool(name)), name, made_by, {}))
 
     def enter(self, key: str, client: str, *, first: bool) -> tuple[Exposed, Client]:
         """Counts a session of a client, the first of which has had the module built. Raises UserError for a module that
