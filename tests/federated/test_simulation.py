@@ -15,9 +15,9 @@ from shoal.errors import CheckpointError, TrainingError, UserError
 from shoal.federated.clients import clients_of, rows_of_batches
 from shoal.federated.one_by_one import OneByOne
 from shoal.federated.partition import iid
-from shoal.federated.settings import Federated
+from shoal.federated.settings import STATE, Federated
 from shoal.federated.simulation import Simulation
-from shoal.federated.state import NAME, load_state, save_state
+from shoal.federated.state import load_state, save_state
 from shoal.models import MLP, classification
 from tests.federated.common import INPUTS, clients, recipe, samples, simulation
 
@@ -182,7 +182,7 @@ def test_the_state_of_another_run_and_a_damaged_one_are_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(CheckpointError, match="Remove it to begin again"):
         load_state(sim, tmp_path, {"federated.clients": 4})
-    assert [each.name for each in tmp_path.iterdir()] == [NAME]
+    assert [each.name for each in tmp_path.iterdir()] == [STATE]
 
 
 def test_ten_thousand_clients_take_the_memory_of_one_group():

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import shoal
-from shoal.cli import ckpt, jobs
+from shoal.cli import ckpt, fed, jobs
 from shoal.cli.ckpt import JobFile
 from shoal.errors import UserError
 from shoal.jobs.imports import imports
@@ -39,6 +39,7 @@ def options(
 
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(fed.app, name="fed")
 
 Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")

@@ -35,19 +35,21 @@ class Corpus:
     fingerprint: changes when the source of the documents changes.
     stream: returns an iterator over the documents from the first one, without empty ones.
     tokenised: documents are int64 arrays of token ids instead of text.
+    groups: returns what each document belongs to, in their order; None where each stands by itself.
     """
 
     name: str
     fingerprint: str
     stream: Callable[[], Iterator[Document]]
     tokenised: bool = False
+    groups: Callable[[], list[str]] | None = None
 
 
 def open_corpus(source: Any, field: str = "text") -> Corpus:
     """Opens the documents of `source`:
 
     - `"stdlib"`: a document for each Python source file of the running interpreter's standard library, ordered by path,
-      without its tests and without installed packages; files that are not UTF-8 are left out.
+      without its tests and without installed packages; files that are not UTF-8 are left out. Its groups are packages.
     - a file, a directory (searched recursively, other suffixes ignored) or a glob (`**` crosses directories) of
       `.txt` (UTF-8; a document is a file; longer files are cut at the first line end after each 65,536 characters, so
       that a large file can be streamed and split), `.jsonl` (one object per line, its `field`) and `.parquet` (column
@@ -83,17 +85,22 @@ def _from_stdlib() -> Corpus:
         raise UserError(
             f"the standard library has no source files under {root}: give a file or directory of text instead"
         )
-    return Corpus("stdlib", fingerprint_of("stdlib", _stamps(files)), lambda: _utf8_sources(files))
+    return Corpus(
+        "stdlib",
+        fingerprint_of("stdlib", _stamps(files)),
+        lambda: (text for _, text in _utf8_sources(files)),
+        groups=lambda: [path.relative_to(root).parts[0].removesuffix(".py") for path, _ in _utf8_sources(files)],
+    )
 
 
-def _utf8_sources(files: Iterable[Path]) -> Iterator[str]:
+def _utf8_sources(files: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     for path in files:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # the rule of open_corpus
         if text:
-            yield text
+            yield path, text
 
 
 # --- files

@@ -49,7 +49,7 @@ class PackedText:
             raise ArgumentError("attend", f' is {attend!r}: give "row" or "document"')
         self.sequence = sequence
         self.attend = attend
-        self._shards = shards
+        self._shards, self._documents = shards, documents
         self._eos = eos
         self._sources = shards.offsets[documents]  # starts of the documents in the shards
         lengths = shards.offsets[documents + 1] - self._sources
@@ -59,6 +59,17 @@ class PackedText:
 
     def __repr__(self) -> str:
         return f'PackedText({len(self):,} rows of {self.sequence} tokens, attend="{self.attend}")'
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document, with its eos."""
+        return np.diff(self._starts)
+
+    def part(self, which: NDArray[np.int64]) -> PackedText:
+        """Returns rows of some of the documents: the `which`-th of these, ascending."""
+        return PackedText(
+            self._shards, self._documents[which], sequence=self.sequence, eos=self._eos, attend=self.attend
+        )
 
     @property
     def tokens(self) -> int:

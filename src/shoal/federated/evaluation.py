@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from shoal.federated.clients import Held
-from shoal.federated.together import WithLoss
+from shoal.federated.together import WithLoss, spread_or_refused
 from shoal.models.losses import Loss
 
 PIECE = 512
@@ -89,7 +89,8 @@ class Evaluation:
                 ]
             )
 
-        return vmap(one)(samples)
+        with spread_or_refused():
+            return vmap(one)(samples)
 
     def _of_one(self, sample: dict[str, Tensor]) -> Tensor:
         mb = {key: value[None] for key, value in sample.items()}

@@ -7,6 +7,8 @@ from typing import Any
 
 from shoal.errors import UserError, check_choice
 
+STATE = "federated.safetensors"
+"""The file in a run directory that holds the state of its rounds."""
 PARTITIONS = ("iid", "label", "document")
 WEIGHTINGS = ("samples", "equal")
 LATE = ("drop", "partial")

@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from shoal.errors import CheckpointError, UserError
+from shoal.federated.settings import STATE
 from shoal.federated.simulation import Simulation
-
-NAME = "federated.safetensors"
 
 
 def save_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]) -> Path:
@@ -23,8 +22,8 @@ def save_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]
     about: what the run is of, as JSON; whoever goes on must give the same.
     """
     tensors, rest = simulation.state()
-    path = directory / NAME
-    fresh = path.with_name(f"{NAME}.tmp")
+    path = directory / STATE
+    fresh = path.with_name(f"{STATE}.tmp")
     content = save(
         {name: each.contiguous().cpu() for name, each in tensors.items()},
         {"state": json.dumps(rest), "about": json.dumps(about, sort_keys=True)},
@@ -50,7 +49,7 @@ def load_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]
 
     Raises UserError where it is of something else than `about`, CheckpointError where it cannot be read.
     """
-    path = directory / NAME
+    path = directory / STATE
     if not path.exists():
         return False
     try:

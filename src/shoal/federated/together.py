@@ -7,7 +7,9 @@ time of one client after the other, since torch takes about as long to start an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -168,6 +170,14 @@ def _form(node: Any) -> tuple[Any, ...]:
     return (node,) if meta is None else (meta.shape, meta.stride, meta.dtype)
 
 
+@contextmanager
+def spread_or_refused() -> Iterator[None]:
+    """Makes an error of torch's warning that an operation would be done for one client, or sample, after the other."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="There is a performance drop")
+        yield
+
+
 def together_or_why(
     module: nn.Module, flat: Flat, recipe: Recipe, tensors: Mapping[str, Tensor], asked: int, mu: float
 ) -> Together | str:
@@ -179,6 +189,7 @@ def together_or_why(
         return why
     groups = -(-asked // most)
     try:
-        return Together(module, flat, recipe, tensors, -(-asked // groups), mu)
+        with spread_or_refused():
+            return Together(module, flat, recipe, tensors, -(-asked // groups), mu)
     except Exception as error:  # a model may do anything that vmap cannot spread or a trace cannot hold
         return (str(error).strip().splitlines() or [type(error).__name__])[0]

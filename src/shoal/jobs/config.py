@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from shoal.errors import UserError, check_numbers
+from shoal.federated.settings import Federated
 from shoal.jobs.cluster.table import Cluster
 from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
@@ -138,7 +139,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Job:
-    """A whole job. `model` is the table for `shoal.models.build`: a `name` and that model's settings.
+    """A whole job. `model` is the table for `shoal.models.build`: a `name` and that model's settings. `federated`: None
+    where it has no such table.
 
     A `plan` with dp = 1 is spread over the ranks that are started, unless the job's origins say that dp was given.
     """
@@ -149,13 +151,21 @@ class Job:
     plan: Plan = field(default_factory=Plan)
     run: Run = field(default_factory=Run)
     cluster: Cluster = field(default_factory=Cluster)
+    federated: Federated | None = None
 
     def __post_init__(self) -> None:
         for section, table in tables(self).items():
             check_numbers(section, table)
 
 
-SECTIONS: dict[str, type] = {"data": Data, "train": Train, "plan": Plan, "run": Run, "cluster": Cluster}
+SECTIONS: dict[str, type] = {
+    "data": Data,
+    "train": Train,
+    "plan": Plan,
+    "run": Run,
+    "cluster": Cluster,
+    "federated": Federated,
+}
 """The tables with fixed keys; the keys of `[model]` depend on the model."""
 
 
@@ -163,6 +173,8 @@ def tables(job: Job) -> dict[str, dict[str, Any]]:
     """Returns the job as TOML tables, in the order in which they are written. Values of None are left out."""
     found = {"model": dict(job.model)}
     for section, kind in SECTIONS.items():
+        if getattr(job, section) is None:
+            continue
         values = {each.name: getattr(getattr(job, section), each.name) for each in fields(kind)}
         found[section] = {key: value for key, value in values.items() if value is not None}
     if not isinstance(job.data.source, str):

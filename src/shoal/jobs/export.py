@@ -12,6 +12,7 @@ from shoal.comm import World
 from shoal.data import ByteTokenizer, Tokenizer, load_tokenizer
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
+from shoal.federated.settings import STATE
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled, Sizes, settle
 from shoal.jobs.config import Job
@@ -123,6 +124,8 @@ def evaluate_run(
 
 def _data(trained: Trained, source: str | None) -> Any:
     job = trained.job
+    if source is None and trained.run_dir is not None and (trained.run_dir / STATE).exists():
+        raise UserError("each client held samples of its own out, and the report has their accuracy: give --data")
     text = job.model["name"] not in DEFAULT
     own: dict[str, Any] = (
         {"tokenizer": str((trained.run_dir or Path()) / TOKENIZER)} if text and job.data.tokenizer != "bytes" else {}

@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shoal.errors import UserError, did_you_mean, fits
+from shoal.federated.settings import Federated
 from shoal.jobs.config import SECTIONS, Job, Origins
 
 _SPOKEN = {
@@ -81,8 +82,22 @@ def parse_job(
             f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"'
         )
     tables["run"].setdefault("dir", default_dir)
-    parts = {section: kind(**tables[section]) for section, kind in SECTIONS.items()}
+    if tables["federated"] and not {"steps", "epochs", "seconds"} & tables["train"].keys():
+        key, value = _as_long(Federated(**tables["federated"]))
+        tables["train"][key] = value
+        origins[f"train.{key}"] = "planner"
+    parts = {section: kind(**tables[section]) for section, kind in SECTIONS.items() if section != "federated"}
+    if tables["federated"] or "federated" in content:
+        parts["federated"] = Federated(**tables["federated"])
     return Job(model=tables["model"], **parts), origins
+
+
+def _as_long(federated: Federated) -> tuple[str, Any]:
+    """Returns the limit of a training in one place that is as long as that of each client: `shoal train` of the same
+    job shows what federating costs."""
+    if federated.local_steps is not None:
+        return "steps", federated.rounds * federated.local_steps
+    return "epochs", max(1, round(federated.rounds * (federated.local_epochs or 1.0)))
 
 
 def plan_assignments(assignments: Sequence[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from shoal.chunks import budget
 from shoal.comm import Group
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, UserError
+from shoal.federated.settings import STATE
 from shoal.jobs.changes import changes
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY, checkpoints_in
@@ -131,6 +132,8 @@ def restore(job: Job, engine: Engine, found: Path | None) -> Restored:
 
 def _look(job: Job) -> tuple[Path | None, list[str]]:
     run_dir = Path(job.run.dir)
+    if (run_dir / STATE).exists():
+        raise UserError(f"{run_dir} holds rounds of `shoal fed`: give another run.dir")
     if job.run.resume == "never":
         if (run_dir / "metrics.jsonl").exists():
             raise UserError(

@@ -14,6 +14,7 @@ from shoal.errors import UserError
 
 from .changes import MembershipRecord, MovesRecord, PlanRecord
 from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
+from .rounds import RoundRecord
 
 COUNTS = 512
 """The most counts of tokens per expert in a step's record."""
@@ -131,6 +132,7 @@ Record = (
     | CheckpointRecord
     | PlanRecord
     | MembershipRecord
+    | RoundRecord
     | WarningRecord
     | EndRecord
 )
@@ -144,6 +146,7 @@ KINDS: dict[str, type[Record]] = {
     "checkpoint": CheckpointRecord,
     "plan": PlanRecord,
     "membership": MembershipRecord,
+    "round": RoundRecord,
     "warning": WarningRecord,
     "end": EndRecord,
 }
@@ -181,6 +184,7 @@ class RunRecords:
     checkpoints: tuple[CheckpointRecord, ...] = ()
     plans: tuple[PlanRecord, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
+    rounds: tuple[RoundRecord, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
@@ -200,11 +204,9 @@ def read_metrics(path: Path | str) -> RunRecords:
     An incomplete last line is left out; other damaged lines are left out with a warning. The last of several records of
     one step counts. Raises UserError when there is no such file.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist: {path.parent} is not the directory of a run. Give the directory of a run"
-        )
+    if not (path := Path(path)).is_file():
+        where = f"{path} does not exist: {path.parent} is not the directory of a run"
+        raise UserError(f"{where}. Give the directory of a run")
     objects, damaged = read_lines(path)
     records = [record for record in map(decode, objects) if record is not None]
     unknown = len(objects) - len(records)
@@ -257,6 +259,7 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         samples=tuple(r for r in kept if isinstance(r, SampleRecord)),
         checkpoints=_last_of_a_step([r for r in kept if isinstance(r, CheckpointRecord)]),
         memberships=tuple(r for r in records if isinstance(r, MembershipRecord)),
+        rounds=_last_of_a_step([r for r in kept if isinstance(r, RoundRecord)]),
         plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
@@ -288,7 +291,7 @@ def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:
     return kept
 
 
-HasStep = TypeVar("HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord)
+HasStep = TypeVar("HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord, RoundRecord)
 
 
 def _last_of_a_step(records: Sequence[HasStep]) -> tuple[HasStep, ...]:

@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from . import figures, units
 from .drawing import COLOURS, WAIT, Chart
 from .evaluations import with_evaluations
+from .federated import federation
 from .gantt import COLOURS as STAGE_COLOURS
 from .gantt import LANE, gantt
 from .levels import MemoryTrace, read_memory_traces
@@ -79,6 +80,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         on_gpu=records.run is not None and not records.run.device.lower().startswith("cpu"),
         moves=records.moves[-1] if records.moves else None,
         norms=layer_norms(records.steps),
+        rounds=federation(records.rounds),
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
         version=version("shoal"),

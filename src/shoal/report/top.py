@@ -17,6 +17,7 @@ from .events import Event, event_line, plan_text
 from .jsonl import read_lines
 from .metrics import RunRecords
 from .progress import Pace, progress_bar, status_line
+from .rounds import round_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
 UNKNOWN = "×"
@@ -152,6 +153,8 @@ def _progress(view: View, width: int) -> list[RenderableType]:
         held_out = records.evals[-1]
         right = "" if held_out.accuracy is None else f", accuracy {held_out.accuracy:.1%}"
         rows.append(_labelled("validation", f"{held_out.loss:.4f}{right} at step {held_out.step}"))
+    if records.rounds:
+        rows.append(_labelled("clients", round_text(records.rounds[-1])))
     return rows
 
 

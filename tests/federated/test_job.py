@@ -1,0 +1,142 @@
+"""`shoal fed sim`: from a job file to a report."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.data.corpus import open_corpus
+from shoal.errors import UserError
+from shoal.jobs.export import evaluate_run
+from shoal.jobs.federated.holdings import deal
+from shoal.jobs.federated.simulate import simulate
+from shoal.jobs.read import load_job
+from shoal.report.metrics import read_metrics
+from shoal.report.page import write_report
+from tests.federated.common import CLASSES, INPUTS, samples
+
+JOB = """
+[model]
+name = "mlp"
+sizes = [{inputs}, 8, {classes}]
+[data]
+source = "{source}"
+validation = 0.2
+[train]
+global_batch = 8
+optimizer = "sgd"
+lr = 0.2
+weight_decay = 0.0
+[federated]
+rounds = 6
+clients = 5
+partition = {{name = "label", alpha = 0.5}}
+local_epochs = 1
+dropout = 0.2
+[run]
+dir = "{run_dir}"
+trackers = []
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    inputs, labels = (np.stack([each[key].numpy() for each in samples()]) for key in ("inputs", "labels"))
+    np.savez(tmp_path / "set.npz", inputs=inputs, labels=labels)
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.format(inputs=INPUTS, classes=CLASSES, source=tmp_path / "set.npz", run_dir=tmp_path / "run"))
+    return path
+
+
+def rounds_of(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(each["step"], each["loss"]) for each in lines if each["kind"] == "step"]
+
+
+def test_a_run_ends_with_a_report_of_its_clients_and_goes_on_as_if_nothing_had_been(job_file, tmp_path):
+    run = tmp_path / "run"
+    shown = CliRunner().invoke(app, ["fed", "sim", str(job_file), "--set", "federated.rounds=3"])
+    assert shown.exit_code == 0, shown.output
+    assert "5 clients train on" in shown.output and "all 3 rounds were trained" in shown.output
+    again = simulate(*load_job(job_file))
+    assert again.step == 6 and [number for number, _ in rounds_of(run)] == [1, 2, 3, 4, 5, 6]
+    whole = simulate(*load_job(job_file, [f"run.dir={tmp_path / 'whole'}"]))
+    assert rounds_of(run) == rounds_of(whole.run_dir)
+
+    records = read_metrics(run / "metrics.jsonl")
+    assert sum(each.dropped for each in records.rounds) > 0
+    assert all(each.asked == 5 == each.results + each.dropped for each in records.rounds)
+    assert len(records.evals) == 7 and records.evals[-1].accuracy > records.evals[0].accuracy
+    page = again.report.read_text()
+    assert "<h2>Clients</h2>" in page and "Went away" in page and "Accuracy by client" in page
+    top = CliRunner().invoke(app, ["top", str(run), "--once"])
+    assert "clients" in top.output and f"{records.rounds[-1].results} of 5" in top.output
+
+
+def test_the_model_of_a_run_is_a_checkpoint(job_file, tmp_path):
+    outcome = simulate(*load_job(job_file, ["federated.rounds=4", "federated.dropout=0"]))
+    found, accuracy = evaluate_run(outcome.run_dir, str(tmp_path / "set.npz"))
+    last = read_metrics(outcome.run_dir / "metrics.jsonl").evals[-1]
+    assert found.tokens == len(samples()) and accuracy == pytest.approx(last.accuracy, abs=0.15)
+    with pytest.raises(UserError, match="give --data"):
+        evaluate_run(outcome.run_dir)
+
+
+def test_staleness_is_in_the_report(job_file):
+    buffered = ["federated.buffer=2", "federated.speeds=1.0", "federated.rounds=12"]
+    outcome = simulate(*load_job(job_file, buffered))
+    assert "Results by age, updates" in write_report(outcome.run_dir).read_text()
+
+
+def test_what_is_in_the_way_is_said(job_file, tmp_path):
+    def refused(says, *assignments):
+        with pytest.raises(UserError, match=says):
+            simulate(*load_job(job_file, list(assignments)))
+
+    refused("remove the table", "plan.dp=2")
+    refused('take "fp32"', "train.precision=bf16")
+    refused("has no documents", "federated.partition=document")
+    refused("at most that many", "federated.clients=500")
+    refused('Did you mean "fedavg"', "federated.strategy=fedavgg")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    refused("holds a run of `shoal train`")
+    simulate(*load_job(job_file, ["federated.rounds=1", f"run.dir={tmp_path / 'b'}"]))
+    refused("federated.clients = 4, but", "federated.clients=4", f"run.dir={tmp_path / 'b'}")
+    refused("already holds rounds", "run.resume=never", f"run.dir={tmp_path / 'b'}")
+
+
+def test_training_in_one_place_is_as_long_as_that_of_each_client(job_file):
+    job, origins = load_job(job_file)
+    assert job.train.epochs == 6 and origins["train.epochs"] == "planner"
+    steps = job_file.read_text().replace("local_epochs = 1", "local_steps = 4")
+    job_file.write_text(steps)
+    assert load_job(job_file)[0].train.steps == 24
+
+
+def test_documents_go_to_clients_whole_and_the_standard_library_by_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(8):
+        (corpus / f"{number}.txt").write_text(chr(97 + number) * 40 * (number + 1))
+    path = tmp_path / "job.toml"
+    path.write_text(
+        f'[model]\nname = "lstm"\nembedding = 4\nhidden = 4\n[data]\nsource = "{corpus}"\nsequence = 8\n'
+        f'[federated]\nclients = 3\nrounds = 2\npartition = "document"\n'
+        f'[run]\ndir = "{tmp_path / "run"}"\ntrackers = []\n'
+    )
+    dealt = deal(*load_job(path))
+    letters = [
+        {int(token) for row in dealt.shares.of(client) for token in dealt.dataset[int(row)]["input_ids"]} - {256}
+        for client in range(3)
+    ]
+    assert len(set().union(*letters)) == 8 == sum(map(len, letters))
+    outcome = simulate(*load_job(path))
+    assert outcome.step == 2 and np.isfinite(rounds_of(outcome.run_dir)[-1][1])
+    groups = open_corpus("stdlib").groups()
+    assert len(groups) == sum(1 for _ in open_corpus("stdlib").stream()) and {"asyncio", "json", "ast"} <= set(groups)
