@@ -103,8 +103,7 @@ class Link:
         session.close()
 
     def _open(self, joined: bool) -> Session:
-        session = call(self._address, self._key, TO_CLIENT, self._timeout, self._shared)
-        session.peer = self.peer
+        session = call(self._address, self._key, TO_CLIENT, self._timeout, self._shared, self.peer)
         if joined:
             try:
                 session.send(Join(self.client, self._module), *written(NOTHING))

@@ -62,16 +62,19 @@ class Meets:
 _KINDS = kinds((Opens, Opened, Meets))
 
 
-def call(address: Address, key: bytes, reads: Mapping[str, type], seconds: float, shared: bool = True) -> Session:
+def call(
+    address: Address, key: bytes, reads: Mapping[str, type], seconds: float, shared: bool = True, peer: str = ""
+) -> Session:
     """Opens a session with the server at `address`.
 
     reads: the records that may come.
     seconds: how long to wait for the server, now and for each answer.
     shared: whether memory may be shared.
+    peer: what errors call the server.
 
     Raises SessionLost where nothing listens there or it says too little, LaunchError where the token is another.
     """
-    peer = f"the server at {address}"
+    peer = peer or f"the server at {address}"
     try:
         end = socket.create_connection(address, seconds)
     except OSError as error:
