@@ -294,7 +294,6 @@ def refused(world, plan: dict[str, Any], more: dict[str, Any], case: str) -> str
 @pytest.mark.parametrize(
     ("case", "more", "message"),
     [
-        ("lstm", {}, "nothing is known of how to cut LSTM"),
         ("gpt", {"tensor_rules": {"blocks.*.mpl.up": "column"}}, "the model has no module of such a name"),
         ("gpt", {"tensor_rules": {"blocks.*": "sequence"}}, 'it is said of the whole model, tensor_rules[""]'),
         ("gpt", {"precision": "fp8"}, "fp8"),

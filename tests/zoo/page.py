@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def printed(outcomes: dict[str, dict[str, str]]) -> str:
 def _cell(what: str, reasons: dict[str, int]) -> str:
     if not what.startswith(_REFUSED):
         return what
-    reason = re.sub(r"how to cut \w+", "how to cut the model", what.removeprefix(_REFUSED))
+    reason = what.removeprefix(_REFUSED)
     return f"refused [{reasons.setdefault(reason, len(reasons) + 1)}](#refused-because)"
 
 
@@ -60,8 +59,8 @@ def _introduction() -> str:
         "same on all ranks, when it is made or at the first step.\n\n"
         "`python -m tests.zoo.page` runs the rows and prints this page; `make test` runs a part of them, `make matrix` "
         "all. "
-        "`tp 2` is refused where nothing is known of how a model's layers can be cut and no `tensor_rules` are given "
-        "([parallel.md](parallel.md)).\n"
+        "Under `tp 2` layers of models without rules are cut as their own graph says "
+        "([parallel.md](parallel.md#a-model-without-rules)).\n"
     )
 
 

@@ -118,9 +118,10 @@ VISION: dict[str, Model] = {
         images,
     ),
     "timm convnext": Model(partial(timm, "convnext_atto", depths=(1, 1, 2, 1), dims=(8, 16, 24, 32)), classes, images),
-    "torchvision resnet18": Model(partial(torchvision, "resnet18"), classes, images),
+    # statistics of 2 samples of one pixel each would turn the rounding of a sum into another network
+    "torchvision resnet18": Model(partial(torchvision, "resnet18"), classes, partial(images, 64)),
     "torchvision efficientnet_b0": Model(
-        partial(torchvision, "efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0), classes, images
+        partial(torchvision, "efficientnet_b0", dropout=0.0, stochastic_depth_prob=0.0), classes, partial(images, 64)
     ),
     "u-net": Model(UNet, denoising, noisy),
 }

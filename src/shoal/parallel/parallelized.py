@@ -17,7 +17,7 @@ from shoal.parallel.context.axis import ContextParallel
 from shoal.parallel.expert import ExpertCounts
 from shoal.parallel.expert.axis import ExpertParallel
 from shoal.parallel.layout import Layout
-from shoal.parallel.tensor import CutLayers, Region, Rules
+from shoal.parallel.tensor import CutLayers, Cuts, Region
 from shoal.parallel.tensor.axis import TensorParallel
 from shoal.plan import Plan
 
@@ -28,7 +28,7 @@ class Parallelized:
     """Cuts `built` for this rank, as the plan says.
 
     built: the whole module; the attribute `built` is the module with this rank's parts
-    rules: the user's tensor rules, laid over those of the model; None: the model's own
+    cuts: how its layers are cut
     attention: the attention of one device, with the signature of `F.scaled_dot_product_attention`
     elsewhere: names of the modules that another stage of the pipeline has
 
@@ -42,13 +42,12 @@ class Parallelized:
         plan: Plan,
         mesh: Mesh,
         world: World,
-        rules: Rules | None,
+        cuts: Cuts,
         attention: Callable[..., Tensor],
         elsewhere: Collection[str] = (),
     ) -> None:
-        self._tensor = TensorParallel(mesh, world, built.module, rules)
-        given = {pattern: kind for pattern, kind in (rules or {}).items() if kind == "experts"}
-        self._experts = ExpertParallel(mesh, world, built.module, {**self._tensor.rules, **given})
+        self._tensor = TensorParallel(mesh, world, cuts)
+        self._experts = ExpertParallel(mesh, world, built.module, {**cuts.rules, **cuts.experts})
         self._rows = ContextParallel(mesh, world, plan.context, attention)
         self.axes = [axis for axis in (self._tensor, self._experts, self._rows) if axis.size > 1]
         self._device = world.device

@@ -2,9 +2,21 @@
 single-device."""
 
 from shoal.parallel.tensor.cut import CutLayers
+from shoal.parallel.tensor.cuts import Cuts, cuts_of
 from shoal.parallel.tensor.logits import ShardedLogits
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, check_rules, kind_of, rules_for
 from shoal.parallel.tensor.slicing import cut_among
 
-__all__ = ["CutLayers", "Region", "Rules", "ShardedLogits", "check_rules", "cut_among", "kind_of", "rules_for"]
+__all__ = [
+    "CutLayers",
+    "Cuts",
+    "Region",
+    "Rules",
+    "ShardedLogits",
+    "check_rules",
+    "cut_among",
+    "cuts_of",
+    "kind_of",
+    "rules_for",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm import World
 from shoal.mesh import Mesh
@@ -13,14 +13,14 @@ from shoal.module.build import Built
 from shoal.parallel.axis import Axis, Remembers, in_order, together
 from shoal.parallel.expert import Spread
 from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.cuts import Cuts
 from shoal.parallel.tensor.overlap import TokenRing
 from shoal.parallel.tensor.region import Region
-from shoal.parallel.tensor.rules import Rules, rules_for
 from shoal.parallel.tensor.slicing import Sliced, cut_among
 
 
 class TensorParallel(Axis):
-    """Cuts the layers of `module`, by its rules with those that the user has `given` over them.
+    """Cuts the layers of a model as `cuts` says.
 
     region: the way into what ranks compute in parts, and out of it
     rules: the kind of each layer that is known
@@ -29,16 +29,16 @@ class TensorParallel(Axis):
     name = "tp"
     cuts_matrices = True
 
-    def __init__(self, mesh: Mesh, world: World, module: nn.Module, given: Rules | None) -> None:
+    def __init__(self, mesh: Mesh, world: World, cuts: Cuts) -> None:
         super().__init__(mesh, world)
         ring = TokenRing(self.group, self._lane()) if self.size > 1 else None
         self.region = Region(self.group, partial(world.group, "tp-sharers"), ring)
-        self.rules: Rules = dict(rules_for(module, given)) if self.size > 1 else {}
+        self.rules, self._found = cuts.rules, cuts.found
         self.carried: Sequence[Remembers] = [self.region]
 
     def cut(self, built: Built, spread: Spread | None, experts: Sequence[str], elsewhere: Collection[str]) -> Sliced:
         """Cuts the module of `built` (see `cut_among`, also for experts, which ranks along another axis may share)."""
-        sliced = cut_among(built, self.region, self.rules, spread, experts, elsewhere)
+        sliced = cut_among(built, self.region, self.rules, spread, experts, elsewhere, self._found)
         self.shares_tokens = self.region.sequence
         self.sums_gradients = any(self.name in layout.reduce for layout in sliced.layouts.values())
         return sliced

@@ -133,27 +133,19 @@ _STYLES = {
 """The kind for each style of `transformers`."""
 
 
-def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
-    """Returns the rules of `module`, with those `given` by the user behind them (see `check_rules` for their check).
+class UnknownStyle(UserError):
+    """A model of `transformers` brings a plan that cuts layers in a way that Shoal does not know."""
 
-    Raises UserError if there are no rules for this model.
-    """
-    if unadapted(module) is not module and not given:
-        raise UserError(
-            "plan.tp > 1 does not cut the adapters of peft by itself: take plan.tp = 1 (zero = 3, pp or offload for a "
-            "model that is too large), or train without model.lora"
-        )
-    own, given = TABLES.get(type(module).__name__), given or {}
-    known = own if own is not None else _of_transformers(module, given)
+
+def rules_for(module: nn.Module, given: Rules | None = None) -> Rules:
+    """Returns the rules of `module`, with those `given` by the user behind them (see `check_rules` for their check);
+    none where nothing is known of the model."""
+    given = given or {}
+    own = TABLES.get(type(module).__name__)
+    known = own if own is not None else {} if unadapted(module) is not module else _of_transformers(module, given)
     # the last matching pattern counts, so those given come last
     found = {**{pattern: kind for pattern, kind in known.items() if pattern not in given}, **given}
-    if not any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)):
-        raise UserError(
-            f"plan.tp > 1, and nothing is known of how to cut {type(module).__name__}: give "
-            f"Engine(tensor_rules={{pattern of module names: one of {', '.join(KINDS)}}}), such as {{'**.up': "
-            f"'column', '**.down': 'row'}} for a layer and the one behind it"
-        )
-    return found
+    return found if any(matches(pattern, name) for pattern in found for name, _ in whole_model(module)) else {}
 
 
 def check_rules(module: nn.Module, given: Rules) -> None:
@@ -217,7 +209,7 @@ def _of_transformers(module: nn.Module, given: Rules) -> Rules:
             # the user's rules name it, or it is a parameter of experts (cut as one module), or not in this model
             continue
         if style not in _STYLES:
-            raise UserError(
+            raise UnknownStyle(
                 f"the plan of {type(module).__name__} cuts {pattern} as {style!r}, which Shoal does not do: give "
                 f"tensor_rules={{{pattern!r}: another kind}} ({', '.join(KINDS)}), or plan.tp = 1"
             )

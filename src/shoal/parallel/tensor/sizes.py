@@ -10,3 +10,8 @@ def set_sizes(module: nn.Module, length: int, *names: str) -> None:
     for name in names:
         if hasattr(module, name):
             setattr(module, name, length)
+
+
+def first_shape(module: nn.Module) -> tuple[int, ...]:
+    """Returns the shape of the first of a module's own parameters; () if it has none."""
+    return next((tuple(each.shape) for each in module.parameters(recurse=False)), ())

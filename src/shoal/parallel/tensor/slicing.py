@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from shoal.errors import UserError
@@ -14,13 +13,14 @@ from shoal.module.build import Built
 from shoal.parallel.expert import Dispatched, Spread
 from shoal.parallel.layout import Layout
 from shoal.parallel.tensor.cut import CutLayer, CutLayers
+from shoal.parallel.tensor.graph.found import Found
 from shoal.parallel.tensor.head_counts import HeadCounts
 from shoal.parallel.tensor.inside_experts import cut_inside
 from shoal.parallel.tensor.layers import Column, Experts, Gathered, Head, Inside, Row, Split, Tokens, Vocabulary, become
 from shoal.parallel.tensor.own_parts import OwnParts
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, kind_of, matches
-from shoal.parallel.tensor.sizes import set_sizes
+from shoal.parallel.tensor.sizes import first_shape, set_sizes
 from shoal.parallel.tensor.spans import Span, even, heads
 
 
@@ -40,16 +40,18 @@ def cut_among(
     spread: Spread | None = None,
     experts: Sequence[str] = (),
     elsewhere: Collection[str] = (),
+    found: Found | None = None,
 ) -> Sliced:
     """Cuts the layers of the whole module in `built` among the ranks of `region`, those along tp.
 
     rules: the kind of each layer, see rules
     spread: how the modules named in `experts` are spread over the ranks along ep; None: they are not
     elsewhere: names of the modules that are not on this rank, which are left alone
+    found: what is cut beside the rules, as found from the model's graph
 
     Raises UserError, on every rank alike, for a model that cannot be cut so.
     """
-    return _Slicing(built, region, rules, spread, experts, elsewhere).run()
+    return _Slicing(built, region, rules, spread, experts, elsewhere).run(found or Found())
 
 
 class _Slicing:
@@ -67,7 +69,7 @@ class _Slicing:
         self._module, self._region, self._rules, self._spread = built.module, region, rules, spread
         self._own = OwnParts(built)
 
-    def run(self) -> Sliced:
+    def run(self, graph: Found) -> Sliced:
         cuts: dict[str, Callable[[str, nn.Module], None]] = {
             "vocabulary": self._vocabulary,
             "head": self._head,
@@ -85,31 +87,37 @@ class _Slicing:
         modules = [(name, module) for name, module in self._module.named_modules() if not f"{name}.".startswith(gone)]
         of_all = kind_of("", self._rules)
         self._region.sequence, self._region.overlaps = of_all in ("sequence", "overlap"), of_all == "overlap"
-        attentions = [(name, module) for name, module in modules if kind_of(name, self._rules) == "attention"]
-        self._attentions = {name: HeadCounts(name, module, self._region.size) for name, module in attentions}
+        self._attentions = {
+            name: HeadCounts(name, module, self._region.size)
+            for name, module in modules
+            if kind_of(name, self._rules) == "attention"
+        }
         for name, module in modules:
             kind = kind_of(name, self._rules)
             if name in self._mixtures and kind != "experts":
                 self._experts(name, module, inside=False)
             elif kind in cuts:
                 cuts[kind](name, module)
+            graph.put_on(name, module, self._own, self._region)
         if not self._region.sequence:
             self._check_inside(modules)
         for found in self._attentions.values():
             found.set_to(self._region)
         kinds = {name: kind_of(name, self._rules) for name, _ in modules}
         kinds |= {name: "experts" for name in self._mixtures if name in kinds}
-        before = {name: _weight(module) for name, module in modules}
+        kinds |= {name: kind for name, module in modules if (kind := graph.kind(name, module))}
+        before = {name: first_shape(module) for name, module in modules}
         # in sequence parallel a replicated parameter sees only this rank's tokens: gradients are summed over tp too
         built, layouts = self._own.built(), self._own.replace(("tp",) if self._region.sequence else ())
+        attentions = {name: (found.numbers, found.own) for name, found in self._attentions.items()}
         layers = [
-            CutLayer(name, kinds[name], before[name], _weight(module))
+            CutLayer(
+                name, kinds[name], *attentions.get(name, (before[name], first_shape(module))), graph.whole.get(name, "")
+            )
             for name, module in modules
-            if name not in self._attentions and (kinds[name] != "whole" or before[name])
+            if name in attentions or kinds[name] != "whole" or before[name]
         ]
-        layers += [CutLayer(name, "attention", found.numbers, found.own) for name, found in self._attentions.items()]
-        order = {name: place for place, name in enumerate(kinds)}
-        return Sliced(built, layouts, CutLayers(tuple(sorted(layers, key=lambda each: order[each.name]))))
+        return Sliced(built, layouts, CutLayers(tuple(layers)))
 
     def _check_inside(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Raises UserError for parameters inside attention that no rule names: their gradients would differ by rank,
@@ -185,7 +193,7 @@ class _Slicing:
     def _row(self, name: str, module: nn.Module) -> None:
         inputs_first = self._inputs_first(name, module)
         dim = 0 if inputs_first else 1
-        width, attention = _shape(module, "weight")[dim], self._attention_of(name)
+        width, attention = module.get_parameter("weight").shape[dim], self._attention_of(name)
         if attention is not None and attention.size and width % attention.size == 0:
             span = self._by_heads(name, width // attention.size, attention)
         else:
@@ -205,7 +213,9 @@ class _Slicing:
         self._check_all_tokens(name)
         inputs_first = self._inputs_first(name, module)
         dim = 0 if inputs_first else 1
-        span = even(_shape(module, "weight")[dim], self._region.size, self._region.rank, f"the width of {name}")
+        span = even(
+            module.get_parameter("weight").shape[dim], self._region.size, self._region.rank, f"the width of {name}"
+        )
         self._own.cut(name, module, "weight", dim, [span])
         become(module, Split, _region=self._region, _inputs_first=inputs_first, _start=span.start)
 
@@ -270,7 +280,7 @@ class _Slicing:
         return None
 
     def _rows(self, name: str, module: nn.Module) -> int:
-        return _shape(module, "weight")[1 if self._inputs_first(name, module) else 0]
+        return module.get_parameter("weight").shape[1 if self._inputs_first(name, module) else 0]
 
     def _inputs_first(self, name: str, module: nn.Module) -> bool:
         """True if the weight of a linear layer is [in, out]. Raises UserError for any other layer."""
@@ -287,12 +297,3 @@ class _Slicing:
             f"{name} is {kind_of(name, self._rules)!r} by the rules, which is for {wanted}: it is a "
             f"{type(module).__name__}{more}"
         )
-
-
-def _weight(module: nn.Module) -> tuple[int, ...]:
-    """Returns the shape of the first of a module's own parameters; () if it has none."""
-    return next((tuple(each.shape) for each in module.parameters(recurse=False)), ())
-
-
-def _shape(module: nn.Module, attribute: str) -> torch.Size:
-    return module.get_parameter(attribute).shape

@@ -1,0 +1,51 @@
+"""How the layers of a model are cut: by rules where there are any, else as its own graph says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from shoal.parallel.tensor.graph.find import found_in
+from shoal.parallel.tensor.graph.found import Found
+from shoal.parallel.tensor.rules import Rules, UnknownStyle, kind_of, rules_for
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The kind of each layer that rules name, and what was found from the model's graph.
+
+    experts: the rules of the user that name experts, which count without tp too
+    """
+
+    rules: Rules = field(default_factory=dict)
+    found: Found | None = None
+    experts: Rules = field(default_factory=dict)
+
+
+def cuts_of(module: nn.Module, ranks: int, given: Rules | None) -> Cuts:
+    """Returns how the layers of `module`, as it was built, are cut among `ranks` along tp.
+
+    given: rules of the user, laid over those that are known; where nothing is known of the model and
+        they name only what stays "whole", the rest is found from its graph
+    """
+    given = given or {}
+    experts = {pattern: kind for pattern, kind in given.items() if kind == "experts"}
+    if ranks == 1:
+        return Cuts(experts=experts)
+    pinned = all(kind == "whole" for kind in given.values())
+    try:
+        rules = rules_for(module, given)
+    except UnknownStyle:
+        if not pinned:
+            raise
+        rules = given
+    if rules and not (pinned and rules == given):
+        return Cuts(rules, None, experts)
+    found = found_in(module, ranks, lambda name: _is_pinned(name, given))
+    return Cuts({**found.rules, **given}, found)
+
+
+def _is_pinned(name: str, given: Rules) -> bool:
+    """True if a rule of the user has the module `name` stay whole."""
+    return bool(given) and kind_of(name, {"**": "", "": "", **given}) == "whole"

@@ -1,0 +1,167 @@
+"""Finds how the layers of a model can be cut from its own graph, where no rules are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.parallel.tensor.graph.dims import Atom, Dim, leaves, mask, resolve, stretches
+from shoal.parallel.tensor.graph.flow import Flow
+from shoal.parallel.tensor.graph.found import Found, Parts
+from shoal.parallel.tensor.graph.inputs import traced
+from shoal.parallel.tensor.graph.kinds import Piece
+from shoal.parallel.tensor.graph.local import Local
+from shoal.parallel.tensor.graph.roles import Roles
+from shoal.parallel.tensor.graph.select import followed, selected
+from shoal.parallel.tensor.graph.trace import Trace, fake_mode
+
+
+def found_in(module: nn.Module, ranks: int, stays_whole: Callable[[str], bool]) -> Found:
+    """Returns how `module`, as it was built, is cut among `ranks`; what is found nothing for stays whole.
+
+    stays_whole: says of a module's name that its parameters are not to be cut
+    """
+    mode = fake_mode(module)
+    found = [_cut_of(trace, module, mode, ranks, stays_whole) for trace in _traces("", module, mode)]
+    return _together(found)
+
+
+def _traces(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trace]:
+    """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not."""
+    if not any(True for _ in module.parameters()) or not list(module.children()):
+        return
+    whole = traced(name, module, mode)
+    if whole is not None:
+        yield whole
+        return
+    for key, child in module.named_children():
+        yield from _traces(f"{name}.{key}".lstrip("."), child, mode)
+
+
+def _cut_of(
+    trace: Trace, module: nn.Module, mode: FakeTensorMode, ranks: int, stays_whole: Callable[[str], bool]
+) -> Found:
+    root = trace.calls[0]
+    parameters = list(root.module.parameters())
+    flow = followed(trace, parameters, root.name == "")
+    whole = {
+        id(each)
+        for name, owner in root.module.named_modules()
+        if stays_whole(f"{root.name}.{name}".strip("."))
+        for each in owner.parameters(recurse=False)
+    }
+    local = Local(flow, mode, ranks)
+
+    def fits(roles: Roles, chosen: frozenset[Atom]) -> dict[Atom, str]:
+        return _unequal(flow, roles, chosen, ranks) or local.fits(roles, chosen)
+
+    chosen, roles, bad = selected(flow, ranks, whole, fits)
+    return _Describing(flow, roles, chosen, ranks).found(local, bad)
+
+
+def _unequal(flow: Flow, roles: Roles, chosen: frozenset[Atom], ranks: int) -> dict[Atom, str]:
+    """Returns the atoms of parameters that ranks would have partly alike, and of arguments of which none can be
+    taken."""
+    for parameter in flow.parameters.values():
+        for dim in flow.dims(parameter):
+            here = frozenset(leaves(dim)) & chosen
+            if here and not (np.sum([mask(dim, here, ranks, rank) for rank in range(ranks)], axis=0) == 1).all():
+                return dict.fromkeys(here, "some rows of a layer stay whole beside others that are cut")
+    for places in roles.sliced.values():
+        for tensor in places.values():
+            for dim in flow.dims(tensor):
+                here = frozenset(leaves(dim)) & chosen
+                if here and _piece(0, dim, chosen) is None:
+                    return dict.fromkeys(here, "an argument has parts of several tensors")
+    return {}
+
+
+def _piece(at: int, dim: Dim, chosen: frozenset[Atom]) -> Piece | None:
+    """Returns the part of a dim of which one atom is cut; None if it is not one factor of the dim."""
+    atoms = resolve(dim)
+    places = [place for place, atom in enumerate(atoms) if atom in chosen]
+    if len(places) != 1:
+        return None
+    inner = 1
+    for atom in atoms[places[0] + 1 :]:
+        inner *= atom.size
+    return Piece(at, atoms[places[0]].size, inner if places[0] else None)
+
+
+class _Describing:
+    """Puts what was found of a trace into plain data."""
+
+    def __init__(self, flow: Flow, roles: Roles, chosen: frozenset[Atom], ranks: int) -> None:
+        self._flow, self._roles, self._chosen, self._ranks = flow, roles, chosen, ranks
+
+    def found(self, local: Local, bad: dict[Atom, str]) -> Found:
+        root, roles = self._flow.trace.calls[0], self._roles
+        every = root.module.named_parameters(remove_duplicate=False)
+        named = [(f"{root.name}.{name}".lstrip("."), each) for name, each in every]
+        parts = {name: self._parts(each) for name, each in named if self._cuts(each)}
+        modules = {f"{root.name}.{name}".strip("."): each for name, each in root.module.named_modules()}
+        return Found(
+            dict(roles.kinds),
+            parts,
+            local.patches,
+            {name: frozenset(each) for name, each in roles.inside.items()},
+            sorted(roles.entered),
+            {
+                name: {place: self._taken(tensor) for place, tensor in places.items()}
+                for name, places in roles.sliced.items()
+            },
+            {
+                name: {each: self._parts(_buffer(modules[name], each)) for each in sorted(buffers)}
+                for name, buffers in roles.buffers.items()
+            },
+            self._whole(bad),
+        )
+
+    def _cuts(self, tensor: Tensor) -> bool:
+        return any(leaf in self._chosen for dim in self._flow.dims(tensor) for leaf in leaves(dim))
+
+    def _parts(self, tensor: Tensor) -> Parts:
+        dims = self._flow.dims(tensor)
+        at = next(at for at, dim in enumerate(dims) if any(leaf in self._chosen for leaf in leaves(dim)))
+        by_rank = (stretches(mask(dims[at], self._chosen, self._ranks, rank)) for rank in range(self._ranks))
+        return at, tuple(tuple(each) for each in by_rank)
+
+    def _taken(self, tensor: Tensor) -> Piece:
+        pieces = (_piece(at, dim, self._chosen) for at, dim in enumerate(self._flow.dims(tensor)))
+        return next(each for each in pieces if each is not None)
+
+    def _whole(self, bad: dict[Atom, str]) -> dict[str, str]:
+        """Returns why layers that are products stay whole."""
+        found: dict[str, str] = {}
+        for use in self._flow.uses:
+            name = use.op.call.name
+            if name in self._roles.kinds or self._cuts(use.weight):
+                continue
+            why = [bad[leaf] for dim in (use.rows, use.columns) for leaf in leaves(dim) if leaf in bad]
+            why += [f"{leaf.blocked} needs all of it" for leaf in leaves(use.rows) if leaf.blocked]
+            if why:
+                found.setdefault(name, why[0])
+        return found
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor:
+    found = module._buffers[name]
+    assert found is not None
+    return found
+
+
+def _together(found: list[Found]) -> Found:
+    """Joins what was found of several parts of a model."""
+    return Found(
+        {name: kind for each in found for name, kind in each.kinds.items()},
+        {name: part for each in found for name, part in each.parts.items()},
+        {name: patch for each in found for name, patch in each.patches.items()},
+        {name: inside for each in found for name, inside in each.inside.items()},
+        [name for each in found for name in each.entered],
+        {name: sliced for each in found for name, sliced in each.sliced.items()},
+        {name: buffers for each in found for name, buffers in each.buffers.items()},
+        {name: why for each in found for name, why in each.whole.items()},
+    )

@@ -1,0 +1,190 @@
+"""Cuts found from a model's own graph: what is found, and that ranks then compute what one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.comm.simulation import simulate_world
+from shoal.engine import Engine
+from shoal.module.build import build
+from shoal.parallel.tensor import cut_among, cuts_of
+from shoal.parallel.tensor.graph.dims import leaves, mask, new, pieces, reshape, resolve, stretches, unify
+from shoal.plan import Plan
+from tests.parallel.test_tensor import filled, region_of
+
+
+class Gate(nn.Module):
+    """Two linear maps in one, whose halves meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, wide = self.up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * wide)
+
+
+class Heads(nn.Module):
+    """Attention by hand: one projection for all, numbers of heads kept, a norm of each head, slopes by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.wide = 4, 16
+        self.qkv, self.out = nn.Linear(8, 48, bias=False), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.view(len(x), -1, self.heads, self.wide // self.heads).transpose(1, 2)
+            for each in self.qkv(x).split(self.wide, -1)
+        )
+        scores = self.norm(q) @ k.transpose(-1, -2) + self.slopes[:, None, None]
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(len(x), -1, self.wide))
+
+
+class Channels(nn.Module):
+    """Convolutions with statistics between them, one of them by channel; channels weighed by a small net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.each = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 12, 3, padding=1, groups=12)
+        self.one, self.two = nn.BatchNorm2d(12), nn.GroupNorm(4, 12)
+        self.less, self.more = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
+        self.narrow = nn.Conv2d(12, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.two(self.each(self.one(self.wide(x)).relu()))
+        h = h * self.more(self.less(h.mean((2, 3), keepdim=True)).relu()).sigmoid()
+        return x + self.narrow(h)
+
+
+class Model(nn.Module):
+    """The three, between an embedding and the head that is tied to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(31, 8)
+        self.blocks = nn.ModuleList([Gate(), Heads(), Gate()])
+        self.picture = Channels()
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 31, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        for block in self.blocks:
+            h = block(h)
+        side = self.picture(h.transpose(1, 2)[:, :, None].expand(-1, -1, 3, -1)).mean(2).transpose(1, 2)
+        return self.head(self.norm(h + side))
+
+
+def samples() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    return [{"ids": torch.randint(31, (9,), generator=draw)} for _ in range(8)]
+
+
+def loss(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
+    logits = model(mb["ids"])[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
+
+
+def trained(world, plan: dict, rules: dict[str, str] | None = None, factory=Model) -> tuple[list[float], dict, str]:
+    engine = Engine(
+        factory,
+        loss,
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        Plan(**plan),
+        global_batch=4,
+        microbatch=2,
+        precision="fp64",
+        tensor_rules=rules,
+        world=world,
+    )
+    losses = [engine.step(batch).loss for batch in engine.batches(samples(), steps=3)]
+    state = {name: value.clone() for name, value in engine.module.named_buffers()}
+    layers = str(engine.tensor_layers)
+    engine.close()
+    return losses, state, layers
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "dp": 2, "zero": 3}])
+def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
+    alone, buffers, _ = simulate_world(1, trained, {})[0]
+    for losses, state, layers in simulate_world(Plan(**plan).size, trained, plan):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        for name, value in buffers.items():
+            assert torch.allclose(state[name].double(), value.double(), rtol=1e-9), name
+        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        assert "blocks.*.qkv column 48 x 8 24 x 8" in rows and "blocks.*.norm inside 4 4" in rows
+        assert (
+            "picture.each part 12 x 1 x 3 x 3 6 x 1 x 3 x 3" in rows
+            and "picture.less row 4 x 12 x 1 x 1 4 x 6 x 1 x 1" in rows
+        )
+        assert "words vocabulary 31 x 8 16 x 8" in rows or "words vocabulary 31 x 8 15 x 8" in rows
+
+
+def test_a_fused_layer_is_cut_in_each_of_its_parts():
+    built = build(Model, 0)
+    found = cuts_of(built.module, 2, None).found
+    assert found.parts["blocks.1.qkv.weight"] == (0, (((0, 8), (16, 24), (32, 40)), ((8, 16), (24, 32), (40, 48))))
+    assert found.parts["blocks.0.up.bias"] == (0, (((0, 6), (12, 18)), ((6, 12), (18, 24))))
+    assert found.patches["blocks.1"] == {"heads": 2, "wide": 8} and found.patches["picture.two"] == {"num_groups": 2}
+
+
+def test_a_rule_that_keeps_a_layer_whole_leaves_the_rest_to_be_found():
+    built = build(Model, 0)
+    cuts = cuts_of(built.module, 2, {"blocks.0.*": "whole"})
+    assert "blocks.0.up" not in cuts.found.kinds and cuts.found.kinds["blocks.2.up"] == "column"
+    assert cuts_of(built.module, 2, {"blocks.0.up": "column", "blocks.0.down": "row"}).found is None
+
+
+def gradients(world) -> None:
+    """Each parameter's gradient against that of the whole model."""
+    whole = filled(build(Model, 0)).double()
+    built = build(Model, 0)
+    cuts = cuts_of(built.module, world.size, None)
+    sliced = cut_among(built, region_of(world), cuts.rules, found=cuts.found)
+    module = filled(sliced.built).double()
+    batch = {"ids": torch.stack([each["ids"] for each in samples()])}
+    for each in (whole, module):
+        loss(each, batch)[0].backward()
+    wanted = dict(whole.named_parameters())
+    for name, parameter in module.named_parameters():
+        own = sliced.layouts[name].own_part(wanted[name].grad)
+        assert torch.allclose(parameter.grad, own, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_of_a_cut_model_are_those_of_the_whole_one(size):
+    simulate_world(size, gradients)
+
+
+# dims
+
+
+def test_a_view_refines_a_dim_for_all_tensors_that_have_it():
+    rows = new(24)
+    columns = new(24)
+    unify(rows, columns, "add")
+    (heads, size) = reshape([rows], [4, 6])
+    assert [atom.size for atom in resolve(columns)] == [4, 6]
+    assert resolve(columns) == [*resolve(heads), *resolve(size)]
+
+
+def test_uneven_pieces_make_a_sum_and_each_is_cut_by_itself():
+    rows = new(16)
+    q, k = pieces(rows, [12, 4], "split")
+    chosen = frozenset([*leaves(q), *leaves(k)])
+    assert stretches(mask(rows, chosen, 2, 1)) == [(6, 12), (14, 16)]
+
+
+def test_dims_that_do_not_match_are_blocked():
+    one, other = new(12), new(12)
+    reshape([one], [4, 3])
+    reshape([other], [3, 4])
+    unify(one, other, "add")
+    assert all(atom.blocked for atom in leaves(one))
