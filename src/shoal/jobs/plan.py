@@ -229,6 +229,17 @@ class Forecast:
         ranks = min(self._machine.ranks, plan.stage_size) if plan.pipelined else self._machine.ranks
         return [self._one(plan, place, ranks) for place in range(plan.pp)]
 
+    def of(self, plan: Plan, place: int) -> Prediction:
+        """Predicts one place of the pipeline; without stages, a deep model by a shallow one that says all."""
+        ranks = min(self._machine.ranks, plan.stage_size) if plan.pipelined else self._machine.ranks
+        job, values = self._settled.job, self._settled.model.values
+        own = None if plan.pipelined else family(job.model, values)
+        if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
+            deep = self._deepened(job.model, own.depth, plan)
+            if deep is not None:
+                return self._predict(deep, plan, ranks)
+        return self._one(plan, place, ranks)
+
     def _one(self, plan: Plan, place: int, ranks: int) -> Prediction:
         return self._predict(self.recording(self._settled.job.model, plan, place), plan, ranks)
 

@@ -1,0 +1,225 @@
+"""`shoal plan --on`: the plan that the planner found, what it takes, and why, as text, JSON or a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal.cli.memory_table import spoken
+from shoal.errors import UserError
+from shoal.jobs.answer import Chosen
+from shoal.jobs.auto import Asked, ask
+from shoal.plan import nbytes
+from shoal.planner.explain import Explanation, explain, why_not
+from shoal.planner.task import ROLES, TERMS, Estimate
+from shoal.report import units
+
+WHAT = {
+    "compute": "compute",
+    "parts": "communication along tp, not hidden",
+    "tokens": "communication along cp, not hidden",
+    "experts": "communication along ep, not hidden",
+    "copies": "communication along dp, not hidden",
+    "stages": "communication along pp, not hidden",
+    "bubble": "bubble: waiting for other stages",
+    "offload": "moves to and from the host, not hidden",
+    "optimizer": "optimizer",
+    "data": "data",
+    "other": "other",
+}
+"""The terms of a step for a reader."""
+
+
+Options = tuple[str, Sequence[str], str | None, str | None]
+
+
+def answer_for(job: Path, assignments: Sequence[str], given: Options, as_json: bool, page: Path | None) -> None:
+    """Asks the planner and prints what it found. `given`: --on, --pin, --budget and --device; `page`: an HTML file to
+    write besides. Raises UserError where nothing is legal or fits."""
+    on, pins, budget, device = given
+    limit = None if device is None else float(nbytes(device, "--device"))
+    chosen = ask(job, assignments, Asked(on, pins, None if budget is None else money(budget), limit))
+    told = explain(chosen.task, chosen.estimate, chosen.others)
+    if page is not None:
+        from shoal.cli.answer_page import write_page
+
+        write_page(page, chosen, told)
+    if as_json:
+        print(json.dumps(to_dict(chosen, told), indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(*lines(chosen, told), sep="\n")
+    if page is not None:
+        console.print(f"drawn in {page}")
+
+
+def money(text: str) -> float:
+    """Reads "40000USD" or "40000"; the currency is the cluster's. Raises UserError otherwise."""
+    found = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?)\s*[A-Za-z]{0,3}\s*", text)
+    if found is None:
+        raise UserError(f'--budget {text}: give an amount, such as "40000USD"')
+    return float(re.sub("[_,]", "", found[1]))
+
+
+def toml(chosen: Chosen) -> str:
+    """The plan as a job file has it."""
+    plan, train = chosen.plan.to_dict(), chosen.settled.job.train
+    written = [f"{key} = {spoken({key: value}).partition(' = ')[2]}" for key, value in plan.items()] or ["dp = 1"]
+    return "\n".join(
+        ["[plan]", *written, "", "[train]", f"microbatch = {train.microbatch or chosen.estimate.choice.microbatch}"]
+    )
+
+
+def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
+    """Yields what is printed."""
+    task, estimate, cluster = chosen.task, chosen.estimate, chosen.task.cluster
+    model = chosen.settled.job.model["name"]
+    devices = f"{cluster.size} x {cluster.hosts[0].device.name}"
+    yield f"{model} of {units.count(task.profile.parameters)} parameters on {devices}"
+    yield ""
+    yield escape(toml(chosen))
+    yield ""
+    yield term_table(estimate)
+    yield ""
+    yield role_table(chosen)
+    yield ""
+    yield from totals(chosen)
+    yield ""
+    yield other_table(chosen)
+    yield ""
+    yield from reasons(chosen, told)
+
+
+def term_table(estimate: Estimate) -> Table:
+    """Makes a table of what a step takes."""
+    table = Table(title="a step", title_justify="left", box=None, pad_edge=False)
+    for heading, where in (("term", "left"), ("seconds", "right"), ("share", "right"), ("sent by a rank", "right")):
+        table.add_column(heading, justify=where, no_wrap=True)  # type: ignore[arg-type]
+    for what in TERMS:
+        seconds, wire = estimate.terms.get(what, 0.0), estimate.wire.get(what, 0.0)
+        if seconds or wire:
+            sent = units.size(wire) if wire else ""
+            table.add_row(WHAT[what], f"{seconds:.4g}", f"{seconds / estimate.seconds:.1%}", sent)
+    table.add_row("[bold]together", f"{estimate.seconds:.4g}", "", units.size(sum(estimate.wire.values())))
+    return table
+
+
+def role_table(chosen: Chosen) -> Table:
+    """Makes a table of a rank's memory: by closed form, and as the dry run of the fullest rank counts it."""
+    table = Table(title="memory of the fullest rank", title_justify="left", box=None, pad_edge=False)
+    for heading in ("role", "estimated", "dry run"):
+        table.add_column(heading, justify="left" if heading == "role" else "right", no_wrap=True)
+    fullest = max(chosen.predictions, key=lambda each: each.need.total("device"))
+    rows: dict[str, int] = {}
+    for row in fullest.need.rows:
+        if row.tier == "device":
+            rows[row.role] = rows.get(row.role, 0) + row.nbytes
+    for role in (*ROLES, *(role for role in rows if role not in ROLES)):
+        estimated = chosen.estimate.memory.get(role, 0.0)
+        if estimated or rows.get(role):
+            table.add_row(role, units.size(estimated), units.size(rows.get(role, 0)))
+    table.add_row("[bold]most at a time", units.size(chosen.estimate.bytes), units.size(chosen.bytes))
+    return table
+
+
+def totals(chosen: Chosen) -> Iterator[str]:
+    """Yields the time, price and energy of the whole job."""
+    task, cluster = chosen.task, chosen.task.cluster
+    share = chosen.bytes / task.most
+    yield f"a rank takes {share:.0%} of the {units.size(task.most)} that it may use, confirmed by dry runs"
+    if chosen.hours is not None:
+        said = f"{chosen.steps} steps take {units.duration(chosen.hours * 3600)}"
+        if chosen.price is not None:
+            said += f" and cost {chosen.price:,.0f} {cluster.currency}"
+        if cluster.watts:
+            said += f"; the devices use up to {chosen.hours * cluster.watts / 1e3:,.3g} kWh"
+        yield said
+
+
+def other_table(chosen: Chosen) -> Table:
+    """Makes a table of the next best plans, and of those that a dry run refused."""
+    table = Table(title="instead", title_justify="left", box=None, pad_edge=False)
+    for heading in ("", "plan", "microbatch", "s", "why not"):
+        table.add_column(heading, no_wrap=heading != "why not")
+    for place, each in enumerate(chosen.others[:5], 1):
+        plan = spoken(each.choice.plan(chosen.task.pins).to_dict()) or "one rank"
+        why = why_not(chosen.estimate, each)
+        table.add_row(str(place), escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", why)
+    for each, why in chosen.passed[:5]:
+        plan = spoken(each.choice.plan(chosen.task.pins).to_dict()) or "one rank"
+        table.add_row("-", escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", escape(why))
+    return table
+
+
+def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
+    """Yields what binds, what more would buy, what is fragile, and how far the machine reaches."""
+    yield f"held back by {told.binding}"
+    for what, seconds in told.bought.items():
+        yield f"one more {what} would save {seconds:.3g} s of {chosen.estimate.seconds:.4g} s"
+    if told.fragile:
+        said = ", ".join(f"{what} (then {place} wins)" for what, place in told.fragile.items())
+        yield f"an error of 10% would change the winner in {said}"
+    else:
+        yield "no error of 10% in one term would change the winner"
+    sequence = chosen.settled.job.data.sequence
+    if told.blocks is not None:
+        size = units.count(told.parameters)
+        yield f"the largest model of this width that fits has about {told.blocks} blocks, {size} parameters"
+    if sequence is not None:
+        yield f"the longest row that fits has about {int(told.rows * sequence)} tokens"
+    devices = chosen.task.cluster.size
+    yield f"the smallest part of this machine that would do has {told.devices} of its {devices} devices"
+    refused = {what: why for what, why in chosen.task.profile.refused.items() if why and why != "not asked for"}
+    for what, why in refused.items():
+        yield escape(f"not cut by {what}: {why}")
+    looked = chosen.found
+    yield f"{looked.priced} choices priced, {looked.bounded} of {looked.spreads} degrees left out by their bound"
+
+
+def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
+    """Returns the answer as JSON values; memory in bytes, times in seconds."""
+    task, cluster = chosen.task, chosen.task.cluster
+
+    def one(each: Estimate) -> dict[str, Any]:
+        return {
+            "plan": each.choice.plan(task.pins).to_dict(),
+            "microbatch": each.choice.microbatch,
+            "seconds": each.seconds,
+            "terms": dict(each.terms),
+            "memory": dict(each.memory),
+            "bytes": each.bytes,
+            "on_host": each.on_host,
+            "wire": dict(each.wire),
+        }
+
+    return {
+        **one(chosen.estimate),
+        "parameters": task.profile.parameters,
+        "cluster": {
+            "name": cluster.name,
+            "devices": cluster.size,
+            "sources": [each.source for each in cluster.devices],
+        },
+        "dry_run": [
+            {"bytes": each.need.total("device"), "rows": [asdict(row) for row in each.need.rows]}
+            for each in chosen.predictions
+        ],
+        "limit": task.most,
+        "steps": chosen.steps,
+        "hours": chosen.hours,
+        "price": chosen.price,
+        "currency": cluster.currency,
+        "others": [{**one(each), "why_not": why_not(chosen.estimate, each)} for each in chosen.others],
+        "refused": [{**one(each), "why": why} for each, why in chosen.passed],
+        "explanation": asdict(told),
+        "not_cut": {what: why for what, why in task.profile.refused.items() if why},
+        "priced": chosen.found.priced,
+    }

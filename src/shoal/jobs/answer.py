@@ -1,0 +1,188 @@
+"""The planner's answer for a job: the plan that was chosen, what it takes, the next best ones, and what a dry run of
+the ranks that matter says of its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.errors import UserError, in_section
+from shoal.jobs.choose import Settled
+from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.plan import Forecast
+from shoal.models import build
+from shoal.optim.groups import decay_matrices_only
+from shoal.plan import Plan
+from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
+from shoal.planner.ask import legal_degrees, numbers_of
+from shoal.planner.cluster import Cluster
+from shoal.planner.depth import REPEATED
+from shoal.planner.profile import Profile, deepened, profile
+from shoal.planner.search import Found, Search, search, spoken
+from shoal.planner.task import Estimate, Task
+from shoal.precision import precision
+
+TRIES = 12
+"""Candidates that are run dry at most until one is confirmed."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the planner answers.
+
+    - `job`: the job under the plan; `plan`, `estimate`: the one that was chosen
+    - `predictions`: memory of its first, second and last ranks along a pipeline, by dry run
+    - `others`: estimates of the next best, and `passed`: candidates that a dry run refused, each with the reason
+    - `found`: all of the search
+    """
+
+    settled: Settled
+    task: Task
+    estimate: Estimate
+    predictions: tuple[Prediction, ...]
+    others: tuple[Estimate, ...]
+    passed: tuple[tuple[Estimate, str], ...]
+    found: Found
+
+    @property
+    def plan(self) -> Plan:
+        return self.settled.job.plan
+
+    @property
+    def steps(self) -> int | None:
+        return self.settled.total
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole job."""
+        return None if self.steps is None else self.steps * self.estimate.seconds / 3600
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole job, where prices are known."""
+        each = self.task.cluster.price
+        return None if self.hours is None or not each else self.hours * each
+
+    @property
+    def bytes(self) -> int:
+        """Of the fullest rank's device, by dry run."""
+        return max(each.need.total("device") for each in self.predictions)
+
+
+def subject_of(settled: Settled, table: dict[str, Any] | None = None) -> Subject:
+    """The model of a job, or of another `[model]` table with its data, for traces."""
+    job, model = settled.job, settled.model if table is None else build(table)
+    with in_section("train"):
+        numbers = precision(job.train.precision)
+    sample = settled.model.prepare_data(settled.data.train)[0]
+    groups = decay_matrices_only(job.train.weight_decay)
+    return Subject(model.factory, model.loss, sample, 1, numbers, Plan(), groups)
+
+
+def profile_of(settled: Settled, ways: tuple[str, ...]) -> Profile:
+    """Traces the model of a job; of one with many equal blocks a shallow one, where that proves to say all."""
+    table, values = dict(settled.job.model), settled.model.values
+    own = family(table, values)
+    if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
+        try:
+            shallow = subject_of(settled, {**table, own.depth: SHALLOW})
+            if alike_blocks(shallow.factory, settled.model.factory, shallow.precision) is not None:
+                return deepened(profile(shallow, ways), values[own.depth], REPEATED)
+        except UserError:
+            pass  # the model cannot be as shallow: it is traced whole
+    return profile(subject_of(settled), ways)
+
+
+def task_of(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Task:
+    """What is asked for a job on `cluster`. Raises UserError for a model that cannot be run."""
+    job, devices = settled.job, cluster.size
+    ways = {"tp": "parts", "cp": "tokens", "ep": "experts"}
+    asked = [what for key, what in ways.items() if devices > 1 and pins.get(key) != 1]
+    traced = profile_of(settled, (*asked, *(["ring"] if "tokens" in asked else [])))
+    with in_section("train"):
+        numbers = precision(job.train.precision)
+    optimizer = optimizer_named(job.train.optimizer, job.train.lr)
+    legal = legal_degrees(settled.model.values, traced, job.data.sequence, cluster.per_host)
+    return Task(
+        traced,
+        cluster,
+        job.train.global_batch,
+        numbers_of(numbers, optimizer),
+        job.train.microbatch,
+        settled.total,
+        pins,
+        legal,
+        limit,
+    )
+
+
+def choose(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Chosen:
+    """Finds the plan of a job on `cluster`, with fields that are given (`pins`) as they are. Raises UserError where
+    nothing fits or is legal."""
+    return confirmed(settled, task_of(settled, cluster, pins, limit))
+
+
+def confirmed(settled: Settled, task: Task) -> Chosen:
+    """Searches, and runs candidates dry, the fastest first, until one is found legal and to fit."""
+    passed: list[tuple[Estimate, str]] = []
+    found = search(task)
+    looked = list(found.best)
+    while looked and len(passed) < TRIES:
+        estimate = looked.pop(0)
+        own = under(settled, estimate, task)
+        try:
+            predictions = tuple(dry(own, task, estimate))
+            short = [each for each in predictions if each.need.total("device") > task.most]
+            why = f"a dry run counts {short[0].need.total('device') / 2**30:,.1f} GiB" if short else ""
+        except UserError as error:
+            why, predictions = str(error), ()
+        if not why:
+            return Chosen(own, task, estimate, predictions, tuple(looked[:5]), tuple(passed), found)
+        passed.append((estimate, why))
+        if not looked:  # what was refused stays out
+            task = _without(task, passed)
+            looked = list(search(task).best)
+    reasons = "; ".join(f"{spoken(each.choice.plan(task.pins).to_dict())}: {why}" for each, why in passed[:3])
+    raise UserError(f"no plan that was tried holds in a dry run: {reasons}")
+
+
+def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task:
+    """The task with less memory by what dry runs counted beside, or without the way to divide that was refused."""
+    refused = [each for each, why in passed if not why.startswith("a dry run")]
+    legal = dict(task.legal)
+    for each in refused:
+        spread = each.choice.spread
+        for what, degree in (("experts", spread.experts), ("tokens", spread.tokens), ("parts", spread.parts)):
+            if degree > 1:
+                legal[what] = 1
+                break
+        else:
+            legal["stages"] = 1
+    return replace(task, legal=legal, limit=task.most if refused else 0.85 * task.most)
+
+
+def under(settled: Settled, estimate: Estimate, task: Task) -> Settled:
+    """The job under the plan of `estimate`; what was chosen has the origin "planner"."""
+    plan, job, origins = estimate.choice.plan(task.pins), settled.job, dict(settled.origins)
+    fields = {**plan.to_dict(), "dp": plan.dp}
+    origins.update({f"plan.{key}": "planner" for key in fields if key not in task.pins})
+    if job.train.microbatch is None and task.microbatch is None:
+        job = replace(job, train=replace(job.train, microbatch=estimate.choice.microbatch))
+        origins["train.microbatch"] = "planner"
+    return replace(settled, job=replace(job, plan=plan), origins=origins)
+
+
+def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
+    """Predictions for the ranks of a pipeline that are the fullest: the first two and the last; without stages one."""
+    cluster, plan = task.cluster, settled.job.plan
+    on_host = cluster.hosts[0].device.on_host
+    memory = min(host.memory for host in cluster.hosts)
+    machine = Machine(memory, None if on_host else cluster.memory, min(cluster.per_host, plan.size))
+    forecast = Forecast(settled, machine, 0)
+    places = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
+    return [forecast.of(plan, place) for place in places]
+
+
+def estimates(task: Task) -> Search:
+    """The prices of a task's choices, for what is asked after the search."""
+    return Search(task)

@@ -1,0 +1,247 @@
+"""Closed forms for what a choice takes: seconds of its terms, and bytes that travel. One `Prices` for each task; what
+depends on the degrees alone is computed once for each.
+
+Products reach a share of the peak that the device is said to reach, all other operations a share of its bandwidth, and
+each operation takes at least a launch: beside its work on a host's cores, at most as long as its work on a device that
+is fed from a queue. Collectives take alpha-beta times over rings (`Link.seconds`). Backward takes twice the products of
+forward, two and a half times its attention, and twice its other traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from shoal.planner.cluster import Device
+from shoal.planner.degrees import Spread
+from shoal.planner.profile import Message, PartProfile
+from shoal.planner.task import Task
+
+ATTENTION_BACKWARD = 2.5
+"""Of the operations of forward: the scores are computed again."""
+ATTENTION_REACHES = 0.75
+"""Of what products reach."""
+REDUCED_AT_ONCE = 0.05
+"""The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one microbatch of a piece: `compute` and communication by what its ranks divide, in each direction."""
+
+    forward: float
+    backward: float
+    again: float
+    sent_forward: tuple[tuple[str, float], ...]
+    sent_backward: tuple[tuple[str, float], ...]
+
+    def total(self, recompute: str) -> tuple[float, float]:
+        """Seconds of forward and backward, with what is sent."""
+        forward = self.forward + sum(seconds for _, seconds in self.sent_forward)
+        backward = self.backward + sum(seconds for _, seconds in self.sent_backward)
+        if recompute == "full":
+            backward += forward
+        elif recompute == "selective":
+            backward += self.again
+        return forward, backward
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a piece, or of all pieces of a stage, on one rank: elements of parameters (all, trained, of experts), and
+    bytes that a row keeps for backward by recompute policy, and that travel to it. `largest`: the most that one piece
+    saves without recompute; `in_use`: elements of the largest piece."""
+
+    weights: float
+    trained: float
+    experts: float
+    saved: dict[str, float]
+    boundary: float
+    largest: float
+    in_use: float
+
+
+def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
+    """The sizes of so many of each, of which the first is called first."""
+    return Sizes(
+        sum(each.weights * number for each, number in sizes),
+        sum(each.trained * number for each, number in sizes),
+        sum(each.experts * number for each, number in sizes),
+        {policy: sum(each.saved[policy] * number for each, number in sizes) for policy in POLICIES},
+        sizes[0][0].boundary,
+        max(each.largest for each, _ in sizes),
+        max(each.in_use for each, _ in sizes),
+    )
+
+
+POLICIES = ("none", "selective", "full")
+
+
+class Prices:
+    """What the pieces of a task's model take and hold."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self._cluster = task, task.cluster
+        self._spent, self._sizes = cache(self._spend), cache(self._measure)
+        self.speeds = cache(self._speeds)
+
+    @cached_property
+    def pieces(self) -> list[list[PartProfile]]:
+        """The parts of the model in the pieces that stages consist of."""
+        return grouped(self.task.profile.parts)
+
+    def alike(self, places: range) -> tuple[tuple[int, int], ...]:
+        """The distinct pieces among `places`, in order, and how many are like each."""
+        counts: dict[int, int] = {}
+        for place in places:
+            counts[self._like[place]] = counts.get(self._like[place], 0) + 1
+        return tuple(counts.items())
+
+    @cached_property
+    def _like(self) -> list[int]:
+        """For each piece the first one that is like it."""
+        first: dict[tuple[str, ...], int] = {}
+        return [first.setdefault(tuple(part.kind for part in piece), place) for place, piece in enumerate(self.pieces)]
+
+    def spent(self, place: int, spread: Spread, rows: int) -> Spent:
+        """Seconds of a microbatch of `rows` rows of a piece."""
+        return self._spent(self._like[place], spread, rows)
+
+    def sizes(self, place: int, spread: Spread) -> Sizes:
+        """What a rank holds of a piece."""
+        return self._sizes(self._like[place], spread)
+
+    @cached_property
+    def slowest(self) -> Device:
+        """The device that others wait for."""
+        dtype = self.task.numbers.dtype
+        return min(self._cluster.devices, key=lambda device: device.peak(dtype) * device.reaches)
+
+    def _speeds(self, stages: int) -> list[float]:
+        """How fast the devices of each rank of a pipeline are, relative to the slowest."""
+        dtype, each = self.task.numbers.dtype, self._cluster.size // stages
+        slow = self.slowest.peak(dtype) * self.slowest.reaches
+        of_host = [host.device.peak(dtype) * host.device.reaches / slow for host in self._cluster.hosts]
+        count = self._cluster.per_host
+        return [
+            min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
+        ]
+
+    def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
+        own, device = self.pieces[place], self.slowest
+        forward = math.fsum(self._seconds(part, spread, rows, device, 1, 1, 1) for part in own)
+        backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
+        again = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in own)
+        sent = [(message, self.carried(message, spread, rows)) for part in own for message in part.messages]
+        sent = [(message, seconds) for message, seconds in sent if seconds]
+        return Spent(
+            forward,
+            backward,
+            again,
+            _summed((kind(message), seconds) for message, seconds in sent),
+            _summed((kind(message), seconds * message.again) for message, seconds in sent),
+        )
+
+    def _seconds(
+        self,
+        part: PartProfile,
+        spread: Spread,
+        rows: int,
+        device: Device,
+        products: float,
+        attention: float,
+        rest: float,
+    ) -> float:
+        """Seconds of a part, with so many times the products, the attention and all else of a forward."""
+        reached = device.peak(self.task.numbers.dtype) * device.reaches
+        work = rows * products * part.products.on(spread) / reached
+        work += rows * attention * part.attention.on(spread) / (reached * ATTENTION_REACHES)
+        work += rows * rest * part.touched.on(spread) / (device.bandwidth * device.streams)
+        launches = max(products, rest) * part.calls.on(spread) * device.launch
+        return work + launches if device.on_host else max(work, launches)
+
+    def carried(self, message: Message, spread: Spread, rows: int) -> float:
+        """Seconds of a message in forward; 0 where no ranks divide that."""
+        ranks, calls, payload = sent(message, spread, rows)
+        if ranks == 1:
+            return 0.0
+        return self._cluster.link(spread.stride(kind(message)), ranks).seconds(message.operation, payload, ranks, calls)
+
+    def wire(self, place: int, spread: Spread, rows: int) -> dict[str, float]:
+        """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward."""
+        found: dict[str, float] = {}
+        for part in self.pieces[place]:
+            for message in part.messages:
+                ranks, _, payload = sent(message, spread, rows)
+                if ranks > 1:
+                    found[kind(message)] = found.get(kind(message), 0.0) + payload * (1 + message.again)
+        return found
+
+    def _measure(self, place: int, spread: Spread) -> Sizes:
+        own = self.pieces[place]
+        saved = math.fsum(part.saved.on(spread) for part in own)
+        others = math.fsum(part.saved.on(spread) for part in own if not part.is_block)
+        given = math.fsum(part.boundary.on(spread) for part in own if part.is_block)
+        results = math.fsum(part.results.on(spread) for part in own if part.is_block)
+        return Sizes(
+            math.fsum(part.weights.on(spread) for part in own),
+            math.fsum(part.trained.on(spread) for part in own),
+            math.fsum(part.experts.on(spread) * _inside(part, spread) for part in own),
+            {"none": saved, "full": others + given, "selective": min(saved, others + given + results)},
+            own[0].boundary.on(spread) if own[0].boundary.value else given,
+            saved,
+            math.fsum(part.weights.on(spread) for part in own),
+        )
+
+
+def _inside(part: PartProfile, spread: Spread) -> float:
+    """The share of an expert that a rank of those that divide matrices has."""
+    return part.weights.on(spread) / part.weights.on(Spread(experts=spread.experts)) if part.weights.value else 1.0
+
+
+def kind(message: Message) -> str:
+    """Who sends it: "ring" is a way in which ranks share tokens."""
+    return "tokens" if message.what == "ring" else message.what
+
+
+def sent(message: Message, spread: Spread, rows: int) -> tuple[int, float, float]:
+    """Ranks, calls and bytes of a message of a forward of `rows` rows. It was seen between two ranks: what ranks that
+    share tokens send is a part of a row, and a ring passes it on to each of the others."""
+    what = kind(message)
+    ranks = getattr(spread, what)
+    if ranks == 1 or (what == "tokens" and (message.what == "ring") != spread.ring):
+        return 1, 0.0, 0.0
+    payload, calls = message.payload * rows, message.calls
+    if what == "tokens":
+        payload *= 2 / (ranks * spread.parts)
+        if spread.ring:
+            payload, calls = payload * (ranks - 1), calls * (ranks - 1)
+    else:
+        payload /= spread.tokens
+    return ranks, calls, payload
+
+
+def grouped(parts: Sequence[PartProfile]) -> list[list[PartProfile]]:
+    """Groups parts into pieces as stages are cut (see pipeline.units.pieces_of)."""
+    if not any(part.is_block for part in parts):
+        return [[part] for part in parts]
+    found: list[list[PartProfile]] = []
+    before: list[PartProfile] = []
+    for part in parts:
+        if part.is_block:
+            found.append([*before, part])
+            before = []
+        elif found:
+            found[-1].append(part)
+        else:
+            before.append(part)
+    return found
+
+
+def _summed(pairs: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    sums: dict[str, float] = {}
+    for what, seconds in pairs:
+        sums[what] = sums.get(what, 0.0) + seconds
+    return tuple(sums.items())

@@ -1,0 +1,101 @@
+"""The degrees of a plan by what they do, how many ranks apart their groups are, and which there are of so many ranks.
+The only file of the planner that knows the names of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from shoal.plan import Plan
+
+PINS = {"pp": "stages", "dp": "copies", "cp": "tokens", "tp": "parts", "ep": "experts"}
+"""The name of each degree in a plan, and here."""
+TRIED = (
+    ("parts", Plan(tp=2)),
+    ("tokens", Plan(cp=2)),
+    ("ring", Plan(cp=2, context="ring")),
+    ("experts", Plan(dp=2, ep=2)),
+)
+"""The plans that are traced to see how a model divides."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How many ranks divide what: `stages` of the model; `copies` have other samples; `tokens` of each row; `parts` of
+    each matrix; `experts` among copies and tokens. `ring`: how attention sees whole rows."""
+
+    stages: int = 1
+    copies: int = 1
+    tokens: int = 1
+    parts: int = 1
+    experts: int = 1
+    ring: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.stages * self.copies * self.tokens * self.parts
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same weights."""
+        return self.copies * self.tokens
+
+    def stride(self, what: str) -> int:
+        """How far apart in rank the members of a group are: the innermost, which talk most, are neighbours."""
+        return {"parts": 1, "tokens": self.parts, "copies": self.parts * self.tokens, "experts": self.parts}.get(
+            what, self.parts * self.tokens * self.copies
+        )
+
+    def plan(self, **others: Any) -> Plan:
+        """The plan of these degrees."""
+        context = "ring" if self.ring and self.tokens > 1 else "ulysses"
+        return Plan(
+            pp=self.stages, dp=self.copies, cp=self.tokens, tp=self.parts, ep=self.experts, context=context, **others
+        )
+
+    @classmethod
+    def of(cls, plan: Plan) -> Spread:
+        return cls(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.context == "ring")
+
+
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """The divisors of `number` up to `most`, ascending."""
+    return [each for each in range(1, min(number, most or number) + 1) if number % each == 0]
+
+
+def degrees(size: int, most: Mapping[str, int], pins: Mapping[str, Any]) -> Iterator[Spread]:
+    """All degrees of `size` ranks. `most`: the largest of each kind ("stages", "parts", ...), a missing one is 1; for
+    "parts", "tokens" and "experts" numbers that they have to divide. `pins`: fields of a plan that are given."""
+    wanted = {PINS[key]: value for key, value in pins.items() if key in PINS}
+
+    def legal(what: str, left: int) -> list[int]:
+        if what in wanted:
+            return [wanted[what]] if left % wanted[what] == 0 else []
+        limit = most.get(what, 1)
+        return [each for each in divisors(left, limit) if what == "stages" or limit % each == 0]
+
+    for stages in legal("stages", size):
+        for parts in legal("parts", size // stages):
+            for tokens in legal("tokens", size // (stages * parts)):
+                copies = size // (stages * parts * tokens)
+                if wanted.get("copies", copies) != copies:
+                    continue
+                here = [wanted["experts"]] if "experts" in wanted else divisors(most.get("experts", 1))
+                for experts in here:
+                    if copies * tokens % experts == 0 and most.get("experts", 1) % experts == 0:
+                        yield from _by_context(Spread(stages, copies, tokens, parts, experts), most, pins)
+
+
+def _by_context(spread: Spread, most: Mapping[str, int], pins: Mapping[str, Any]) -> Iterator[Spread]:
+    ways = [False, True] if spread.tokens > 1 else [False]
+    if "context" in pins:
+        ways = [pins["context"] == "ring"]
+    heads = most.get("heads", 0)
+    for ring in ways:
+        if ring and spread.tokens > 1 and not most.get("ring", 1):
+            continue
+        if not ring and heads and heads % prod((spread.parts, spread.tokens)):
+            continue
+        yield replace(spread, ring=ring)

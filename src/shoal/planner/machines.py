@@ -1,0 +1,56 @@
+"""Usual machines, by the figures that are published of them. What products and streams reach of a peak is no published
+figure: `reaches` and `streams` are ours, until a run has been compared (`shoal plan --compare`)."""
+
+from __future__ import annotations
+
+from shoal.planner.cluster import Device, Host, Link
+
+GB, GIB, T = 10**9, 2**30, 1e12
+
+A100_SHEET = "nvidia.com: nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf (SXM, 80 GB)"
+H100_SHEET = "nvidia.com: H100 datasheet (SXM5), dense figures as in glennklockwood.com/garden/processors/h100"
+H200_SHEET = "nvidia.com: H200 datasheet (SXM)"
+B200_SHEET = "nvidia.com: DGX B200 (1,440 GB and 64 TB/s for eight), dense figures of HGX B200 at 1,000 W"
+L40S_SHEET = "nvidia.com: L40S datasheet (48 GB, 864 GB/s, PCIe Gen4)"
+A910B_SOURCE = (
+    "no datasheet is public; FP16 320 TFLOPS and 64 GB as reported (boardor.com/blog/huawei-ascend-910b-outperforms-"
+    "h20-910c-approaches-h100); bandwidth and links assumed as the A100's and half of its NVLink"
+)
+
+MACHINES: dict[str, Host] = {
+    "a100": Host(
+        Device("a100", {"bf16": 312 * T, "fp16": 312 * T, "fp32": 19.5 * T, "fp64": 9.7 * T}, 80 * GB, 2039e9,
+               source=A100_SHEET, reaches=0.72),
+        8, Link(8e-6, 300e9 * 0.8), 1024 * GIB, 25e9, disk=6e9, watts=400,
+    ),
+    "h100": Host(
+        Device("h100", {"bf16": 989.4 * T, "fp16": 989.4 * T, "fp32": 66.9 * T, "fp64": 33.5 * T}, 80 * GB, 3350e9,
+               source=H100_SHEET, reaches=0.62),
+        8, Link(8e-6, 450e9 * 0.8), 2048 * GIB, 50e9, disk=12e9, watts=700,
+    ),
+    "h200": Host(
+        Device("h200", {"bf16": 989.4 * T, "fp16": 989.4 * T, "fp32": 66.9 * T, "fp64": 33.5 * T}, 141 * GB, 4800e9,
+               source=H200_SHEET, reaches=0.64),
+        8, Link(8e-6, 450e9 * 0.8), 2048 * GIB, 50e9, disk=12e9, watts=700,
+    ),
+    "b200": Host(
+        Device("b200", {"bf16": 2250 * T, "fp16": 2250 * T, "fp32": 80 * T, "fp64": 40 * T}, 180 * GB, 8000e9,
+               source=B200_SHEET, reaches=0.6),
+        8, Link(8e-6, 900e9 * 0.8), 4096 * GIB, 50e9, disk=12e9, watts=1000,
+    ),
+    "l40s": Host(
+        Device("l40s", {"bf16": 362 * T, "fp16": 362 * T, "fp32": 91.6 * T, "fp64": 1.43 * T}, 48 * GB, 864e9,
+               source=L40S_SHEET, reaches=0.6),
+        8, Link(15e-6, 32e9 * 0.7), 1024 * GIB, 25e9, disk=6e9, watts=350,
+    ),
+    "910b": Host(
+        Device("910b", {"bf16": 320 * T, "fp16": 320 * T, "fp32": 80 * T}, 64 * GB, 1600e9,
+               source=A910B_SOURCE, reaches=0.6),
+        8, Link(12e-6, 150e9 * 0.8), 1536 * GIB, 25e9, disk=6e9, watts=310,
+    ),
+}  # fmt: skip
+"""Hosts of eight. Links inside are half of the published two-way NVLink (or PCIe) rate, times 0.8 for what collectives
+reach of it."""
+
+BETWEEN = Link(15e-6, 50e9 * 0.8)
+"""One network port of 400 Gb/s for each device, as in DGX H100 and B200, times 0.8."""

@@ -1,0 +1,165 @@
+"""What a model does with one row, part by part, and how each quantity falls with the degrees: from a few traces of two
+ranks beside the one of a single rank (see `trace`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.errors import UserError
+from shoal.planner.degrees import TRIED, Spread
+from shoal.planner.prepare import Subject
+from shoal.planner.trace import Seen, Trace, trace
+
+Kinds = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A quantity, and the share of it that ranks divide, by what they divide ("parts", "tokens", "experts")."""
+
+    value: float
+    shares: Mapping[str, float]
+
+    def on(self, spread: Spread) -> float:
+        """What one of the ranks has."""
+        left = self.value
+        for what, share in self.shares.items():
+            degree = getattr(spread, what)
+            left *= 1 - share + share / degree
+        return left
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of each forward and, `again` times as much, of each backward, of the ranks that divide `what`."""
+
+    what: str
+    operation: str
+    calls: float
+    payload: float
+    again: float
+
+
+@dataclass(frozen=True)
+class PartProfile:
+    """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
+    stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs."""
+
+    name: str
+    is_block: bool
+    kind: str
+    products: Cut
+    attention: Cut
+    touched: Cut
+    calls: Cut
+    saved: Cut
+    results: Cut
+    boundary: Cut
+    weights: Cut
+    trained: Cut
+    experts: Cut
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model: its parts in order; bytes of temporaries of one row; elements of all its parameters, where tied ones
+    count once; and for each way to divide it why it cannot be divided so ("" where it can)."""
+
+    parts: tuple[PartProfile, ...]
+    temporaries: Cut
+    parameters: int
+    refused: Mapping[str, str]
+
+    @property
+    def blocks(self) -> int:
+        """Number of repeated blocks."""
+        return sum(part.is_block for part in self.parts)
+
+
+QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given")
+
+
+def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
+    """Traces the model of `subject`, whose own plan does not matter, with one row; `ways`: how it may be divided.
+    Raises UserError for a model that cannot be run."""
+    base = replace(subject, microbatch=1, rank=0)
+    alone = trace(replace(base, plan=type(subject.plan)()))
+    halves: dict[str, Trace] = {}
+    refused: dict[str, str] = {}
+    for what, plan in TRIED:
+        if what not in ways:
+            refused[what] = "not asked for"
+            continue
+        try:
+            halves[what] = trace(replace(base, plan=plan))
+            if [each.name for each in halves[what].parts] != [each.name for each in alone.parts]:
+                raise UserError("its parts are others then")
+            if what == "experts" and not any(halves[what].experts):
+                raise UserError("the model has no experts")
+            refused[what] = ""
+        except UserError as error:
+            halves.pop(what, None)
+            refused[what] = str(error)
+    parts = [_part(place, alone, halves) for place in range(len(alone.parts))]
+    share = {what: _share(alone.temporaries, each.temporaries) for what, each in halves.items() if what != "ring"}
+    return Profile(tuple(parts), Cut(alone.temporaries, share), alone.whole, refused)
+
+
+def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
+    seen = alone.parts[place]
+
+    def cut(name: str) -> Cut:
+        value = float(getattr(seen, name))
+        ways = {what: float(getattr(each.parts[place], name)) for what, each in halves.items() if what != "ring"}
+        return Cut(value, {what: _share(value, half) for what, half in ways.items()})
+
+    def elements(name: str) -> Cut:
+        value = float(getattr(alone, name)[place])
+        return Cut(
+            value, {what: _share(value, getattr(each, name)[place]) for what, each in halves.items() if what != "ring"}
+        )
+
+    messages = [message for what, each in halves.items() for message in _messages(what, each.parts[place], each)]
+    quantities = {name: cut(name) for name in QUANTITIES}
+    return PartProfile(
+        seen.name,
+        seen.is_block,
+        seen.kind,
+        quantities["products"],
+        quantities["attention"],
+        quantities["touched"],
+        quantities["calls"],
+        quantities["saved"],
+        quantities["results"],
+        quantities["given"],
+        elements("weights"),
+        elements("trained"),
+        Cut(2.0 * halves["experts"].experts[place] if "experts" in halves else 0.0, {"experts": 1.0}),
+        tuple(messages),
+    )
+
+
+def _share(whole: float, half: float) -> float:
+    """Which share of a quantity two ranks divide, where each has `half` of the `whole`."""
+    return min(1.0, max(0.0, 2 * (1 - half / whole))) if whole else 0.0
+
+
+def deepened(shallow: Profile, blocks: int, at: int) -> Profile:
+    """The profile of a model with so many blocks, of which those that `shallow` lacks are like its block `at`."""
+    places = [place for place, part in enumerate(shallow.parts) if part.is_block]
+    model, more = places[at], blocks - len(places)
+    again = shallow.parts[model]
+    parts = [*shallow.parts[: model + 1], *[again] * more, *shallow.parts[model + 1 :]]
+    return replace(shallow, parts=tuple(parts), parameters=shallow.parameters + more * round(again.weights.value))
+
+
+def _messages(what: str, seen: Seen, traced: Trace) -> list[Message]:
+    """The collectives of a part of the model on two ranks. Backward sends, over all traced parts, `again` times as
+    much as forward does."""
+    first = {each.kind: each for each in traced.parts}
+    forward = sum(each.payload for part in first.values() for each in part.sent.values())
+    both = sum(each.payload for each in traced.sent.values())
+    again = max(0.0, both / forward - 1) if forward else 0.0
+    return [Message(what, operation, each.calls, each.payload, again) for (operation, _), each in seen.sent.items()]

@@ -1,0 +1,137 @@
+"""What the planner is asked: a model's profile, the batch, number formats, the optimizer's state, a cluster, what is
+pinned; and what it answers: candidates with their terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.plan import Plan
+from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread
+from shoal.planner.profile import Profile
+
+TERMS = (
+    "compute",
+    "parts",
+    "tokens",
+    "experts",
+    "copies",
+    "stages",
+    "bubble",
+    "offload",
+    "optimizer",
+    "data",
+    "other",
+)
+"""What the seconds of a step are made of: products and all else that a device computes; communication that is not
+hidden, by what its ranks divide; waiting in a pipeline; moves between tiers; the update; reading data; the rest."""
+ROLES = ("weights", "gradients", "masters", "optimizer state", "weights in use", "activations", "temporaries")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Bytes of an element: of weights and what a model computes with (`weight`), gradients, masters (0 where the
+    weights are) and the optimizer's state. `dtype`: of products."""
+
+    dtype: torch.dtype
+    weight: int
+    gradient: int
+    master: int
+    state: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked.
+
+    - `rows`: of a global batch; `microbatch`: rows of one forward, None where the planner may choose
+    - `steps`: of the whole job, None where that is not known
+    - `pins`: fields of the plan that are given
+    - `legal`: numbers that degrees have to divide ("parts", "tokens", "experts", "heads"), a missing one is 1
+    - `limit`: bytes that a rank may use of its device; by default `usable` of the cluster's memory
+    - `recompute`, `schedules`: those that are tried
+    - `compiled`: whether compiled blocks are tried
+    """
+
+    profile: Profile
+    cluster: Cluster
+    rows: int
+    numbers: Numbers
+    microbatch: int | None = None
+    steps: int | None = None
+    pins: Mapping[str, Any] = field(default_factory=dict)
+    legal: Mapping[str, int] = field(default_factory=dict)
+    limit: float | None = None
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1))
+
+    @property
+    def most(self) -> float:
+        """Bytes that a rank may use of its device."""
+        return self.limit if self.limit is not None else USABLE * self.cluster.memory
+
+
+USABLE = 0.92
+"""Share of a device's memory that a plan may fill: the rest is the driver's and the allocator's."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A point of the search space. `shard`: ranks of `spread.copies` that share one copy of the state; `chunks`: stages
+    of a rank; `offload`: weights, masters and state at home on the host; `stages`: blocks of each stage."""
+
+    spread: Spread
+    microbatch: int
+    zero: int = 0
+    shard: int | None = None
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    offload: bool = False
+    stages: tuple[int, ...] = ()
+
+    def plan(self, pins: Mapping[str, Any]) -> Plan:
+        """The plan as a job file has it, with what was pinned beside the search."""
+        others: dict[str, Any] = {"zero": self.zero, "recompute": self.recompute}
+        if self.shard not in (None, self.spread.copies):
+            others["shard"] = self.shard
+        if self.spread.stages > 1:
+            usual = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
+            named: Any = self.schedule
+            others["schedule"] = named if usual == self.chunks else {"name": named, "chunks": self.chunks}
+            others["stages"] = list(self.stages)
+        if self.offload:
+            others["memory"] = {}
+        kept = {key: value for key, value in pins.items() if key not in DEGREES}
+        return self.spread.plan(**{**others, **kept})
+
+
+DEGREES = ("pp", "dp", "cp", "tp", "ep", "context")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
+    device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide."""
+
+    choice: Choice
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    on_host: float
+    wire: Mapping[str, float]
+    microbatches: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return math.fsum(self.terms.values())
+
+    @property
+    def bytes(self) -> float:
+        """Of the device of the fullest rank."""
+        return math.fsum(self.memory.values())

@@ -1,0 +1,294 @@
+"""What one microbatch of a model does, part by part, from one run of it on fake tensors: each distinct part is traced
+once, and repeated blocks stand in for themselves by tensors of the same shapes.
+
+Operations are counted as they are called: products by torch's formulas and those of `report.flops` (attention on a
+CPU, causal masks by half), everything else by the bytes that it reads and writes. What backward keeps is what the
+engine's own hooks see, and what travels is what the groups of a silent world book.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from shoal.chunks import Gather
+from shoal.chunks.make import EXPERTS
+from shoal.comm.ledger import Traffic
+from shoal.module.build import Built, build
+from shoal.pipeline.units import Unit, units_of
+from shoal.planner.dry_run import run
+from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
+
+_aten = torch.ops.aten
+ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+"""Fused attention."""
+_FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "alias", "split"}
+_FREE |= {"unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "lift_fresh", "empty", "empty_like", "new_empty"}
+"""Operations that compute nothing."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward of one part does with one microbatch, on one rank.
+
+    - `name`, `is_block`; `kind`: equal for parts that are alike
+    - `products`, `attention`: operations of matrix products and convolutions; of attention, causal masks by half
+    - `touched`: bytes that all other operations read and write
+    - `calls`: number of operations
+    - `results`: bytes of the results of products and attention, which selective recompute keeps beside the inputs
+    - `saved`: bytes that backward keeps; `given`: bytes of the inputs that have gradients, which is
+      what stays under full recompute, and what travels between stages
+    - `sent`: calls and bytes by (operation, group) in the forward
+    """
+
+    name: str
+    is_block: bool
+    kind: str
+    products: float
+    attention: float
+    touched: float
+    calls: int
+    results: int
+    saved: int
+    given: int
+    sent: dict[tuple[str, str], Traffic]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A microbatch of a model: its parts in order, what backward sends beside what forwards do, and the most bytes of
+    temporaries. `weights`: elements of each part's parameters on this rank, `trained` those that have gradients,
+    `experts` those of stacked experts. `whole`: elements of the whole model, where tied ones count once."""
+
+    parts: tuple[Seen, ...]
+    weights: tuple[int, ...]
+    trained: tuple[int, ...]
+    experts: tuple[int, ...]
+    sent: dict[tuple[str, str], Traffic]
+    temporaries: int
+    whole: int
+
+
+def trace(subject: Subject) -> Trace:
+    """Traces one microbatch of `subject`, without stages. Raises UserError for a model that cannot be run or cut so."""
+    with in_one_line(), _quiet():
+        built = build(subject.factory, 0)
+        units = units_of(built.module)
+        with prepared(built, subject) as ready:
+            return _trace(ready, built, units, subject)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an operation that fails on fake tensors; the error says enough."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _trace(ready: Prepared, built: Built, units: Sequence[Unit], subject: Subject) -> Trace:
+    looker = _Looker(ready, units)
+    events = run(ready, subject, looker.through)
+    live = most = kept = 0
+    for what, value in events:
+        if what == "live":
+            live += value  # type: ignore[operator]
+        elif what == "saved":
+            kept += value  # type: ignore[operator]
+        most = max(most, live - kept)
+    numbers = [_elements(ready, unit) for unit in units]
+    weights, trained, experts = zip(*numbers, strict=True) if numbers else ((), (), ())
+    return Trace(tuple(looker.found), weights, trained, experts, _traffic(ready), most, ready.whole)
+
+
+def _traffic(ready: Prepared) -> dict[tuple[str, str], Traffic]:
+    """What has been sent so far by (operation, group)."""
+    found: dict[tuple[str, str], Traffic] = {}
+    for flow, each in ready.world.ledger.traffic.items():
+        key = flow.operation, flow.group
+        found[key] = found.get(key, Traffic()) + each
+    return found
+
+
+def _elements(ready: Prepared, unit: Unit) -> tuple[int, int, int]:
+    """Elements of a part's parameters: all, trained, and of stacked experts."""
+    known = {id(parameter): name for name, parameter in ready.local.module.named_parameters()}
+    keys = {name: key for name, _, key in ready.parameters}
+    own = {id(each): each for each in unit.module.parameters()}
+    found = [(each.numel(), keys[known[number]]) for number, each in own.items() if number in known]
+    return (
+        sum(size for size, _ in found),
+        sum(size for size, key in found if key.trainable),
+        sum(size for size, key in found if key.group == EXPERTS),
+    )
+
+
+class _Looker:
+    """Attributes what a dry run shows to `units`; what is done between two of them counts for the first."""
+
+    def __init__(self, ready: Prepared, units: Sequence[Unit]) -> None:
+        self.found: list[Seen] = []
+        self._ready, self._units, self._counts = ready, units, _Counts()
+        self._known: dict[str, Any] = {}
+        self._at, self._open = 0, False
+        for place, unit in enumerate(units):
+            unit.module.register_forward_pre_hook(partial(self._enter, place), with_kwargs=True)
+            if unit.is_block:
+                unit.module.forward = partial(self._forward, unit, unit.module.forward)
+
+    def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
+        """Forward, whose events come to `log`, and backward."""
+        self._log, self._read, self._at = log, 0, 0
+        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0, ""] for _ in self._units]
+        self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
+        self._before = dict[tuple[str, str], Traffic]()
+        self._known.clear()
+        self._open = True
+        with self._counts:
+            objective = forward()
+        self._note()
+        self._open = False
+        self.found = [
+            Seen(unit.name, unit.is_block, sums[7] or unit.name, *sums[:7], sent)  # type: ignore[call-arg]
+            for unit, sums, sent in zip(self._units, self._sums, self._sent, strict=True)
+        ]
+        first: dict[str, Seen] = {}
+        for seen in self.found:
+            first.setdefault(seen.kind, seen)
+        self.found = [replace(first[seen.kind], name=seen.name) for seen in self.found]
+        self._ready.local.randomness.replay()
+        objective.backward()
+
+    def _enter(self, place: int, module: Any, args: Any, kwargs: Any) -> None:
+        if self._open:
+            self._note()
+            self._at = place
+            given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+            self._sums[place][6] += sum(each.nbytes for each in given if each.requires_grad)
+
+    def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a block, or, where one like it has run, tensors of the same shapes."""
+        if not self._open:
+            return forward(*args, **kwargs)
+        key = _key(unit, (args, kwargs))
+        self._sums[self._at][7] = key
+        if key in self._known:
+            return _alike(self._known[key], [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
+        out = forward(*args, **kwargs)
+        self._known[key] = tree_map_only(Tensor, lambda leaf: (leaf.shape, leaf.dtype, leaf.requires_grad), out)
+        return out
+
+    def _note(self) -> None:
+        """What has come since the last time belongs to the part that ran."""
+        sums, counts = self._sums[self._at], self._counts
+        events, self._read = self._log[self._read :], len(self._log)
+        for place, value in enumerate(counts.all):
+            sums[place] += value
+        sums[5] += sum(value for what, value in events if what == "saved")
+        counts.clear()
+        now = _traffic(self._ready)
+        for key, each in now.items():
+            past = self._before.get(key, Traffic())
+            new = Traffic(each.calls - past.calls, each.payload - past.payload, each.wire - past.wire)
+            if new.calls:
+                self._sent[self._at][key] = self._sent[self._at].get(key, Traffic()) + new
+        self._before = now
+
+
+def _key(unit: Unit, given: Any) -> str:
+    """Equal for blocks that compute alike: their settings, which modules print, their parameters, and their inputs."""
+    shapes = tree_map_only(Tensor, lambda leaf: (tuple(leaf.shape), leaf.dtype, leaf.requires_grad), given)
+    parameters = [(name, tuple(each.shape), each.dtype) for name, each in unit.module.named_parameters()]
+    return repr((type(unit.module), unit.module, parameters, shapes))
+
+
+class _Alike(torch.autograd.Function):
+    """Tensors of given shapes that depend on all inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: Sequence[tuple[Any, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.inputs = [(each.shape, each.dtype) for each in inputs]
+        out = tuple(torch.empty(shape, dtype=dtype) for shape, dtype, _ in shapes)
+        ctx.mark_non_differentiable(*(each for each, (_, _, wants) in zip(out, shapes, strict=True) if not wants))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.inputs)
+
+
+def _alike(template: Any, inputs: Sequence[Tensor]) -> Any:
+    leaves, tree = tree_flatten(template, is_leaf=_is_shape)
+    shapes = [leaf for leaf in leaves if _is_shape(leaf)]
+    made = iter(_Alike.apply(shapes, *inputs))
+    return tree_unflatten([next(made) if _is_shape(leaf) else leaf for leaf in leaves], tree)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], torch.Size)
+
+
+class _Counts(TorchDispatchMode):
+    """Counts what operations compute and touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.products = self.attention = self.touched = 0.0
+        self.calls = self.results = 0
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """The counts in the order of the fields of Seen."""
+        return self.products, self.attention, self.touched, self.calls, self.results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet.__name__ in _FREE:
+            return out
+        self.calls += 1
+        if packet in ATTENTION:
+            causal = _argument(func, args, kwargs or {}, "is_causal")
+            self.attention += sdpa_flop_count(*(each.shape for each in args[:3])) / (2 if causal else 1)
+        elif packet in flop_registry:
+            self.products += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        else:
+            given = () if packet is _aten.embedding else (args, kwargs)
+            self.touched += _nbytes((given, out))
+            return out
+        self.results += _nbytes(out)
+        return out
+
+
+def _nbytes(values: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, Tensor))
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
+    for place, each in enumerate(func._schema.arguments):
+        if each.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, each.default_value)
+    return None

@@ -1,0 +1,64 @@
+"""Machines by name and by file, and what is wrong with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import UserError
+from shoal.planner.cluster import Link, cluster_of
+from shoal.planner.machines import BETWEEN, MACHINES
+
+
+def test_machines_by_name() -> None:
+    for name, host in MACHINES.items():
+        assert host.device.source, name
+    one = cluster_of("8xh100", MACHINES, BETWEEN)
+    assert one.size == 8 and one.link(1, 8) == MACHINES["h100"].inside
+    many = cluster_of("h100x64", MACHINES, BETWEEN)
+    assert many.size == 64 and len(many.hosts) == 8
+    assert many.link(8, 8) == BETWEEN and many.link(2, 4) == MACHINES["h100"].inside
+    assert cluster_of("910bx16", MACHINES, BETWEEN).hosts[0].device.name == "910b"
+    with pytest.raises(UserError, match="is no machine"):
+        cluster_of("8xh10", MACHINES, BETWEEN)
+    with pytest.raises(UserError, match="a multiple of that"):
+        cluster_of("h100x12", MACHINES, BETWEEN)
+
+
+def test_a_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'currency = "EUR"\n[[hosts]]\ndevice = "h100"\nnumber = 2\nprice = 20\n[[hosts]]\ndevice = "a100"\n'
+        'device_memory = "40GB"\nprice = 10\n[between]\nbandwidth = 1e10\n'
+    )
+    found = cluster_of(str(path), MACHINES, BETWEEN)
+    assert found.size == 24 and found.price == 50 and found.currency == "EUR" and found.memory == 40 * 10**9
+    assert found.between.bandwidth == 1e10 and found.between.latency == BETWEEN.latency and len(found.devices) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "describes no hosts"),
+        ('[[hosts]]\ndevice = "h1000"', "give one of a100"),
+        ('[[hosts]]\ndevice = "h100"\nprize = 3', "prize"),
+        ('[[hosts]]\ndevice = "h100"\nnumber = 0', "at least 1"),
+        ('[[hosts]]\ndevice = "h100"\nprice = "much"', "not negative"),
+        ('[[hosts]]\ndevice = "h100"\n[[hosts]]\ndevice = "h100"\ncount = 4', "different numbers"),
+        ("[[hosts", "cannot be read"),
+    ],
+)
+def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        cluster_of(str(path), MACHINES, BETWEEN)
+
+
+def test_collectives_take_what_rings_take() -> None:
+    link = Link(1e-6, 1e9)
+    assert link.seconds("all_reduce", 8e6, 4) == pytest.approx(6e-6 + 1.5 * 8e-3)
+    assert link.seconds("all_gather", 8e6, 4) == pytest.approx(3e-6 + 0.75 * 8e-3)
+    assert link.seconds("send", 8e6, 2) == pytest.approx(1e-6 + 8e-3)
+    assert link.seconds("all_reduce", 8e6, 1) == 0

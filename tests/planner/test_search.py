@@ -1,0 +1,116 @@
+"""The search: what it finds is the best of all choices, and it goes by what is asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from shoal.errors import UserError
+from shoal.planner.cluster import Cluster
+from shoal.planner.explain import explain, fits, within_budget
+from shoal.planner.pipes import cut, fill, simulated
+from shoal.planner.search import Search, search
+from tests.planner.models import GIB, MIB, cluster, model, task
+
+
+def every(asked: Search) -> list[float]:
+    """Seconds of all choices that fit, with the waiting of their schedules."""
+    found = [asked.estimate(choice) for spread in asked.spreads() for choice in asked.choices(spread)]
+    return sorted(asked.simulated(each).seconds for each in found if each.bytes <= asked.task.most)
+
+
+@pytest.mark.parametrize("memory", [0.7 * GIB, 1.5 * GIB, 8 * GIB])
+@pytest.mark.parametrize("between", [1e9, 1e11])
+def test_the_best_of_all(memory: float, between: float) -> None:
+    asked = task(on=cluster(memory=memory, between=between), schedules=(("1f1b", 1),))
+    found = search(asked)
+    assert found.best[0].seconds == pytest.approx(every(Search(asked))[0], rel=1e-9)
+    assert found.best[0].bytes <= asked.most
+    assert all(each.choice.spread.size == 8 for each in found.best)
+    assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
+
+
+def test_more_is_never_slower() -> None:
+    seconds = [search(task(on=cluster(memory=memory * GIB))).best[0].seconds for memory in (0.6, 0.8, 1.2, 2, 4)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+    seconds = [search(task(on=cluster(between=rate))).best[0].seconds for rate in (1e8, 1e9, 1e10, 1e11)]
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert search(task()).best == search(task()).best
+
+
+def test_pins_hold_and_other_fields_are_found() -> None:
+    pins = {"tp": 2, "pp": 2, "zero": 1, "schedule": "interleaved", "recompute": "full"}
+    best = search(task(pins=pins)).best
+    for each in best:
+        plan = each.choice.plan(pins)
+        assert (plan.tp, plan.pp, plan.zero, plan.schedule, plan.recompute) == (2, 2, 1, "interleaved", "full")
+        assert plan.size == 8 and isinstance(plan.stages, list) and sum(plan.stages) == 6 and len(plan.stages) == 4
+    with pytest.raises(UserError, match="tp = 3"):
+        search(task(pins={"tp": 3}))
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(UserError, match="no plan fits: the one that needs least"):
+        search(task(on=cluster(memory=8 * MIB)))
+
+
+def test_a_budget_takes_fewer_hosts_and_is_kept() -> None:
+    asked = task(on=cluster(hosts=8, between=1e9))
+
+    def price(of: Cluster) -> float:
+        return 1000 * search(replace(asked, cluster=of)).best[0].seconds / 3600 * of.price
+
+    whole, one = price(asked.cluster), price(asked.cluster.with_hosts(1))
+    assert one < whole
+    within = within_budget(asked, (one + whole) / 2, lambda each: 1000 * each.seconds)
+    assert len(within.cluster.hosts) < 8 and price(within.cluster) <= (one + whole) / 2
+    with pytest.raises(UserError, match="the cheapest takes"):
+        within_budget(asked, one / 10, lambda each: 1000 * each.seconds)
+
+
+def test_a_slow_host_has_fewer_blocks() -> None:
+    plain = cluster(hosts=2, count=1)
+    slow = replace(plain.hosts[0], device=replace(plain.hosts[0].device, name="slow", flops={"bf16": 4e12}))
+    uneven = replace(plain, hosts=(slow, plain.hosts[0]))
+    stages = search(task(model(9), uneven, pins={"pp": 2})).best[0].choice.stages
+    assert stages[0] < stages[1]
+
+
+def test_the_cut_is_the_best_of_all_cuts() -> None:
+    costs = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
+    for stages, speeds in ((3, [1.0, 1.0, 1.0]), (4, [1.0, 2.0, 1.0, 0.5])):
+        edges = [(0, *middle, len(costs)) for middle in combinations(range(1, len(costs)), stages - 1)]
+
+        def slowest(bounds: tuple[int, ...], speeds: list[float] = speeds) -> float:
+            parts = zip(bounds, bounds[1:], speeds, strict=False)
+            return max(sum(costs[first:last]) / speed for first, last, speed in parts)
+
+        numbers = cut(costs, stages, speeds)
+        found = tuple(sum(numbers[:place]) for place in range(stages + 1))
+        assert slowest(found) == pytest.approx(min(map(slowest, edges)), rel=1e-5)
+
+
+def test_what_is_simulated_is_what_the_formula_says_of_even_stages() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved", 2)):
+        stages = [(1.0 / chunks, 2.0 / chunks)] * 4 * chunks
+        seconds = simulated(name, 4, 16, chunks, stages, 0.0)
+        assert seconds == pytest.approx(16 * 3.0 + fill(name, 4, chunks, 1.0, 2.0))
+    few, many = (simulated("1f1b", 4, number, 1, [(1.0, 2.0)] * 4, 0.0) for number in (64, 8192))
+    assert many - few == pytest.approx(3.0 * (8192 - 64))  # the longer one is extrapolated
+
+
+def test_an_explanation_holds_when_it_is_tried() -> None:
+    asked = task(on=cluster(memory=1.2 * GIB))
+    found = search(asked)
+    told = explain(asked, found.best[0], found.best[1:6])
+    assert told.blocks is not None and fits(replace(asked, profile=model(told.blocks)))
+    assert not fits(replace(asked, profile=model(math.ceil(told.blocks * 1.1) + 1)))
+    more = search(replace(asked, limit=asked.most + 1e9)).best[0].seconds
+    assert told.bought["GB of memory"] == pytest.approx(found.best[0].seconds - more)
+    assert told.devices <= 8 and told.rows >= 1
