@@ -135,6 +135,7 @@ def test_what_tensor_parallel_makes_of_each_layer(shoal, job_file):
 def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
     """What `shoal plan --memory` costs is dry runs of blocks: the job's own model as it is, larger ones with four
     blocks."""
+    from shoal.jobs import forecast
     from shoal.jobs import plan as asked
     from shoal.planner import SHALLOW, dry_run
 
@@ -144,7 +145,7 @@ def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
         depths.append(len(subject.factory().blocks))
         return dry_run(subject)
 
-    monkeypatch.setattr(asked, "dry_run", counted)
+    monkeypatch.setattr(forecast, "dry_run", counted)
     own = 6
     answer = asked.plan_memory(job_file, [f"model.layers={own}", "run.nproc=1"], host=2**30, process=2**28)
     assert answer.largest.table["layers"] > 2 * own
@@ -153,6 +154,7 @@ def test_few_models_are_run_dry_and_none_is_deep(job_file, monkeypatch):
 
 def test_no_model_is_run_dry_twice(job_file, monkeypatch):
     """Also where the largest that fits is the job's own, which another table describes."""
+    from shoal.jobs import forecast
     from shoal.jobs import plan as asked
     from shoal.planner import dry_run
 
@@ -162,7 +164,7 @@ def test_no_model_is_run_dry_twice(job_file, monkeypatch):
         ran.append(repr(subject.factory))
         return dry_run(subject)
 
-    monkeypatch.setattr(asked, "dry_run", counted)
+    monkeypatch.setattr(forecast, "dry_run", counted)
     job = (job_file, ["model.layers=5", "run.nproc=1"])
     needed = asked.plan_memory(*job, host=2**29, process=2**28).prediction.fits[0].needed
     ran.clear()

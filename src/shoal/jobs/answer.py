@@ -8,18 +8,19 @@ from typing import Any
 
 from shoal.errors import UserError, in_section
 from shoal.jobs.choose import Settled
+from shoal.jobs.forecast import Forecast
 from shoal.jobs.optimizers import optimizer_named
-from shoal.jobs.plan import Forecast
 from shoal.models import build
 from shoal.optim.groups import decay_matrices_only
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Machine, Prediction, Subject, alike_blocks, family
 from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread, chosen_fields, ways
 from shoal.planner.depth import REPEATED
 from shoal.planner.profile import Profile, deepened, profile
-from shoal.planner.search import Found, Search, search, spoken
-from shoal.planner.task import Estimate, Task
+from shoal.planner.search import search
+from shoal.planner.task import Estimate, Found, Task, spoken
 from shoal.precision import precision
 
 TRIES = 12
@@ -96,9 +97,7 @@ def profile_of(settled: Settled, ways: tuple[str, ...]) -> Profile:
 def task_of(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Task:
     """What is asked for a job on `cluster`. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
-    ways = {"tp": "parts", "cp": "tokens", "ep": "experts"}
-    asked = [what for key, what in ways.items() if devices > 1 and pins.get(key) != 1]
-    traced = profile_of(settled, (*asked, *(["ring"] if "tokens" in asked else [])))
+    traced = profile_of(settled, ways(pins) if devices > 1 else ())
     with in_section("train"):
         numbers = precision(job.train.precision)
     optimizer = optimizer_named(job.train.optimizer, job.train.lr)
@@ -164,8 +163,7 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task:
 def under(settled: Settled, estimate: Estimate, task: Task) -> Settled:
     """The job under the plan of `estimate`; what was chosen has the origin "planner"."""
     plan, job, origins = estimate.choice.plan(task.pins), settled.job, dict(settled.origins)
-    fields = {**plan.to_dict(), "dp": plan.dp}
-    origins.update({f"plan.{key}": "planner" for key in fields if key not in task.pins})
+    origins.update({f"plan.{key}": "planner" for key in chosen_fields(plan) if key not in task.pins})
     if job.train.microbatch is None and task.microbatch is None:
         job = replace(job, train=replace(job.train, microbatch=estimate.choice.microbatch))
         origins["train.microbatch"] = "planner"
@@ -179,10 +177,5 @@ def dry(settled: Settled, task: Task, estimate: Estimate) -> list[Prediction]:
     memory = min(host.memory for host in cluster.hosts)
     machine = Machine(memory, None if on_host else cluster.memory, min(cluster.per_host, plan.size))
     forecast = Forecast(settled, machine, 0)
-    places = sorted({0, min(1, plan.pp - 1), plan.pp - 1})
-    return [forecast.of(plan, place) for place in places]
-
-
-def estimates(task: Task) -> Search:
-    """The prices of a task's choices, for what is asked after the search."""
-    return Search(task)
+    last = Spread.of(plan).stages - 1
+    return [forecast.of(plan, place) for place in sorted({0, min(1, last), last})]

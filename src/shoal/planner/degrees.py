@@ -60,6 +60,17 @@ class Spread:
         return cls(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.context == "ring")
 
 
+def ways(pins: Mapping[str, Any]) -> tuple[str, ...]:
+    """How a model may be divided beside stages and copies, where `pins` do not say that it is not."""
+    asked = [PINS[key] for key in ("tp", "cp", "ep") if pins.get(key) != 1]
+    return (*asked, *(["ring"] if "tokens" in asked else []))
+
+
+def chosen_fields(plan: Plan) -> list[str]:
+    """The fields of a plan that a planner chose: its degree of copies, and all that are not the default."""
+    return sorted({*plan.to_dict(), "dp"})
+
+
 def divisors(number: int, most: int | None = None) -> list[int]:
     """The divisors of `number` up to `most`, ascending."""
     return [each for each in range(1, min(number, most or number) + 1) if number % each == 0]

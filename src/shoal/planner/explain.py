@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from shoal.errors import UserError
 from shoal.planner.cluster import Link
 from shoal.planner.profile import Cut, Profile, deepened
-from shoal.planner.search import Found, Search
-from shoal.planner.task import TERMS, Estimate, Task
+from shoal.planner.search import Search
+from shoal.planner.task import TERMS, Estimate, Found, Task
 
 GB = 10**9
 MOST = 1 << 12

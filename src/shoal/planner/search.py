@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise, product
@@ -23,24 +23,12 @@ from shoal.planner.degrees import Spread, degrees
 from shoal.planner.exchanges import exchanged, moved, updated
 from shoal.planner.held import memory, tied_elements
 from shoal.planner.pipes import cut, fill, simulated
-from shoal.planner.task import Choice, Estimate, Task
+from shoal.planner.task import Choice, Estimate, Found, Task, spoken
 
 BEST = 12
 """Candidates that are kept for the simulation of events."""
 LONGEST = 64
 """Microbatches of more rows are not tried: products are at their best rate long before."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search gives: candidates from the fastest on, how many choices were priced, how many degrees were looked
-    at and how many of them were left out by their bound; and, where nothing fits, the choice that lacks least."""
-
-    best: tuple[Estimate, ...]
-    priced: int
-    spreads: int
-    bounded: int
-    nearest: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -308,8 +296,3 @@ def _no_degrees(task: Task) -> str:
         f"no degrees fit {task.cluster.size} devices, {task.rows} rows a step and {len(task.profile.parts)} parts of "
         f"the model{f' with {pinned}' if pinned else ''}: free a pin, or take another number of devices"
     )
-
-
-def spoken(values: Mapping[str, Any]) -> str:
-    """Writes fields of a plan in one line."""
-    return ", ".join(f"{key} = {value}" for key, value in values.items()) or "one rank"

@@ -12,7 +12,7 @@ import torch
 
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
-from shoal.planner.degrees import Spread
+from shoal.planner.degrees import PINS, Spread
 from shoal.planner.profile import Profile
 
 TERMS = (
@@ -107,11 +107,8 @@ class Choice:
             others["stages"] = list(self.stages)
         if self.offload:
             others["memory"] = {}
-        kept = {key: value for key, value in pins.items() if key not in DEGREES}
+        kept = {key: value for key, value in pins.items() if key not in (*PINS, "context")}
         return self.spread.plan(**{**others, **kept})
-
-
-DEGREES = ("pp", "dp", "cp", "tp", "ep", "context")
 
 
 @dataclass(frozen=True)
@@ -135,3 +132,20 @@ class Estimate:
     def bytes(self) -> float:
         """Of the device of the fullest rank."""
         return math.fsum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search gives: candidates from the fastest on, how many choices were priced, how many degrees were looked
+    at and how many of them were left out by their bound; and, where nothing fits, the choice that lacks least."""
+
+    best: tuple[Estimate, ...]
+    priced: int
+    spreads: int
+    bounded: int
+    nearest: Estimate | None
+
+
+def spoken(values: Mapping[str, Any]) -> str:
+    """Writes fields of a plan in one line."""
+    return ", ".join(f"{key} = {value}" for key, value in values.items()) or "one rank"

@@ -1,0 +1,65 @@
+"""`shoal plan`: the mesh of a plan, its memory, or the fastest plan for a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.errors import UserError
+from shoal.jobs.imports import imports
+
+Nproc = Annotated[
+    int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
+]
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    memory: Annotated[
+        bool, typer.Option("--memory", help="What a rank needs of memory, and the largest model that fits.")
+    ] = False,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set plan.zero=3."),
+    ] = None,
+    nproc: Nproc = None,
+    device: Annotated[str | None, typer.Option(help="As if each GPU had so much free, e.g. 80GiB.")] = None,
+    host: Annotated[str | None, typer.Option(help="As if each host had so much free, e.g. 512GiB.")] = None,
+    on: Annotated[
+        str | None, typer.Option(metavar="MACHINE", help="Finds the plan for 8xh100, h200x64, ... or a cluster.toml.")
+    ] = None,
+    pins: Annotated[
+        list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="With --on: given, the rest is found: tp=8.")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="With --on: what the whole job may cost, 40000USD.")] = None,
+    page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --on: draws the plan.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
+) -> None:
+    """Shows the mesh of ranks and what each holds; with --memory what a job will need, with --on the fastest plan for a
+    machine. Nothing is trained. Exit code 1 if it does not fit this machine."""
+    if on is not None:
+        if memory or nproc is not None:
+            raise UserError("--on says which machine, whose ranks are planned: leave out --memory and --nproc")
+        with imports():
+            from shoal.cli.answer import answer_for
+
+        answer_for(job, assignments or [], (on, pins or [], budget, device), as_json, page)
+        return
+    for option, value in (("--pin", pins), ("--budget", budget), ("--html", page)):
+        if value:
+            raise UserError(f"{option} goes with --on: name a machine, such as --on 8xh100")
+    given = [*(assignments or []), *([f"run.nproc={nproc}"] if nproc is not None else [])]
+    if not memory:
+        with imports():
+            from shoal.cli.mesh_table import show_mesh
+
+        show_mesh(job, given, as_json)
+        return
+    with imports():
+        from shoal.cli.memory_table import ask, show
+
+    answer = ask(job, given, device, host)
+    show(answer, as_json)
+    raise typer.Exit(int(not answer.fits))
