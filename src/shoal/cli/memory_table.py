@@ -14,7 +14,8 @@ from rich.text import Text
 
 from shoal.chunks.search import Candidate
 from shoal.cli.mesh_table import mesh_table, who_holds_what
-from shoal.jobs.plan import Answer, needed, plan_memory
+from shoal.jobs.forecast import needed
+from shoal.jobs.plan import Answer, plan_memory
 from shoal.plan import nbytes
 from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units

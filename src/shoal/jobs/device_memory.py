@@ -8,7 +8,8 @@ from shoal.chunks import budget
 from shoal.comm import World
 from shoal.errors import UserError
 from shoal.jobs.choose import Settled
-from shoal.jobs.plan import Forecast, machine_here
+from shoal.jobs.forecast import Forecast
+from shoal.jobs.plan import machine_here
 from shoal.planner import BUDGET
 
 

@@ -29,7 +29,7 @@ class OwnPace:
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self.seconds = self.best = 0.0
         mesh = engine.parts.mesh
-        self.part = mesh.peers("samples")[0] * engine.world.size + mesh.ranks("edp")[0]
+        self.part = mesh.peers("samples")[1][0] * engine.world.size + mesh.ranks("edp")[0]
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
