@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from shoal.checkpoint import Want, Writer, dcp, load, newest
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, LaunchError
 from shoal.parallel import Box
 from tests.checkpoint.fake_ranks import FakeWorld, on_ranks, pieces_of, save_alone
 
@@ -186,3 +187,16 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written to"):
         Writer(tmp_path / "file" / "checkpoints", FakeWorld())
+
+
+@pytest.mark.fast
+def test_a_save_that_is_given_up_keeps_nobody_waiting_nor_does_the_next(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, FakeWorld(0, 2, HashStore()))  # the other rank never comes
+    writer.save(1, pieces_of({"w": torch.zeros(3)}, 0, 2), {}, wait=False)
+    waits = threading.Timer(0.1, writer.give_up)
+    waits.start()
+    with pytest.raises(LaunchError, match="given up: a rank is gone"):
+        writer.save(2, pieces_of({"w": torch.zeros(3)}, 0, 2), {}, wait=False)
+    with pytest.raises(LaunchError, match="given up"):
+        writer.save(2, pieces_of({"w": torch.zeros(3)}, 0, 2), {}, wait=True)
+    assert all(each.endswith(".tmp") for each in steps(tmp_path))

@@ -31,6 +31,9 @@ while True:
     told = []
     control.leave_by(told.append)
     if place.rank == place.size - 1:
+        if sys.argv[1] == "lonely":
+            control.send(Left(place.generation, 7, True, False))
+            continue
         if sys.argv[1] == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if sys.argv[1] == "raise":
@@ -114,6 +117,15 @@ def test_how_ranks_leave_a_generation_is_reported(crew, what, how, outcome, said
         made.place(start_of(2, 2))
         assert min(made._workers, key=lambda each: each.process.rank).process.process.pid == survivor
         assert sorted(each.slot for each in made._workers) == [0, 1]
+
+
+@pytest.mark.matrix
+def test_where_a_rank_has_lost_others_those_that_wait_for_it_are_told(crew):
+    made = crew("lonely")
+    ready(made, 2)
+    made.place(start_of(1, 2))
+    report = left(made, 4.0)
+    assert (report.outcome, report.ranks, report.holds) == ("lost", 2, True)
 
 
 @pytest.mark.matrix

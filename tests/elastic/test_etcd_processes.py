@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.elastic.etcd import Etcd, Unreachable, parse
+from shoal.elastic.pulse import SILENCE
 from shoal.errors import UserError
 from tests.elastic.etcd import Real
 from tests.elastic.test_etcd import answers
@@ -185,3 +187,26 @@ def test_a_training_goes_on_without_the_node_that_coordinated_it(real, cluster, 
     assert [each.step for each in found.steps] == list(range(1, steps + 1))
     assert [each.loss for each in found.steps] == pytest.approx(undisturbed(tmp_path, steps), rel=1e-5)
     assert asyncio.run(Etcd(parse(url)).below("/jobs/one/")) == []
+
+
+def test_ranks_end_without_their_supervisor_before_another_node_trains_in_their_place(real, cluster, tmp_path) -> None:
+    steps = 1500
+    write_job(tmp_path, steps, 20)
+    url = real().url
+    asyncio.run(answers(url))
+    first = cluster("job.toml", "--nodes", "1:1", "--nproc", "1", "--coordinator", url)
+    first.wait_for("generation 1: 1 rank")
+    second = cluster("--join", url, "--nproc", "1")
+    until(lambda: steps_done(tmp_path) > 60)
+    second.wait_for("kept in reserve")
+    ranks = [each for each in first.process_of().children() if each.is_running()]
+    first.process.send_signal(signal.SIGSTOP)
+    stopped = time.time()
+    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks), 10)
+    assert time.time() - stopped < SILENCE + 1.5
+    until(lambda: records(tmp_path).memberships[-1].generation == 2, 60)
+    first.process.send_signal(signal.SIGCONT)
+    assert [second.process.wait(200), first.process.wait(60)] == [0, 0], second.said + first.said
+    found = records(tmp_path)
+    assert [each.step for each in found.steps] == list(range(1, steps + 1))
+    assert [each.loss for each in found.steps] == pytest.approx(undisturbed(tmp_path, steps), rel=1e-5)

@@ -69,6 +69,12 @@ class Changing:
             new = reassembled(source, self._session, self._model, assemble, self.followers)
         self._succeed(*new, closing=nullcontext())
 
+    def give_up(self) -> None:
+        """Has this rank wait for no other one any more, in collectives and in saves, where some of them have failed.
+        Any thread may call it; what the rank is at then raises LaunchError, and `abandon` follows."""
+        self.world.close()
+        self._session.give_up_saves()
+
     def abandon(self) -> None:
         """Closes the groups of this rank, and gives up what it does together with others beside training, where some of
         them have failed. The state stays as it is, for `regroup`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import resource
@@ -189,13 +190,17 @@ def shut_connections(process: psutil.Process) -> int:
     found = [each.fd for each in process.net_connections(kind="tcp") if each.status == psutil.CONN_ESTABLISHED]
     library, handle = ctypes.CDLL(None, use_errno=True), os.pidfd_open(process.pid)
     try:
+        shut = 0
         for number in found:
             descriptor = library.syscall(_PIDFD_GETFD, handle, number, 0)
+            if descriptor < 0 and ctypes.get_errno() == errno.EBADF:
+                continue  # the process has closed it meanwhile
             if descriptor < 0:
                 why = os.strerror(ctypes.get_errno())
                 raise UserError(f"the connections of process {process.pid} cannot be shut: {why}. Leave this fault out")
             with socket.socket(fileno=descriptor) as end, suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+                shut += 1
     finally:
         os.close(handle)
-    return len(found)
+    return shut

@@ -83,7 +83,7 @@ class Cluster:
         variables: Mapping[str, str],
         run_dir: Path | None = None,
     ) -> None:
-        self.least, self.size = nodes
+        least, self.size = nodes
         self.run_dir, self._folder = run_dir or folder / "run", folder
         self.mark = uuid.uuid4().hex
         self.temporary = folder / "tmp"
@@ -91,7 +91,7 @@ class Cluster:
         self._env = {**os.environ, MARK: self.mark, SECRET: new_secret(), "TMPDIR": str(self.temporary), **variables}
         self.nodes: list[Node] = []
         given = [f"--set={each}" for each in (*assignments, f'run.dir="{self.run_dir}"')]
-        first = self._add([str(job), f"--nodes={self.least}:{self.size}", f"--nproc={nproc}", *given])
+        first = self._add([str(job), f"--nodes={least}:{self.size}", f"--nproc={nproc}", *given])
         deadline = time.monotonic() + _PATIENCE
         while (found := re.search(r"--join (\S+:\d+)", first.said)) is None:
             if not first.lives or time.monotonic() > deadline:

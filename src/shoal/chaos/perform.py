@@ -35,9 +35,6 @@ _UNSURE = ("drop", "hangup")
 _UNSURE_SECONDS = 5.0
 _VOTES = 5
 """Steps between votes, where a job has none and bits are to flip."""
-_SLOW_SECONDS, _SLOW_STEP = 12.0, 0.1
-"""Seconds for which a rank has to be slow so that its node is put aside in any case; seconds of a step from which on
-its own work is most of it."""
 _ASIDE = 45.0
 """Seconds for which nodes are waited for that are away."""
 _SEVERAL = ("drain", "node", "coordinator", "rejoin")
@@ -127,7 +124,7 @@ def perform(setting: Setting, schedule: Schedule, say: Callable[[str], None]) ->
     pace = chosen_pace(len(steps), usual, schedule) if setting.pace is None else setting.pace
     folder = setting.folder / "faults"
     drill = _drill(folder)
-    slowly = Steps(drill, len(steps), usual, pace)
+    slowly = Steps(drill, len(steps), pace)
     slowly.until(schedule.faults[0])
     files = Files()
     cluster = _cluster(setting, setting.least, folder, drill)
@@ -189,7 +186,7 @@ def _suffer(cluster: Cluster, schedule: Schedule, steps: Steps, say: Callable[[s
             steps.until(fault)
             _complete(cluster, watch)
             watch.wait(partial(_is_due, watch, fault), "the step of the next fault has not come")
-            rows.append(_one(cluster, injector, watch, steps, fault, say))
+            rows.append(_one(injector, watch, steps, fault, say))
         _complete(cluster, watch)
         steps.to_the_end()
         watch.wait(lambda: watch.over, "the run does not come to its end")
@@ -218,9 +215,7 @@ def _complete(cluster: Cluster, watch: Watch) -> None:
     )
 
 
-def _one(
-    cluster: Cluster, injector: Injector, watch: Watch, steps: Steps, fault: Fault, say: Callable[[str], None]
-) -> Row:
+def _one(injector: Injector, watch: Watch, steps: Steps, fault: Fault, say: Callable[[str], None]) -> Row:
     """Injects a fault and waits for the next step."""
     if fault.kind in LASTING:
         steps.during(fault, watch.step)
@@ -245,11 +240,5 @@ def _one(
         None if noticed is None else noticed - since.time,
         step.time - since.time,
         watch.lost(since),
-        "nobody noticed it" if _is_noticed(fault, cluster, steps) and noticed is None else "",
+        "nobody noticed it" if fault.kind in FLIPS and noticed is None else "",
     )
-
-
-def _is_noticed(fault: Fault, cluster: Cluster, steps: Steps) -> bool:
-    """Whether the coordinator has to hear of a fault that ends nothing by itself."""
-    spared = cluster.size > cluster.least and fault.seconds >= _SLOW_SECONDS and steps.usual >= _SLOW_STEP
-    return fault.kind in FLIPS or (fault.kind == "slow" and spared)

@@ -17,12 +17,10 @@ _LASTING = 1.5
 
 
 class Steps:
-    """The `total` steps of the run whose ranks look into the folder `drill`, with `pace` seconds before each. `usual`:
-    seconds that one takes by itself."""
+    """The `total` steps of the run whose ranks look into the folder `drill`, with `pace` seconds before each."""
 
-    def __init__(self, drill: Path, total: int, usual: float, pace: float) -> None:
-        self.drill, self.usual = drill, usual
-        self._file, self._total, self._pace = drill / "pace", total, pace
+    def __init__(self, drill: Path, total: int, pace: float) -> None:
+        self.drill, self._file, self._total, self._pace = drill, drill / "pace", total, pace
 
     def until(self, fault: Fault) -> None:
         """Lets the run go on at its pace until shortly after a fault is due."""
@@ -41,6 +39,9 @@ class Steps:
 
 
 def chosen_pace(total: int, usual: float, schedule: Schedule) -> float:
-    """Returns the seconds to wait before each step, so that there is time between two faults. See Steps."""
+    """Returns the seconds to wait before each step, so that there is time between two faults.
+
+    total: how many there are. usual: seconds that one takes by itself.
+    """
     lasting = sum(fault.seconds for fault in schedule.faults if fault.kind in LASTING)
     return max(0.0, (_SECONDS_A_FAULT * (len(schedule.faults) + 1) + lasting) / total - usual)

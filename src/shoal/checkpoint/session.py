@@ -94,6 +94,11 @@ class Session:
         with self._disk_aside():
             yield Handover(self.members.everyone, pieces, as_json(self._extra()), self.world.host_id, self.world.device)
 
+    def give_up_saves(self) -> None:
+        """Has saves wait for no other rank, since some are gone. Any thread may call it."""
+        for writer in list(self._writers.values()):
+            writer.give_up()
+
     def abandon_saves(self) -> None:
         """Gives up saves under way, where other ranks may be gone; raises nothing."""
         for writer in self._writers.values():

@@ -44,6 +44,7 @@ class Writer:
         self._saves = 0
         self._thread: Thread | None = None
         self._meeting: Meeting | None = None  # of the last save
+        self._given_up = False
         self._snapshot = _Snapshot()
         # Ranks make their writers in the same order, so counting them gives each a prefix that all ranks agree on.
         number = self._store.add(f"checkpoint/writers/{world.rank}", 1)
@@ -71,6 +72,7 @@ class Writer:
         self._saves += 1
         prefix = f"{self._prefix}/{self._saves}"
         meeting = self._meeting = Meeting(self._store, prefix, self._world.rank, self._world.size)
+        meeting.given_up = self._given_up
         # A daemon: when training fails, a save that waits for a dead rank must not keep the process alive.
         self._thread = Thread(target=self._run, args=(job, meeting), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
@@ -78,18 +80,27 @@ class Writer:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is in flight. Raises CheckpointError if the last one failed, once."""
+        """Returns when no save is in flight. Raises CheckpointError if the last one failed, once; LaunchError if it was
+        given up."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         error, self.last_error = self.last_error, None
+        if error is not None and self._given_up:
+            raise LaunchError(f"a save was given up: {error}") from error
         if error is not None:
             raise error
 
+    def give_up(self) -> None:
+        """Waits for no rank any more, now and later: other ranks are gone. Any thread may call it."""
+        self._given_up = True
+        if self._meeting is not None:
+            self._meeting.given_up = True
+
     def abandon(self) -> None:
         """Gives up a save in flight, where other ranks of it may be gone; raises nothing."""
-        if self._thread is not None and self._meeting is not None:
-            self._meeting.given_up = True
+        self.give_up()
+        if self._thread is not None:
             self._thread.join(_ABANDON_SECONDS)
         self._thread = self.last_error = None
 

@@ -15,8 +15,10 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from shoal.elastic import pulse
 from shoal.elastic.events import NOW
 from shoal.elastic.messages import Start
 from shoal.elastic.records import decode, encode, kinds
@@ -116,7 +118,8 @@ class Line:
 
 
 class Control:
-    """A process's end: places come in the order in which they were given.
+    """A process's end: places come in the order in which they were given. The process ends itself once its supervisor
+    is silent (pulse.py).
 
     `hurry` is called by the thread that listens, when the rank is to leave its generation; `how`: see events.NOW.
     """
@@ -130,6 +133,8 @@ class Control:
         self._hurry: Callable[[str], None] | None = None
         self._now = threading.Event()
         threading.Thread(target=self._listen, name="shoal-control", daemon=True).start()
+        if pulse.VARIABLE in environ:
+            pulse.end_without(Path(environ[pulse.VARIABLE]))
 
     def send(self, record: Warm | Left) -> None:
         self._line.send(record)

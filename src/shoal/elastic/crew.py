@@ -16,6 +16,8 @@ from shoal.elastic.control import JOB, Place
 from shoal.elastic.events import END, NOW
 from shoal.elastic.messages import Admitted, Paces, Report, Start
 from shoal.elastic.pace import paces_of
+from shoal.elastic.pulse import VARIABLE as PULSE
+from shoal.elastic.pulse import Pulse
 from shoal.elastic.watchdog import Hang, Watchdog
 from shoal.elastic.worker import Worker
 from shoal.errors import LaunchError, UserError
@@ -46,6 +48,7 @@ class Crew:
     def __init__(self, wanted: int, secret: bytes, folder: Path, say: Callable[[str], None]) -> None:
         self._wanted, self._secret, self._folder, self._say = wanted, secret, folder, say
         self._job: Admitted | None = None
+        self._pulse: Pulse | None = None
         self._workers: list[Worker] = []
         self._started = self._tries = 0
         self._start: Start | None = None  # the generation under way
@@ -53,6 +56,7 @@ class Crew:
         self._paces: Paces | None = None
         self._hang: Hang | None = None
         self._how: str | None = None  # the ranks are asked to leave
+        self._hurried = False  # they are told to leave at once
         self._killed: float | None = None  # when those are killed that have not left
         self._endings: list[Ending] = []  # of ranks of the generation
         self._due = float("inf")  # when processes that have ended are replaced
@@ -60,7 +64,7 @@ class Crew:
     def begin(self, job: Admitted) -> None:
         """Starts the processes of a job, where that was not done. Raises LaunchError."""
         if self._job is None:
-            self._job = job
+            self._job, self._pulse = job, Pulse(self._folder / "pulse")
             self._restock(job)
 
     @property
@@ -98,7 +102,7 @@ class Crew:
         for local, worker in enumerate(waiting[: start.ranks]):
             worker.take(Place.of(start, local, worker.slot, secret))
         self._start, self._how, self._killed, self._hang, self._endings = start, None, None, None, []
-        self._tries = 0
+        self._tries, self._hurried = 0, False
         self._watchdog, self._paces = Watchdog(), None
 
     def leave(self, how: str) -> None:
@@ -107,10 +111,15 @@ class Crew:
             return
         self._how = how
         if how == NOW:
-            limit = min(MOST, max(LEAST, STEPS * self._watchdog.median))
-            self._killed = min(self._killed or float("inf"), time.monotonic() + limit)
+            self._hurry()
         for worker in self._training():
             worker.leave(how)
+
+    def _hurry(self) -> None:
+        """Sets when ranks are killed that have not left by then."""
+        self._hurried = True
+        limit = min(MOST, max(LEAST, STEPS * self._watchdog.median))
+        self._killed = min(self._killed or float("inf"), time.monotonic() + limit)
 
     def kill(self) -> None:
         """Ends the ranks of the generation at once; does not wait."""
@@ -125,6 +134,9 @@ class Crew:
         for worker in self._workers:
             worker.ending()
         self._workers, self._wanted = [], 0
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
 
     def look(self) -> Report | None:
         """Looks after the processes. Returns how the ranks have left their generation, once all have. Raises what a
@@ -151,6 +163,10 @@ class Crew:
                 self._killed = min(self._killed or float("inf"), now + MISTAKE_GRACE)
             elif any(each.failed for each in self._endings):
                 self.leave(NOW)
+        if not self._hurried and any(each.left is not None and not each.left.asked for each in self._places()):
+            self._hurry()  # one has lost others, and some here may wait for it where they do not notice
+            for worker in training:
+                worker.leave(NOW)
         if self._killed is not None and now >= self._killed:
             self.kill()
         if now - self._looked >= _LOOK_AT_BOARDS:
@@ -172,6 +188,10 @@ class Crew:
             if worker.process.rank in hang.ranks:
                 worker.kill()
         self.leave(NOW)
+
+    def _places(self) -> list[Worker]:
+        """The processes that have places in the generation, or had."""
+        return [each for each in self._workers if self._start is not None and each.was_in(self._start.generation)]
 
     def _training(self) -> list[Worker]:
         return [each for each in self._workers if each.trains]
@@ -216,13 +236,14 @@ class Crew:
     def _variables(self) -> Mapping[str, str]:
         """Returns the environment of a process. It has no secret of the job: each generation has its own."""
         own = {JOB: derived(self._secret, "job").hex()[:16], "SHOAL_LAUNCHER": str(os.getpid())}
+        own[PULSE] = str(self._folder / "pulse")
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # the C++ stack of each call to a store that went with its node
         env = {**quiet, **os.environ, **own}
         return {**env, **threads_of(env, self._wanted)}
 
     def _conclude(self, start: Start) -> Report:
         """Judges how the ranks have left the generation."""
-        left = [each for each in self._workers if each.left and each.was_in(start.generation)]
+        left = [each for each in self._workers if each.left is not None and each.was_in(start.generation)]
         steps = [*(each.left.step for each in left if each.left), self._watchdog.step]
         asked = self._how is not None or any(each.left.asked for each in left if each.left)
         outcome, code, message = self._judge(asked, bool(left), start.size)

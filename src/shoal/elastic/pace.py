@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from shoal.elastic.messages import Paces
 from shoal.launch.board import Progress
 
-TIMES, SECONDS = 4.0, 5.0
+TIMES, SECONDS = 3.0, 5.0
 """A member with a rank that takes so many times as long as others, for so many seconds, is slow. At least half of the
-others are as fast as that, so without it the steps are shorter: B / n x 4 samples' time before, B / (n - 1) after."""
+others are as fast as that, so without it the steps are shorter: 3 B / n samples' time before, B / (n - 1) after."""
 STALE = 3.0
 """Seconds for which what a member has told holds."""
 

@@ -151,7 +151,7 @@ class Attempt:
         """Has this rank leave its generation; see events.NOW. Any thread may call it."""
         self.stop.ask(how)
         if how == NOW:
-            self.engine.world.close()
+            self.engine.give_up()
 
     def _hand_on(self, how: str) -> None:
         """Ends this attempt after a step, on all ranks alike. What would be lost with a rank is saved."""
