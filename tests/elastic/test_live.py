@@ -4,6 +4,8 @@ nothing disturbed."""
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shoal.chaos.verdict import batches_of, check_samples, read_dealt
 from shoal.elastic.nodes import SECRET
+from shoal.jobs.drill import VARIABLE as DRILL
+from shoal.jobs.plans import kept
+from shoal.jobs.read import load_job
 from shoal.report.jsonl import read_lines
 from tests.elastic.test_nodes import Cli, records, steps_done, until, write_job
 
@@ -68,7 +74,10 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Run]:
     made = Run(tmp_path, [], getattr(request, "param", STEPS))
-    yield made
+    (tmp_path / "drill").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DRILL, str(tmp_path / "drill"))  # so that ranks tell which samples they train
+        yield made
     for node in made.nodes:
         node.process.kill()
         node.process.wait()
@@ -173,6 +182,9 @@ def test_the_others_go_on_in_memory_and_a_new_process_joins_them(row: Row, run: 
     assert [each.step for each in found.steps] == list(range(1, run.steps + 1))
     assert [each.loss for each in found.steps] == pytest.approx(undisturbed(run.steps), rel=1e-5)
     assert any(each.lost for each in found.memberships) == row.lost
+    dealt = read_dealt(run.folder / "drill")
+    shared = check_samples(dealt, run.steps, batches_of(dealt))
+    assert shared.passed, shared.text
     if not row.lost:
         assert steps_written(run.folder) == list(range(1, run.steps + 1))
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in {*before, *after})
@@ -184,6 +196,24 @@ def same(run: Run, undisturbed: Callable[[int], list[float]]) -> None:
     assert steps_written(run.folder) == list(range(1, run.steps + 1))
     assert [each.loss for each in found.steps] == pytest.approx(undisturbed(run.steps), rel=1e-5)
     assert not any(each.lost for each in found.memberships)
+
+
+@pytest.mark.matrix
+def test_a_plan_that_was_changed_while_it_trained_stays_when_a_rank_is_killed(run: Run, undisturbed):
+    run.start()
+    run.trains(20, world=4)
+    asked = [sys.executable, "-m", "shoal.cli", "replan", "runs/job", "--set", "plan.tp=2"]
+    done = subprocess.run(asked, cwd=run.folder, capture_output=True, text=True)
+    assert done.returncode == 0 and "tp=2" in done.stdout.replace(" ", ""), done.stdout + done.stderr
+    run.trains(10, world=4)
+    run.ranks()[2].kill()
+    run.trains(10, world=4)
+    resolved = load_job(run.folder / "runs/job/resolved.toml", [])[0]
+    assert (resolved.plan.tp, resolved.plan.dp) == (2, 2)
+    run.ends()
+    assert any("3 ranks are no multiple of 2" in line for line in run.nodes[0].said.splitlines())
+    same(run, undisturbed)
+    assert kept(run.folder / "runs/job") == {}
 
 
 @pytest.mark.matrix

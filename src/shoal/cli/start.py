@@ -11,6 +11,7 @@ from shoal.elastic.launched import PATIENCE, as_node
 from shoal.elastic.nodes import Program, found, found_or_join, join
 from shoal.errors import UserError
 from shoal.jobs.lock import refuse_if_taken
+from shoal.jobs.plans import forget, kept
 from shoal.jobs.ranks import default_ranks, fitted, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.launch import discover, launch
@@ -82,6 +83,7 @@ def start_nodes(
     if coordinator is not None:
         return found_or_join(program, limits, here, interface, _arrange, coordinator)
     refuse_if_taken(program.run_dir)
+    forget(program.run_dir)  # what an earlier run has kept
     if outside is None:
         return found(program, limits, here, interface, _arrange)
     return found(program, limits, here, interface or outside.own_host(), _arrange, outside.port)
@@ -93,9 +95,16 @@ def join_nodes(address: str, nproc: int | None, interface: str | None) -> int:
 
 
 def _arrange(arguments: list[str], size: int) -> tuple[list[str], str]:
-    """Fits the plan of a job to a number of ranks; see `fitted`."""
+    """Fits the plan of a job, with what `shoal replan` has changed, to a number of ranks; see `fitted`."""
     job, _ = load_job(arguments[2], arguments[3:])
-    return fitted(job, size)
+    change = kept(Path(job.run.dir))
+    try:
+        return fitted(job, size, change)
+    except UserError as error:
+        if not change:
+            raise
+        args, said = fitted(job, size)
+        return args, f"the plan is that of the job file again: {error}. {said}".rstrip()
 
 
 def start_script(program: list[str], nproc: int | None, roles: str | None = None) -> int:

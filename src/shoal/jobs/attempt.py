@@ -27,6 +27,7 @@ from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.generation import Shown
 from shoal.jobs.moves import Moves
 from shoal.jobs.pace import OwnPace
+from shoal.jobs.plans import forget
 from shoal.jobs.record import Recorder
 from shoal.jobs.replan import Replanner
 from shoal.jobs.save import Saver
@@ -253,6 +254,7 @@ class Attempt:
         if not self.first:
             return None
         try:
+            forget(self.run_dir)
             return write_report(self.run_dir)
         except OSError as error:
             print(f"warning: the report of {self.run_dir} cannot be written: {error}", file=sys.stderr)

@@ -1,14 +1,22 @@
-"""The plan of a job at each of its steps: that of `[plan]`, with the changes of `[[run.at]]`."""
+"""The plan of a job at each of its steps: that of `[plan]`, with the changes of `[[run.at]]`. What `shoal replan` has
+changed where nodes come and go is kept in the run's directory, for the generations that follow."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import UserError
 from shoal.jobs.config import Job
 from shoal.mesh import Mesh
 from shoal.plan import Plan
+from shoal.report.replace import replace_text
+
+KEPT = "replanned.json"
+"""In the run's directory: the fields of the plan that were changed."""
 
 
 def changed(plan: Plan, change: Mapping[str, Any], ranks: int) -> Plan:
@@ -40,3 +48,22 @@ def check_plans(job: Job, ranks: int) -> None:
             plan_at(job, change["step"], ranks)
         except UserError as error:
             raise UserError(f"run.at, step {change['step']}: {error}") from None
+
+
+def keep(run_dir: Path, change: Mapping[str, Any]) -> None:
+    """Adds to what is kept of the run's plan. How many ranks share samples is not: that follows their number."""
+    replace_text(run_dir / KEPT, json.dumps({**kept(run_dir), **{key: change[key] for key in change if key != "dp"}}))
+
+
+def kept(run_dir: Path) -> dict[str, Any]:
+    """Returns the changes of the run's plan that are kept, none where there is no such file."""
+    with suppress(FileNotFoundError):
+        found = json.loads((run_dir / KEPT).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def forget(run_dir: Path) -> None:
+    """Ends what is kept: another run begins here, or this one is over."""
+    (run_dir / KEPT).unlink(missing_ok=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 from shoal.device import accelerators
 from shoal.errors import UserError
 from shoal.jobs.config import Job, Origins, put
 from shoal.jobs.plans import check_plans
+from shoal.jobs.write import toml_value
 from shoal.launch.process import usable_cores
 from shoal.mesh import Mesh
+from shoal.plan import Plan
 
 
 def ranks_here(job: Job) -> int:
@@ -24,22 +28,35 @@ def default_ranks() -> int:
     return len(accelerators()) or min(2, usable_cores())
 
 
-def fitted(job: Job, size: int) -> tuple[list[str], str]:
-    """Returns assignments that give the job's plan so many ranks, and what they change beside data parallelism, as a
-    sentence; "" where nothing else changes. Raises UserError for a job or plan that cannot follow its ranks."""
+def fitted(job: Job, size: int, change: Mapping[str, Any] | None = None) -> tuple[list[str], str]:
+    """Returns assignments that give the job's plan, with the fields of `change`, so many ranks, and what they change
+    beside data parallelism because of the ranks, as a sentence; "" where nothing else changes. Raises UserError for a
+    job or plan that cannot follow its ranks."""
     if job.run.at:
         raise UserError("run.at with --nodes: a world that changes by itself has no plan by step. Leave out run.at")
-    plan = job.plan.fitted(size)
-    names = [each.name for each in fields(plan) if getattr(plan, each.name) != getattr(job.plan, each.name)]
-    others = {name: getattr(plan, name) for name in names if name != "dp"}
-    if None in others.values():
+    asked = job.plan.changed(change, size) if change else job.plan
+    plan = asked.fitted(size)
+    others = {name: getattr(plan, name) for name in _differing(plan, job.plan)}
+    if "stages" in others and others["stages"] is None:
         raise UserError(
             f"{size} ranks need a pipeline of other stages than plan.stages = {job.plan.stages}: leave out plan.stages"
         )
-    written = [f"plan.{name}={value}" for name, value in others.items()]
-    each = job.plan.size // job.plan.dp
+    if ended := [name for name, value in others.items() if value is None]:
+        raise UserError(f"plan.{ended[0]} of the job file cannot be taken away for later generations")
+    names = _differing(plan, asked)
+    written = [f"plan.{name}={getattr(plan, name)}" for name in names]
+    each = asked.size // asked.dp
     said = f"{size} ranks are no multiple of {each}, so this generation has {', '.join(written)}" if written else ""
-    return [f"plan.dp={plan.dp}", *written], said
+    return [f"plan.dp={plan.dp}", *(f"plan.{name}={toml_value(value)}" for name, value in others.items())], said
+
+
+def _differing(plan: Plan, other: Plan) -> list[str]:
+    """Returns the fields in which plans differ, without dp."""
+    return [
+        each.name
+        for each in fields(plan)
+        if each.name != "dp" and getattr(plan, each.name) != getattr(other, each.name)
+    ]
 
 
 def spread(job: Job, origins: Origins, size: int) -> tuple[Job, Origins]:

@@ -9,6 +9,7 @@ attempt of the run.
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -17,12 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.elastic.control import VARIABLE as NODES
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
 from shoal.jobs.lock import Holder, holder_of
-from shoal.jobs.plans import changed
+from shoal.jobs.plans import changed, keep
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
 from shoal.report.replace import replace_text
@@ -74,6 +76,8 @@ class Replanner:
             if isinstance(change, str):
                 self._recorder.warning(change)
             refused = change if isinstance(change, str) else self._change(change)
+            if refused is None and everyone.rank == 0 and NODES in os.environ:
+                self._keep(change)
             if everyone.rank == 0:
                 self._answer(path, {"step": step, "plan": self._engine.plan.to_dict(), "refused": refused})
 
@@ -94,6 +98,12 @@ class Replanner:
             return str(error)
         self._recorder.plan(engine.step_index, plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
         return None
+
+    def _keep(self, change: Mapping[str, Any]) -> None:
+        try:
+            keep(self._run_dir, change)
+        except OSError as error:
+            self._recorder.warning(f"the plan holds until the membership changes: it cannot be kept ({error})")
 
     def _read(self) -> tuple[Path, dict[str, Any] | str] | None:
         """Returns the first request, and the fields to change, or what is wrong with it; None if it was taken back."""

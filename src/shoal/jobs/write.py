@@ -23,7 +23,7 @@ def to_toml(job: Job, origins: Origins) -> str:
             continue
         lines.append(f"[{section}]")
         for key, value in table.items():
-            lines.append(f"{_key(key)} = {_value(value)}  # {origins.get(f'{section}.{key}', 'default')}")
+            lines.append(f"{_key(key)} = {toml_value(value)}  # {origins.get(f'{section}.{key}', 'default')}")
         lines.append("")
     return "\n".join(lines)
 
@@ -42,9 +42,9 @@ def origin_table(job: Job, origins: Origins) -> RenderableType:
     defaults = []
     for key, entry in describe(job, origins).items():
         if entry["origin"] == "default":
-            defaults.append(f"{key} {_value(entry['value'])}")
+            defaults.append(f"{key} {toml_value(entry['value'])}")
         else:
-            table.add_row(Text(key), Text(_value(entry["value"])), Text(entry["origin"], "cyan"))
+            table.add_row(Text(key), Text(toml_value(entry["value"])), Text(entry["origin"], "cyan"))
     return Group(table, Text(f"defaults: {', '.join(defaults)}", "bright_black"))
 
 
@@ -58,7 +58,8 @@ def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Returns a value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and not math.isfinite(value):
@@ -66,7 +67,7 @@ def _value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return _text(str(value))
