@@ -100,6 +100,11 @@ class Mesh:
             shown.pop()
         return "-".join(shown), self.ranks(*axes)
 
+    @property
+    def part(self) -> int:
+        """A number that ranks have alike which compute the same part of the model, for other samples."""
+        return self.ranks("dp")[0] * self.grid.numel() + self.ranks("edp")[0]
+
     def ranks(self, *axes: str) -> list[int]:
         """Returns the ranks that differ from this one only along `axes`, ascending, this one included.
 

@@ -15,6 +15,8 @@ from shoal.elastic.messages import Paces
 from shoal.elastic.pace import STALE, Pace, Stragglers, paces_of, times_of
 from shoal.jobs.pace import OUTLIERS, SKIPPED, WINDOW, OwnPace
 from shoal.launch.board import Progress
+from shoal.mesh import Mesh
+from shoal.plan import Plan
 from tests.elastic.cluster import Member, close, generation, until
 from tests.elastic.test_coordinator import in_a_loop
 from tests.elastic.test_membership import apply, ended, formed, joined, running
@@ -140,10 +142,11 @@ def test_supervisors_tell_the_pace_of_their_ranks_and_the_slow_one_trains_no_mor
 def test_what_a_rank_measures_is_its_own_work_for_a_sample():
     ledger, shares = Ledger(), [[0, 1], [2, 3]]
     dealing = SimpleNamespace(cut=lambda ids: SimpleNamespace(microbatches=shares))
-    mesh = SimpleNamespace(ranks=lambda axis: {"dp": [1, 3], "edp": [0, 1, 2, 3]}[axis])
-    parts = SimpleNamespace(mesh=mesh, runner=SimpleNamespace(dealing=dealing))
-    own = OwnPace(SimpleNamespace(ledger=ledger, parts=parts, world=SimpleNamespace(size=4)))
-    assert own.part == 4
+    parts = SimpleNamespace(mesh=Mesh(Plan(dp=2, tp=2), 3, 4), runner=SimpleNamespace(dealing=dealing))
+    own = OwnPace(SimpleNamespace(ledger=ledger, parts=parts))
+    assert own.part == Mesh(Plan(dp=2, tp=2), 1, 4).part != Mesh(Plan(dp=2, tp=2), 2, 4).part
+    experts = [Mesh(Plan(dp=4, ep=2), rank, 4).part for rank in range(4)]
+    assert experts[0] == experts[2] != experts[1] == experts[3]
 
     def step(seconds: float, waits: float) -> None:
         with own.step(SimpleNamespace(ids=None)):

@@ -21,15 +21,14 @@ class OwnPace:
     seconds: of its own work for a sample, the mean over the last steps; 0 before there are WINDOW of them. Time in
         which an accelerator computes is not seen from here: there all ranks have about the same.
     best: the least that `seconds` has been.
-    part: which part of the model this rank computes, the same number on those that compute the same.
+    part: see Mesh.part.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._skip = engine, SKIPPED
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self.seconds = self.best = 0.0
-        mesh = engine.parts.mesh
-        self.part = mesh.peers("samples")[1][0] * engine.world.size + mesh.ranks("edp")[0]
+        self.part = engine.parts.mesh.part
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:

@@ -51,8 +51,8 @@ def check_plans(job: Job, ranks: int) -> None:
 
 
 def keep(run_dir: Path, change: Mapping[str, Any]) -> None:
-    """Adds to what is kept of the run's plan. How many ranks share samples is not: that follows their number."""
-    replace_text(run_dir / KEPT, json.dumps({**kept(run_dir), **{key: change[key] for key in change if key != "dp"}}))
+    """Adds to what is kept of the run's plan."""
+    replace_text(run_dir / KEPT, json.dumps({**kept(run_dir), **change}))
 
 
 def kept(run_dir: Path) -> dict[str, Any]:
