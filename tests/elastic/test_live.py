@@ -199,6 +199,7 @@ def same(run: Run, undisturbed: Callable[[int], list[float]]) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("run", [1500], indirect=True)
 def test_a_plan_that_was_changed_while_it_trained_stays_when_a_rank_is_killed(run: Run, undisturbed):
     run.start()
     run.trains(20, world=4)
