@@ -119,7 +119,7 @@ class Exposed:
 
     def _leaves(self) -> Leaves | None:
         with self._guard:
-            return self._versions.leaves() if self._versions else None
+            return self._versions.leaves() if self._versions and self.updates.any else None
 
     def _run(self, client: Client, asked: Forward, sent: Payload, draws: ForwardDraws, leaves: Leaves | None) -> Any:
         versions = [tensor._version for tensor in sent.tensors]

@@ -24,6 +24,11 @@ class Updates:
         self._module, self._gradients, self._versions, self._guard = module, gradients, versions, guard
         self._steppers: dict[str, tuple[Stepper, set[object]]] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether somebody may step the module."""
+        return bool(self._steppers)
+
     def make(self, client: object, asked: Optimize, options: object) -> None:
         """Has an optimizer, here and at owners below. Raises UserError, TypeError or ValueError for what is none."""
         if not isinstance(options, dict):
