@@ -163,6 +163,51 @@ def test_gradients_of_a_cut_model_are_those_of_the_whole_one(size):
     simulate_world(size, gradients)
 
 
+class Dropping(nn.Module):
+    """Dropouts of what is cut (between two layers, of weights of heads) and of what is whole, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(31, 8)
+        self.body = nn.TransformerEncoderLayer(8, 2, 8, 0.2, batch_first=True)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.body(F.dropout(self.words(ids), 0.1, self.training))
+        wide = F.dropout(self.up(h).relu(), 0.3, self.training)
+        return self.head(F.dropout(self.down(wide), 0.2, self.training) + h)
+
+
+def test_dropouts_of_what_is_cut_drop_what_one_process_drops():
+    alone = simulate_world(1, trained, {}, None, Dropping)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Dropping):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        rows = [" ".join(line.split()) for line in layers.splitlines()]
+        assert "body.self_attn multihead 24 x 8 12 x 8" in rows and "body.linear2 row 8 x 8 8 x 4" in rows
+
+
+class Shared(nn.Module):
+    """A width that no shape but the mathematics shows to be whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.parts = nn.Embedding(31, 8), 4
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 31)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.words(ids)
+        wide = self.up(h).view(*ids.shape, self.parts, 4).relu() / self.parts
+        return self.head(self.down(wide.flatten(-2)) + h)
+
+
+def test_what_computes_otherwise_with_a_part_stays_whole():
+    assert cuts_of(build(Shared, 0).module, 2, None).found.kinds["up"] == "column"  # by its shapes
+    alone = simulate_world(1, trained, {}, None, Shared)[0][0]
+    for losses, _, layers in simulate_world(2, trained, {"tp": 2}, None, Shared):
+        assert losses == pytest.approx(alone, rel=1e-9)
+        assert "up stays whole: the model gives other numbers with a part than whole" in layers
+
+
 # dims
 
 

@@ -29,6 +29,7 @@ from shoal.parallel.axis import Axis
 from shoal.parallel.layout import Layout
 from shoal.parallel.parallelized import Parallelized
 from shoal.parallel.tensor import Rules, cuts_of
+from shoal.parallel.tensor.axis import confirming
 from shoal.pipeline import Runner, cut_into_stages
 from shoal.pipeline.axis import PipelineParallel
 from shoal.plan import option_name
@@ -120,7 +121,8 @@ def localize(
     Raises UserError for a model that the plan cannot cut, on every rank alike.
     """
     plan, mesh, world = ranks.plan, ranks.mesh, ranks.world
-    cuts = cuts_of(model.built.module, plan.tp, rules)  # of the whole model, before it is cut into stages
+    # of the whole model, before it is cut into stages
+    cuts = cuts_of(model.built.module, plan.tp, rules, confirming(mesh, world))
     pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
     parallelized = Parallelized(model.built, plan, mesh, world, cuts, attention, elsewhere)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from torch import Tensor
 
 from shoal.comm import Group, World
+from shoal.errors import UserError
 from shoal.mesh import Mesh
 from shoal.module.build import Built
 from shoal.module.stand_in import whole_model
@@ -51,6 +52,11 @@ class Parallelized:
         self._rows = ContextParallel(mesh, world, plan.context, attention)
         self.axes = [axis for axis in (self._tensor, self._experts, self._rows) if axis.size > 1]
         self._device = world.device
+        if cuts.found is not None and cuts.found.draws and self._rows in self.axes:
+            raise UserError(
+                f"{next(iter(cuts.found.draws))} drops elements of what plan.tp = {self._tensor.size} cuts as the "
+                "model's own graph says, and plan.cp > 1 cuts the same rows: set its dropout to 0, or plan.cp = 1"
+            )
 
         spread = self._experts.spread()
         if self._tensor in self.axes or spread is not None:

@@ -27,6 +27,9 @@ from shoal.models.moe import Router
 from shoal.module.random.functional import keyed_functional, torch_dropout
 from shoal.module.random.philox import SIGN, DropByKey, mix, name_key
 
+_FEW = 4
+"""Stretches up to which each is drawn by itself; where there are more, at even distances, the gaps are drawn too."""
+
 
 def _whole(x: Tensor, elements: int) -> list[tuple[int, int]]:
     return [(0, elements)]
@@ -155,9 +158,14 @@ class Randomness:
         stretches = self.part(x, x.numel() // max(1, len(samples)))
         keys = mix(samples ^ key)
         if len(stretches) == 1:
-            return DropByKey.apply(x, p, keys, stretches[0][0])
+            return DropByKey.apply(x, p, keys, stretches[0][0], 0, 0)
+        (first, run), stride = stretches[0], stretches[1][0] - stretches[0][0]
+        if len(stretches) > _FEW and stretches == [(first + at * stride, run) for at in range(len(stretches))]:
+            return DropByKey.apply(x, p, keys, first, run, stride)
         parts = x.reshape(len(samples), -1).split([number for _, number in stretches], 1)
-        dropped = [DropByKey.apply(part, p, keys, first) for part, (first, _) in zip(parts, stretches, strict=True)]
+        dropped = [
+            DropByKey.apply(part, p, keys, first, 0, 0) for part, (first, _) in zip(parts, stretches, strict=True)
+        ]
         return torch.cat(dropped, 1).view(x.shape)
 
     def next_key(self) -> Tensor:

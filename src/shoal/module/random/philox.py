@@ -93,19 +93,25 @@ def keyed_dropout_mask(keys: Tensor, elements: int, p: float, first: int = 0) ->
 
 
 @torch.library.custom_op("shoal::keyed_drop", mutates_args=())
-def _keyed_drop(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
+def _keyed_drop(x: Tensor, p: float, keys: Tensor, first: int, run: int = 0, stride: int = 0) -> Tensor:
     """Returns x / (1 - p) where elements are kept, 0 elsewhere.
 
     keys: int64 [samples], whose number divides the first dimension of x
     first: index in its sample of the first element of each sample in x
+    run, stride: if given, x has runs of so many elements, which begin so far apart in the sample
     """
-    x = x.contiguous()
-    kept = keyed_dropout_mask(keys, x.numel() // max(1, keys.numel()), p, first)
+    x, elements = x.contiguous(), x.numel() // max(1, keys.numel())
+    if stride:
+        runs = elements // run
+        whole = keyed_dropout_mask(keys, runs * stride, p).view(keys.numel(), runs, stride)
+        kept = whole[:, :, first : first + run].contiguous()
+    else:
+        kept = keyed_dropout_mask(keys, elements, p, first)
     return x * kept.view(x.shape) * (1.0 / (1.0 - p))
 
 
 @_keyed_drop.register_fake
-def _(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
+def _(x: Tensor, p: float, keys: Tensor, first: int, run: int = 0, stride: int = 0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -113,17 +119,17 @@ class DropByKey(torch.autograd.Function):
     """Keyed dropout as an autograd function. It is linear in x, so backward and forward mode apply the same mask."""
 
     @staticmethod
-    def forward(x: Tensor, p: float, keys: Tensor, first: int) -> Tensor:
-        return _keyed_drop(x, p, keys, first)
+    def forward(x: Tensor, p: float, keys: Tensor, first: int, run: int, stride: int) -> Tensor:
+        return _keyed_drop(x, p, keys, first, run, stride)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor, int], output: Tensor) -> None:
-        _, ctx.p, ctx.keys, ctx.first = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, Tensor, int, int, int], output: Tensor) -> None:
+        _, ctx.p, ctx.keys, *ctx.where = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return DropByKey.apply(grads[0], ctx.p, ctx.keys, ctx.first), None, None, None
+        return DropByKey.apply(grads[0], ctx.p, ctx.keys, *ctx.where), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return DropByKey.apply(tangents[0], ctx.p, ctx.keys, ctx.first)
+        return DropByKey.apply(tangents[0], ctx.p, ctx.keys, *ctx.where)

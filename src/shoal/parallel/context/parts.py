@@ -17,6 +17,10 @@ class Parts:
     def __call__(self, x: Tensor, elements: int) -> list[tuple[int, int]]:
         """Returns the stretches (first element, number) of a whole sample that make up the `elements` per sample of
         `x`."""
+        piece = None if self._region is None else self._region.next_draw()
+        if piece is not None and self._region is not None:
+            first, run, apart = piece.runs(x, elements, self._region.rank, self._region.size)
+            return [(first + at * apart, run) for at in range(elements // run)]
         if x.dim() == 4 and x.shape[2] == x.shape[3]:  # attention weights [B, H, T, T]
             return [(self._heads_before(x.shape[1]) * elements, elements)]
         runs = self.tokens()

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from shoal.comm import World
+from shoal.comm.silent import Silent
 from shoal.mesh import Mesh
 from shoal.module.build import Built
 from shoal.parallel.axis import Axis, Remembers, in_order, together
@@ -59,3 +60,12 @@ class TensorParallel(Axis):
     def gather_squares(self, squares: Mapping[str, float], layouts: Mapping[str, Layout]) -> Mapping[str, float]:
         cut = {name for name in squares if not layouts[name].alike}
         return together(self.group.all_gather_object(dict(squares)), cut)
+
+
+def confirming(mesh: Mesh, world: World) -> Region | None:
+    """Returns a region of the ranks along tp, in which they confirm a cut together; None for one rank, and in a world
+    that does not exist."""
+    group = world.group(TensorParallel.name, mesh.ranks(TensorParallel.name))
+    if group.size == 1 or group.transports["cpu"].carrier == Silent.carrier:
+        return None
+    return Region(group, partial(world.group, "tp-sharers"))

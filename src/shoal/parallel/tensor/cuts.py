@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.parallel.tensor.graph.find import found_in
 from shoal.parallel.tensor.graph.found import Found
+from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, UnknownStyle, kind_of, rules_for
 
 
@@ -23,9 +24,10 @@ class Cuts:
     experts: Rules = field(default_factory=dict)
 
 
-def cuts_of(module: nn.Module, ranks: int, given: Rules | None) -> Cuts:
+def cuts_of(module: nn.Module, ranks: int, given: Rules | None, region: Region | None = None) -> Cuts:
     """Returns how the layers of `module`, as it was built, are cut among `ranks` along tp.
 
+    region: of these ranks, who confirm together what is found; None: it is not confirmed
     given: rules of the user, laid over those that are known; where nothing is known of the model and
         they name only what stays "whole", the rest is found from its graph
     """
@@ -42,7 +44,7 @@ def cuts_of(module: nn.Module, ranks: int, given: Rules | None) -> Cuts:
         rules = given
     if rules and not (pinned and rules == given):
         return Cuts(rules, None, experts)
-    found = found_in(module, ranks, lambda name: _is_pinned(name, given))
+    found = found_in(module, ranks, lambda name: _is_pinned(name, given), region)
     return Cuts({**found.rules, **given}, found)
 
 

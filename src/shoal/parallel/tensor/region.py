@@ -28,6 +28,7 @@ from shoal.comm import Group
 from shoal.comm.functional import copy_to, gather_alike, gather_from, reduce_from, scatter_sum
 from shoal.errors import UserError
 from shoal.parallel.tensor.overlap import TokenRing
+from shoal.parallel.tensor.piece import Piece
 from shoal.parallel.tensor.spans import length
 
 PURPOSE = "activations"
@@ -49,6 +50,7 @@ class Region:
         self._tokens: tuple[int, ...] = ()  # of each rank, in the running forward
         self._last: tuple[ref[Tensor], ref[Tensor], tuple[bool, int | None]] | None = None
         self._heads = 0
+        self._draws: Iterator[Piece | None] = iter(())
         self.rows = 0  # of the batch in the running forward
 
     def state(self) -> Any:
@@ -178,6 +180,20 @@ class Region:
             yield
         finally:
             self._heads = before
+
+    @contextmanager
+    def drawing(self, order: Sequence[Piece | None]) -> Iterator[None]:
+        """Notes which part of a tensor each draw inside the context is of, in order; None: all ranks have the tensor
+        whole."""
+        before, self._draws = self._draws, iter(order)
+        try:
+            yield
+        finally:
+            self._draws = before
+
+    def next_draw(self) -> Piece | None:
+        """Returns the part of which the next draw is, as `drawing` says."""
+        return next(self._draws, None)
 
     def has_heads(self, heads: int, among: int = 1) -> bool:
         """True if attention weights of `heads` heads are of this rank's heads, dealt out to `among` ranks along another

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.module.build import Built
+from shoal.parallel.layout import Layout
+from shoal.parallel.tensor.graph.confirm import Unit, differs
 from shoal.parallel.tensor.graph.dims import Atom, Dim, leaves, mask, resolve, stretches
+from shoal.parallel.tensor.graph.draws import draws_of
 from shoal.parallel.tensor.graph.flow import Flow
 from shoal.parallel.tensor.graph.found import Found, Parts
 from shoal.parallel.tensor.graph.inputs import traced
-from shoal.parallel.tensor.graph.kinds import Piece
 from shoal.parallel.tensor.graph.local import Local
 from shoal.parallel.tensor.graph.roles import Roles
 from shoal.parallel.tensor.graph.select import followed, selected
 from shoal.parallel.tensor.graph.trace import Trace, fake_mode
+from shoal.parallel.tensor.graph.units import units_of
+from shoal.parallel.tensor.piece import Piece
+from shoal.parallel.tensor.region import Region
+from shoal.parallel.tensor.slicing import cut_among
 
 
-def found_in(module: nn.Module, ranks: int, stays_whole: Callable[[str], bool]) -> Found:
+def found_in(module: nn.Module, ranks: int, stays_whole: Callable[[str], bool], region: Region | None = None) -> Found:
     """Returns how `module`, as it was built, is cut among `ranks`; what is found nothing for stays whole.
 
     stays_whole: says of a module's name that its parameters are not to be cut
+    region: of the ranks that confirm it together, each with its part; None: it is not confirmed
     """
     mode = fake_mode(module)
-    found = [_cut_of(trace, module, mode, ranks, stays_whole) for trace in _traces("", module, mode)]
+    found = [_cut_of(trace, mode, ranks, stays_whole, region) for trace in _traces("", module, mode)]
     return _together(found)
 
 
@@ -42,7 +50,7 @@ def _traces(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trac
 
 
 def _cut_of(
-    trace: Trace, module: nn.Module, mode: FakeTensorMode, ranks: int, stays_whole: Callable[[str], bool]
+    trace: Trace, mode: FakeTensorMode, ranks: int, stays_whole: Callable[[str], bool], region: Region | None
 ) -> Found:
     root = trace.calls[0]
     parameters = list(root.module.parameters())
@@ -53,13 +61,36 @@ def _cut_of(
         if stays_whole(f"{root.name}.{name}".strip("."))
         for each in owner.parameters(recurse=False)
     }
-    local = Local(flow, mode, ranks)
+    local, verdicts = Local(flow, mode, ranks), dict[str, str]()
 
     def fits(roles: Roles, chosen: frozenset[Atom]) -> dict[Atom, str]:
-        return _unequal(flow, roles, chosen, ranks) or local.fits(roles, chosen)
+        wrong = _unequal(flow, roles, chosen, ranks) or local.fits(roles, chosen)
+        if not wrong and region is not None:
+            found = _Describing(flow, roles, chosen, ranks)
+            wrong = _unconfirmed(found.units(), found.found(local, {}), region, verdicts)
+        return wrong
 
     chosen, roles, bad = selected(flow, ranks, whole, fits)
     return _Describing(flow, roles, chosen, ranks).found(local, bad)
+
+
+def _unconfirmed(
+    units: Sequence[tuple[Unit, frozenset[Atom]]], found: Found, region: Region, verdicts: dict[str, str]
+) -> dict[Atom, str]:
+    """Returns the atoms of modules that compute something else with parts than whole; `verdicts` are those so far."""
+
+    def cutter(name: str, built: Built, region: Region) -> tuple[nn.Module, Mapping[str, Layout]]:
+        inner = found.within(name)
+        sliced = cut_among(built, region, inner.rules, found=inner)
+        return sliced.built.module, sliced.layouts
+
+    wrong: dict[Atom, str] = {}
+    for unit, atoms in units:
+        key = f"{unit.signature} {found.within(unit.call.name)}"
+        if key not in verdicts:
+            verdicts[key] = differs(unit, region, cutter)
+        wrong |= dict.fromkeys(atoms, verdicts[key]) if verdicts[key] else {}
+    return wrong
 
 
 def _unequal(flow: Flow, roles: Roles, chosen: frozenset[Atom], ranks: int) -> dict[Atom, str]:
@@ -76,7 +107,30 @@ def _unequal(flow: Flow, roles: Roles, chosen: frozenset[Atom], ranks: int) -> d
                 here = frozenset(leaves(dim)) & chosen
                 if here and _piece(0, dim, chosen) is None:
                     return dict.fromkeys(here, "an argument has parts of several tensors")
+    return _odd_draws(flow, chosen)
+
+
+def _odd_draws(flow: Flow, chosen: frozenset[Atom]) -> dict[Atom, str]:
+    """Returns the atoms of tensors from which is dropped, where it is not known of which part each draw is."""
+    orders, odd = draws_of(flow.trace, lambda tensor: bool(_atoms(flow, chosen, tensor)))
+    for name, calls in orders.items():
+        pieces = [[_drawn(flow, tensor, chosen) for tensor in order] for order in calls]
+        if name in odd or any(order != pieces[0] for order in pieces) or any(None in order for order in pieces):
+            atoms = [_atoms(flow, chosen, tensor) for order in calls for tensor in order if tensor is not None]
+            return dict.fromkeys(frozenset[Atom]().union(*atoms), f"{name} drops elements of several dims")
     return {}
+
+
+def _atoms(flow: Flow, chosen: frozenset[Atom], tensor: Tensor) -> frozenset[Atom]:
+    return frozenset(leaf for dim in flow.dims(tensor) for leaf in leaves(dim)) & chosen
+
+
+def _drawn(flow: Flow, tensor: Tensor | None, chosen: frozenset[Atom]) -> Piece | str | None:
+    """Returns the part of a tensor from which is dropped; "" if it is whole, None if the part is none of one dim."""
+    if tensor is None:
+        return ""
+    pieces = (_piece(at, dim, chosen) for at, dim in enumerate(flow.dims(tensor)))
+    return next((each for each in pieces if each is not None), None)
 
 
 def _piece(at: int, dim: Dim, chosen: frozenset[Atom]) -> Piece | None:
@@ -118,7 +172,21 @@ class _Describing:
                 for name, buffers in roles.buffers.items()
             },
             self._whole(bad),
+            self._draws(),
         )
+
+    def units(self) -> list[tuple[Unit, frozenset[Atom]]]:
+        return units_of(
+            self._flow, self._roles, self._chosen, lambda each: self._taken(each) if self._cuts(each) else None
+        )
+
+    def _draws(self) -> dict[str, tuple[Piece | None, ...]]:
+        orders, _ = draws_of(self._flow.trace, self._cuts)
+        return {
+            name: tuple(None if tensor is None else self._taken(tensor) for tensor in calls[0])
+            for name, calls in orders.items()
+            if self._roles.kinds.get(name) != "multihead"
+        }
 
     def _cuts(self, tensor: Tensor) -> bool:
         return any(leaf in self._chosen for dim in self._flow.dims(tensor) for leaf in leaves(dim))
@@ -164,4 +232,5 @@ def _together(found: list[Found]) -> Found:
         {name: sliced for each in found for name, sliced in each.sliced.items()},
         {name: buffers for each in found for name, buffers in each.buffers.items()},
         {name: why for each in found for name, why in each.whole.items()},
+        {name: order for each in found for name, order in each.draws.items()},
     )

@@ -54,7 +54,7 @@ class Flow:
         self.parameters = {id(each): each for each in parameters}
         self.of: dict[int, list[Dim]] = {}
         self.uses: list[Use] = []
-        self.views: dict[int, Tensor] = {}  # parameters by tensors that are transposed ones
+        self.views: dict[int, Tensor] = {}  # parameters by tensors that are transposed, or split off
         for op in trace.ops:
             self._follow(op)
 
@@ -95,7 +95,7 @@ class Flow:
         return result
 
     def parameter_of(self, tensor: Tensor) -> Tensor | None:
-        """Returns the parameter that `tensor` is, or is a transposed view of."""
+        """Returns the parameter that `tensor` is, or is a transposed view of, or a part."""
         return self.parameters.get(id(tensor), self.views.get(id(tensor)))
 
     def product(self, op: Op, x: Tensor, weight: Tensor, rows: Dim, columns: Dim, inner: Dim) -> Dim:
@@ -125,12 +125,9 @@ class Flow:
 _POINTWISE = frozenset(
     [
         "dropout",
-        "alpha_dropout",
-        "feature_dropout",
         "masked_fill",
         "masked_fill_",
         "where",
-        "rrelu",
         "prelu",
         "relu6",
         "hardtanh",
@@ -148,7 +145,6 @@ _POINTWISE = frozenset(
         "glu_",
         "clamp",
         "clip",
-        "bernoulli",
         "addcmul",
         "addcdiv",
         "type_as",
@@ -180,12 +176,6 @@ _POINTWISE = frozenset(
         "bitwise_not",
         "softsign",
         "nan_to_num",
-        "native_dropout",
-        "bernoulli_",
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
         "square",
         "rsqrt",
         "lerp",

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import nn
 
-from shoal.parallel.tensor.graph.kinds import Buffers, Entered, Enters, Leaves, Piece, Stretches, Takes, Uses
+from shoal.parallel.tensor.graph.kinds import Buffers, Draws, Entered, Enters, Leaves, Stretches, Takes, Uses
 from shoal.parallel.tensor.graph.local import set_attributes
 from shoal.parallel.tensor.graph.multihead import Multihead
 from shoal.parallel.tensor.layers import become
 from shoal.parallel.tensor.own_parts import OwnParts
+from shoal.parallel.tensor.piece import Piece
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.spans import Span
 
+T = TypeVar("T")
 Parts = tuple[int, tuple[Stretches, ...]]
 """A dim, and the stretches of it that each rank has."""
 
@@ -30,6 +33,7 @@ class Found:
     entered: modules whose output enters the region
     sliced: arguments of which a rank takes a part, by their place
     buffers: buffers of which a rank uses a part
+    draws: the parts of which dropouts are, in the order of their calls, by the module in which they are
     whole: why layers stay whole that a product could have been cut by
     """
 
@@ -41,11 +45,36 @@ class Found:
     sliced: Mapping[str, Mapping[int, Piece]] = field(default_factory=dict)
     buffers: Mapping[str, Mapping[str, Parts]] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    draws: Mapping[str, Sequence[Piece | None]] = field(default_factory=dict)
 
     @property
     def rules(self) -> dict[str, str]:
         """The layers that become what they do by rules: the vocabulary and the head."""
         return {name: kind for name, kind in self.kinds.items() if kind in ("head", "vocabulary")}
+
+    def within(self, name: str) -> Found:
+        """Returns what was found of the module `name`, by names in it."""
+        if not name:
+            return self
+
+        def own(table: Mapping[str, T]) -> dict[str, T]:
+            return {
+                each.removeprefix(name).removeprefix("."): value
+                for each, value in table.items()
+                if f"{each}.".startswith(f"{name}.")
+            }
+
+        return Found(
+            own(self.kinds),
+            own(self.parts),
+            own(self.patches),
+            own(self.inside),
+            list(own(dict.fromkeys(self.entered))),
+            own(self.sliced),
+            own(self.buffers),
+            own(self.whole),
+            own(self.draws),
+        )
 
     def why(self, name: str) -> str:
         """Returns why a layer stays whole; "" if it does not, or if nothing is known of it."""
@@ -82,6 +111,8 @@ class Found:
         if name in self.buffers:
             used = {each: (dim, by_rank[region.rank]) for each, (dim, by_rank) in self.buffers[name].items()}
             become(module, Buffers, _region=region, _used=used)
+        if name in self.draws:
+            become(module, Draws, _region=region, _order=tuple(self.draws[name]))
         if name in self.sliced:
             become(module, Takes, _region=region, _places=self.sliced[name])
         if name in self.entered:

@@ -12,7 +12,6 @@ Buffers    buffers that every rank has, of which it uses its part; what it write
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.comm.functional import reduce_from
 from shoal.parallel.tensor.graph.trace import tensors_in
 from shoal.parallel.tensor.layers import Cut
+from shoal.parallel.tensor.piece import Piece
 
 Stretches = Sequence[tuple[int, int]]
 
@@ -74,24 +74,6 @@ class Uses(Cut):
             self.__dict__["_parameters"] = own
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rank's part of a dim that is a product (outer, whole, inner) of which `whole` is cut.
-
-    inner: None where nothing is outside, and the rest of the dim is inside
-    """
-
-    dim: int
-    whole: int
-    inner: int | None
-
-    def of(self, x: Tensor, rank: int, ranks: int) -> Tensor:
-        shape = (self.whole, -1) if self.inner is None else (-1, self.whole, self.inner)
-        at = self.dim + (self.inner is not None)
-        own = x.unflatten(self.dim, shape).narrow(at, rank * (self.whole // ranks), self.whole // ranks)
-        return own.flatten(self.dim, self.dim + len(shape) - 1)
-
-
 class Takes(Cut):
     """`_places`: the part of each tensor among the arguments, by its place."""
 
@@ -102,6 +84,16 @@ class Takes(Cut):
         parts = {id(given[at]): piece.of(given[at], region.rank, region.size) for at, piece in self._places.items()}
         args, kwargs = tree_map_only(Tensor, lambda each: parts.get(id(each), each), (args, kwargs))
         return super().forward(*args, **kwargs)
+
+
+class Draws(Cut):
+    """`_order`: the part of which each of its dropouts is, in the order of their calls."""
+
+    _order: Sequence[Piece | None]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._region.drawing(self._order):
+            return super().forward(*args, **kwargs)
 
 
 class Buffers(Cut):

@@ -7,7 +7,7 @@ those that it reads the fewest are looked for that make all shapes right when th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import combinations, islice
@@ -25,6 +25,10 @@ from shoal.parallel.tensor.graph.trace import Call, Op, tensors_in, trace
 
 _MOST, _TRIES = 4, 150
 """Attributes that change together, and choices of them that are tried."""
+
+_COPIES = frozenset(["contiguous", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy"])
+_OTHERWISE = ("head", "vocabulary", "multihead")
+"""Kinds of layers that compute in another way with parts than whole."""
 
 Patches = dict[str, dict[str, int]]
 """Attributes by module; those of its configuration as `config.name`."""
@@ -91,7 +95,7 @@ class Local:
 
     def _try(self, call: Call) -> dict[str, int] | None:
         """Returns the attributes that `call` needs changed; None if no change makes its shapes right."""
-        wanted = [op for op in self._flow.trace.ops if op.call.inside(call)]
+        wanted = self._told(op for op in self._flow.trace.ops if op.call.inside(call))
         reads: dict[str, int] = {}
         with self._with_parts(call) as (args, kwargs):
             with _watched(call.module, reads):
@@ -108,7 +112,7 @@ class Local:
 
     def _runs(self, call: Call, args: Any, kwargs: Any, wanted: Sequence[Op]) -> bool:
         try:
-            ops = trace(call.name, call.module, args, kwargs, self._mode).ops
+            ops = self._told(trace(call.name, call.module, args, kwargs, self._mode).ops)
         except Exception:
             return False
         if [op.name for op in ops] != [op.name for op in wanted]:
@@ -121,6 +125,11 @@ class Local:
             )
             for op, asked in zip(ops, wanted, strict=True)
         )
+
+    def _told(self, ops: Iterable[Op]) -> list[Op]:
+        """Returns the operations that are compared: no copies, which strides decide about, and not those of torch's
+        attention, which runs whole here."""
+        return [op for op in ops if op.name not in _COPIES and self._roles.kinds.get(op.call.name) != "multihead"]
 
     def _groups(self, op: Op, own: bool = False) -> int:
         """Returns the groups of channels of a norm or a convolution, which no shape shows; `own`: those of a rank."""
@@ -160,7 +169,7 @@ class Local:
     @contextmanager
     def _parts_of(self, name: str, module: nn.Module) -> Iterator[None]:
         before = dict(module._parameters), dict(module._buffers)
-        if self._roles.kinds.get(name) not in ("head", "vocabulary"):
+        if not any(self._roles.kinds.get(each) in _OTHERWISE for each in (name, name.rpartition(".")[0])):
             with self._mode:
                 for key, each in before[0].items():
                     if each is not None and self.shape(each) != tuple(each.shape):

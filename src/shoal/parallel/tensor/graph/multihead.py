@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.tensor.layers import Cut
+from shoal.parallel.tensor.piece import Piece
 
 
 class Multihead(Cut):
@@ -46,7 +47,7 @@ class Multihead(Cut):
         causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else self._mask(q, key_padding_mask, attn_mask)
         dropped = self.dropout if self.training else 0.0
-        with self._region.attention(q.shape[1]):
+        with self._region.drawing([Piece(1, self.num_heads, 1)]):
             if need_weights:
                 weights = q @ k.transpose(-2, -1) / self.head_dim**0.5
                 weights = F.dropout((weights if mask is None else weights + mask).softmax(-1), dropped)

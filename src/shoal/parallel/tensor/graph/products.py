@@ -199,6 +199,16 @@ def _einsum(flow: Flow, op: Op, given: dict[str, Any]) -> None:
     flow.put(op.result, [known[letter] for letter in result])
 
 
+def _drawn(flow: Flow, op: Op, given: dict[str, Any]) -> None:
+    """Draws of torch's own generator, which depend on how many there are before: no dim can be cut. (Those of `dropout`
+    are keyed by element.)"""
+    for tensor in op.inputs:
+        for dim in flow.dims(tensor):
+            block(dim, op.name)
+    for result in op.outputs:
+        flow.put(result, flow.dims(op.inputs[0]) if result.shape == op.inputs[0].shape else None)
+
+
 _TABLE: dict[Handler, str] = {
     _linear: "linear",
     _matmul: "matmul mm bmm addmm baddbmm __matmul__",
@@ -211,6 +221,8 @@ _TABLE: dict[Handler, str] = {
     "argmin prod logsumexp norm linalg_vector_norm any all topk sort argsort cumsum cumprod median mode count_nonzero "
     "glu cummax",
     _einsum: "einsum",
+    _drawn: "rand_like randn_like randint_like bernoulli bernoulli_ uniform_ normal_ random_ exponential_ rrelu rrelu_ "
+    "native_dropout alpha_dropout feature_dropout feature_alpha_dropout multinomial log_normal_ cauchy_ geometric_",
 }
 PRODUCTS: dict[str, Handler] = {name: handler for handler, names in _TABLE.items() for name in names.split()}
 """By the name of the operation."""

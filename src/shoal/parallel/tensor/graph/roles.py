@@ -32,6 +32,7 @@ class Roles:
     sliced: places of arguments of which a rank takes its part: (index of the tensor among all, the tensor), by module
     buffers: buffers of which a rank uses its part, by module
     zones: calls in which operations work on cut tensors
+    whole: ids of the tensors that have gradients, which are the same on every rank or those of its part
     parts: ids of the tensors that are cut because they are computed from parts of parameters
     bad: atoms that cannot be cut after all, and why
     """
@@ -43,6 +44,7 @@ class Roles:
     buffers: dict[str, set[str]] = field(default_factory=dict)
     zones: list[Call] = field(default_factory=list)
     parts: set[int] = field(default_factory=set)
+    whole: set[int] = field(default_factory=set)
     bad: dict[Atom, str] = field(default_factory=dict)
 
 
@@ -58,7 +60,9 @@ class _Finding:
         self._made: dict[int, Op] = {}
         self._uses = {id(use.op): use for use in flow.uses}
         self._states: dict[int, int] = {}
+        self._met: dict[int, frozenset[Atom]] = {}  # what tensors with gradients of a part meet
         self._grads = {key for key, each in flow.parameters.items() if each.requires_grad}
+        self._entered: dict[str, frozenset[Atom]] = {}
         self._results: dict[int, list[Call]] = {}
         for call in flow.trace.calls:
             for tensor in tensors_in(call.result):
@@ -75,7 +79,8 @@ class _Finding:
             self._backward(op)
         for call in self._flow.trace.calls:
             if call.name in self.roles.entered and self._states.get(id(call.result)) not in (None, PARTIAL):
-                self._bad(self._chosen, f"{call.name} is used on whole and on cut tensors")
+                self._bad(self._entered[call.name], f"{call.name} is used on whole and on cut tensors")
+        self.roles.whole = {key for key in self._grads if self._states.get(key) != PARTIAL}
         return self.roles
 
     def cut(self, tensor: Tensor) -> frozenset[Atom]:
@@ -155,6 +160,9 @@ class _Finding:
     def _slice(self, tensor: Tensor, call: Call) -> None:
         """Has a tensor that every rank has whole, and that meets cut ones in `call`, cut where it comes in."""
         made = self._made.get(id(tensor))
+        if made is not None and not made.call.inside(call) and any(made.call is zone for zone in self.roles.zones):
+            self.roles.parts.add(id(tensor))  # made where sizes are those of a rank
+            return
         given = list(tensors_in((call.args, call.kwargs)))
         place = next((at for at, each in enumerate(given) if each is tensor), None)
         if place is not None:
@@ -172,51 +180,45 @@ class _Finding:
     # backward: where gradients are those of a part
 
     def _backward(self, op: Op) -> None:
-        whole = [each for each in op.outputs if not self.cut(each)]
-        state = 0
-        for each in whole:
-            state |= self._leave_layer(each, op)
-        use, cut = self._uses.get(id(op)), any(self.cut(each) for each in op.outputs)
+        state, met = 0, frozenset[Atom]().union(*map(self.cut, op.outputs))
+        cut = bool(met)
+        for each in op.outputs:
+            if not self.cut(each):
+                its, theirs = self._leave_layer(each, op)
+                state |= its
+                met |= theirs
+        use = self._uses.get(id(op))
         for each in op.inputs:
             if id(each) not in self._grads or self.cut(each):
                 continue
             entered = use is not None and each is use.x and op.call.name in self.roles.kinds
             what = FULL if entered else PARTIAL if cut else state
             if self._is_parameter(each):
-                self._of_parameter(each, op, what)
-            else:
-                self._states[id(each)] = self._states.get(id(each), 0) | what
+                self._of_parameter(each, op, what, met)
+                continue
+            self._states[id(each)] = self._states.get(id(each), 0) | what
+            if what & PARTIAL:
+                self._met[id(each)] = self._met.get(id(each), frozenset()) | met
 
-    def _leave_layer(self, tensor: Tensor, op: Op) -> int:
-        """Returns how complete the gradient of `op` for a result is, after it is summed at the end of a layer."""
-        state = self._states.get(id(tensor), 0)
+    def _leave_layer(self, tensor: Tensor, op: Op) -> tuple[int, frozenset[Atom]]:
+        """Returns how complete the gradient of `op` for a result is, after it is summed at the end of a layer, and what
+        it meets on the way."""
+        state, met = self._states.get(id(tensor), 0), self._met.get(id(tensor), frozenset())
         if state == FULL | PARTIAL:
-            self._bad(self._near(tensor), f"{op.call.name or 'the model'} gives what is used whole and cut")
+            self._bad(met, f"{op.call.name or 'the model'} gives what is used whole and cut")
         calls = self._results.get(id(tensor), [])
         layer = next((call for call in calls if not isinstance(call.result, tuple | list | dict)), None)
         if state == PARTIAL and layer is not None and layer.name and layer.result is tensor:
             self.roles.entered.add(layer.name)
-            return FULL
-        return state
+            self._entered[layer.name] = self._entered.get(layer.name, frozenset()) | met
+            return FULL, frozenset()
+        return state, met
 
-    def _of_parameter(self, parameter: Tensor, op: Op, state: int) -> None:
+    def _of_parameter(self, parameter: Tensor, op: Op, state: int, met: frozenset[Atom]) -> None:
         if not state & PARTIAL:
             return
-        module = op.call.module
-        own = [name for name, each in module._parameters.items() if each is parameter]
+        own = [name for name, each in op.call.module._parameters.items() if each is parameter]
         if not own or state != PARTIAL:
-            cut = frozenset[Atom]().union(*map(self.cut, (*op.inputs, *op.outputs)))
-            self._bad(cut or self._chosen, f"{op.call.name or 'the model'} uses a parameter of another module")
+            self._bad(met, f"{op.call.name or 'the model'} uses a parameter on whole and on cut tensors")
             return
         self.roles.inside.setdefault(op.call.name, set()).update(own)
-
-    def _near(self, tensor: Tensor) -> frozenset[Atom]:
-        """Returns the atoms of the cut tensors that `tensor` meets, through operations on whole ones too."""
-        reached, found = {id(tensor)}, frozenset[Atom]()
-        for op in self._flow.trace.ops:
-            if any(id(each) in reached for each in op.inputs):
-                cut = frozenset[Atom]().union(*map(self.cut, op.outputs))
-                found |= cut
-                if not cut:
-                    reached.update(id(each) for each in op.outputs)
-        return found

@@ -54,9 +54,13 @@ def _order(flow: Flow, op: Op, given: dict[str, Any]) -> None:
         for target, source in sorted(zip([each % ndim for each in targets], sources, strict=True)):
             order.insert(target, source % ndim)
     flow.put(op.result, [flow.dims(before)[at] for at in order])
+    _note_view(flow, before, op.result)
+
+
+def _note_view(flow: Flow, before: Tensor, result: Tensor) -> None:
     parameter = flow.parameter_of(before)
     if parameter is not None:
-        flow.views[id(op.result)] = parameter
+        flow.views[id(result)] = parameter
 
 
 def _list(value: Any) -> list[int]:
@@ -105,6 +109,7 @@ def _split(flow: Flow, op: Op, given: dict[str, Any]) -> None:
         dims = list(flow.dims(before))
         dims[dim] = part
         flow.put(result, dims)
+        _note_view(flow, before, result)
 
 
 def _unbind(flow: Flow, op: Op, given: dict[str, Any]) -> None:
@@ -226,7 +231,7 @@ _TAIL = {
 
 _TABLE: dict[Handler, str] = {
     _same: "contiguous clone detach alias lift_fresh lift _to_copy requires_grad_ view_as_real_copy positive "
-    "empty_like zeros_like ones_like rand_like randn_like full_like lift_fresh_copy pin_memory",
+    "empty_like zeros_like ones_like  full_like lift_fresh_copy pin_memory",
     _fresh: "new_empty new_zeros new_ones new_full new_empty_strided empty_strided scalar_tensor arange",
     _reshape: "view reshape _unsafe_view flatten unflatten view_as reshape_as ravel",
     _order: "t transpose permute swapaxes swapdims movedim moveaxis numpy_T mT adjoint mH",

@@ -1,0 +1,53 @@
+"""The modules in which a cut that was found is confirmed: the smallest that hold both ends of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.parallel.tensor.graph.confirm import Unit
+from shoal.parallel.tensor.graph.dims import Atom, Dim, leaves
+from shoal.parallel.tensor.graph.flow import Flow
+from shoal.parallel.tensor.graph.roles import Roles
+from shoal.parallel.tensor.graph.trace import Call, tensors_in
+from shoal.parallel.tensor.piece import Piece
+
+
+def units_of(
+    flow: Flow, roles: Roles, chosen: frozenset[Atom], taken: Callable[[Tensor], Piece | None]
+) -> list[tuple[Unit, frozenset[Atom]]]:
+    """Returns a unit for each layer that ends a cut, each module once, with the atoms that are cut there.
+
+    taken: the part of a tensor that a rank has; None for a whole one
+    """
+
+    def cut(dim: Dim) -> frozenset[Atom]:
+        return frozenset(leaves(dim)) & chosen
+
+    begins = [(use.op.call, cut(use.columns if use.lookup else use.rows)) for use in flow.uses]
+    ends = [(use.op.call, cut(use.columns)) for use in flow.uses if not use.lookup]
+    found: dict[int, Unit] = {}
+    atoms: dict[int, frozenset[Atom]] = {}
+    for end, its in ends:
+        if not its:
+            continue
+        call = _around(end, [begin for begin, theirs in begins if theirs & its])
+        if call is None:
+            continue
+        given, results = tensors_in((call.args, call.kwargs)), tensors_in(call.result)
+        sliced = roles.sliced.get(call.name, {})
+        takes = [taken(each) if id(each) in roles.parts and at not in sliced else None for at, each in enumerate(given)]
+        gives = [taken(each) for each in results if each.is_floating_point()]
+        judged = frozenset(at for at, each in enumerate(given) if id(each) in roles.whole)
+        found[id(call)] = Unit(call, takes, gives, judged)
+        atoms[id(call)] = atoms.get(id(call), frozenset()) | its
+    return [(unit, atoms[key]) for key, unit in found.items()]
+
+
+def _around(end: Call, begins: list[Call]) -> Call | None:
+    """Returns the innermost call that holds `end` and one of `begins`."""
+    call: Call | None = end
+    while call is not None and not any(begin.inside(call) for begin in begins):
+        call = call.above
+    return call
