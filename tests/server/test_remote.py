@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import LaunchError, RemoteError, UserError
-from shoal.server.remote import Owner, OwnerOptions, RemoteModule, remote
+from shoal.server.remote import DistributedOptimizer, Owner, OwnerOptions, RemoteModule, remote
 from shoal.server.remote.draws import forward_seed
 from tests.server.common import TOKEN, together
 from tests.server.test_sessions import until
@@ -151,13 +151,16 @@ def norm_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Ten
     return model(torch.randn(8, 4, generator=draw)).pow(2).sum(), []  # no input needs a gradient
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, False, "stepped"])
 @pytest.mark.parametrize(
     ("factory", "step"), [(Mixed, mixed_step), (Recurrent, recurrent_step), (norm, norm_step)], ids=lambda x: x.__name__
 )
 def test_losses_and_gradients_are_those_of_a_local_module_to_the_bit(factory, step, shared):
     with owning() as owner:
-        far, near = remote(owner.address, factory, token=TOKEN, seed=0, shared=shared), local(factory)
+        given = {"shared": shared} if shared != "stepped" else {"name": "of all"}
+        far, near = remote(owner.address, factory, token=TOKEN, seed=0, **given), local(factory)
+        if shared == "stepped":  # then stand-ins of parameters are used
+            DistributedOptimizer("sgd", far)
         for number in range(3):  # gradients add up
             losses, inputs = [], []
             for model in (far, near):
@@ -168,6 +171,22 @@ def test_losses_and_gradients_are_those_of_a_local_module_to_the_bit(factory, st
             assert torch.equal(*losses)
             assert all(torch.equal(a, b) for a, b in zip(*inputs, strict=True))
         assert same_gradients(owner, near)
+
+
+def test_a_state_is_that_of_the_owner():
+    with owning() as inner, owning() as outer:
+        far = nn.ModuleList([nn.Linear(2, 2), remote(outer.address, Outer, inner.address, token=TOKEN, seed=0)])
+        near = nn.ModuleList([nn.Linear(2, 2), nn.Module()])
+        near[1].before, near[1].inner = nn.Linear(4, 4), local(norm, seed=9)
+        near[1].inner(torch.randn(8, 4))  # counts and means of its BatchNorm
+        state = near.state_dict()
+        assert far.state_dict().keys() == state.keys() and far.load_state_dict(state) == ([], [])
+        assert all(torch.equal(each, state[name]) for name, each in far.state_dict().items())
+        del state["1.inner.0.weight"]
+        state["1.inner.more"] = torch.ones(1)
+        assert far.load_state_dict(state, strict=False) == (["1.inner.0.weight"], ["1.inner.more"])
+        with pytest.raises(RuntimeError, match=r"(?s)Outer of the owner at .*size mismatch for before\.weight"):
+            far.load_state_dict(near.state_dict() | {"1.before.weight": torch.ones(3)})
 
 
 def test_contexts_are_apart_and_end():

@@ -110,6 +110,25 @@ class Exposed:
         for each in self.gradients.drop(context):
             each.drop(context)
 
+    def state(self) -> dict[str, Any]:
+        """Returns a copy of the module's state, with those of remote modules in it."""
+        state = self.module.state_dict()
+        with self._guard:
+            return {name: each.clone() if isinstance(each, Tensor) else each for name, each in state.items()}
+
+    def load(self, state: object) -> list[list[str]]:
+        """Loads what `state` has; returns names that it has not, names that are not known, and what did not fit."""
+        if not isinstance(state, dict):
+            raise UserError("no state of a module")
+        with self._guard:
+            if self._versions is not None:
+                self._versions.move({each: each.data for each in self.module.parameters()})
+        try:
+            found = self.module.load_state_dict(state, strict=False)
+        except RuntimeError as error:  # what has another shape
+            return [[], [], [str(error)]]
+        return [found.missing_keys, found.unexpected_keys, []]
+
     def leave(self, client: Client) -> None:
         """Drops the gradients and optimizers that only this client has asked for."""
         self.updates.leave(client)

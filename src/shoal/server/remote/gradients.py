@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from shoal.errors import UserError
 from shoal.server.remote.contexts import Below, Context, Passing
+
+MOST_CONTEXTS = 4096
+"""Of a module at once."""
 
 Named = dict[str, Tensor]
 
@@ -95,6 +99,12 @@ class Gradients:
             return [name for name, kept in self._kept.items() if not kept.clients]
 
     def _of(self, client: object, name: str) -> _Kept:
-        kept = self._kept.setdefault(name, _Kept(Context(name)))
+        kept = self._kept.get(name)
+        if kept is None:
+            if len(self._kept) >= MOST_CONTEXTS:
+                raise UserError(
+                    f"the module has gradients in {MOST_CONTEXTS:,} contexts: end each shoal.context() that is done"
+                )
+            kept = self._kept[name] = _Kept(Context(name))
         kept.clients.add(client)
         return kept

@@ -113,6 +113,17 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Save:
+    """Asks for the module's state. Value of the answer: a dict, as of `state_dict`."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Brings a part of a state. Value: a dict. Value of the answer: names that were missing, those that are not known,
+    and what was wrong with others."""
+
+
+@dataclass(frozen=True)
 class Leave:
     """The session ends."""
 
@@ -138,5 +149,5 @@ class Failed:
     wrong: bool
 
 
-FROM_CLIENT = kinds((Build, Join, Forward, Backward, Release, Drop, Optimize, Measure, Update, Leave))
+FROM_CLIENT = kinds((Build, Join, Forward, Backward, Release, Drop, Optimize, Measure, Update, Save, Load, Leave))
 TO_CLIENT = kinds((Built, Returned, Failed))

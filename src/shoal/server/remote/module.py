@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -14,9 +14,12 @@ from torch.autograd.forward_ad import unpack_dual
 from shoal.errors import UserError
 from shoal.server.remote import contexts
 from shoal.server.remote.link import Link
-from shoal.server.remote.messages import Backward, Drop, Forward
+from shoal.server.remote.messages import Backward, Drop, Forward, Load, Save
 from shoal.server.remote.payload import Payload, taken_apart
 from shoal.server.sessions import Address, key_of_token
+
+_PART_BYTES = 1 << 28
+"""Bytes of a state that are sent at once."""
 
 _leaf = torch.zeros(0, requires_grad=True)
 ANCHOR = _leaf.view_as(_leaf)
@@ -66,7 +69,7 @@ class RemoteModule(nn.Module):
 
     Called like the module, with plain values and tensors, also nested in tuples, lists and dicts; inputs and outputs
     are copies. Several threads may call it at once. `train` and `eval` apply to the module at the owner from the next
-    forward on.
+    forward on; `state_dict` and `load_state_dict` read and write its state.
 
     link: to the owner.
     """
@@ -110,6 +113,31 @@ class RemoteModule(nn.Module):
     def drop(self, context: str) -> None:
         """Has the gradients of a context dropped."""
         self.link.ask(Drop(context))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        answer = self.link.ask(Save())
+        for name, value in answer.value(answer.tensors).items():
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = {name.removeprefix(prefix): each for name, each in state_dict.items() if name.startswith(prefix)}
+        missing: set[str] | None = None
+        for part in _parts(mine):
+            answer = self.link.ask(Load(), taken_apart(part, grad=False))
+            lacking, unknown, wrong = answer.value(answer.tensors)
+            missing = set(lacking) if missing is None else missing & set(lacking)
+            unexpected_keys += [prefix + name for name in unknown]
+            error_msgs += [f"{self.peer}: {each}" for each in wrong]
+        missing_keys += [prefix + name for name in sorted(missing or ())]
 
     def close(self) -> None:
         """Leaves the owner. It does so by itself once nothing refers to it any more."""
@@ -193,6 +221,19 @@ class _Remote(torch.autograd.Function):
         assert ANCHOR.grad_fn is not None
         parameters = torch._C._will_engine_execute_node(ANCHOR.grad_fn)
         return None, None, *run.backward(grads, keep, parameters)
+
+
+def _parts(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Divides a state into parts of at most _PART_BYTES, or one tensor."""
+    part, size = dict[str, Any](), 0
+    for name, value in state.items():
+        more = value.nbytes if isinstance(value, Tensor) else 0
+        if part and size + more > _PART_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = value
+        size += more
+    yield part
 
 
 def _check_first_order(peer: str, tensors: list[Tensor]) -> None:

@@ -22,10 +22,12 @@ from shoal.server.remote.messages import (
     Forward,
     Join,
     Leave,
+    Load,
     Measure,
     Optimize,
     Release,
     Returned,
+    Save,
     Update,
 )
 from shoal.server.remote.payload import NOTHING, Payload
@@ -133,6 +135,10 @@ def _done(exposed: Exposed, client: Client, asked: Any, given: Payload) -> Paylo
         return payload.taken_apart(exposed.updates.measure(asked), grad=False)
     elif isinstance(asked, Update):
         exposed.updates.update(asked)
+    elif isinstance(asked, Save):
+        return payload.taken_apart(exposed.state(), grad=False)
+    elif isinstance(asked, Load):
+        return payload.taken_apart(exposed.load(given.value(given.tensors)), grad=False)
     else:
         raise Malformed(f"{type(asked).__name__} in the middle of a session")
     return NOTHING
