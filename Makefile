@@ -28,25 +28,30 @@ $(VENV)/zoo: $(BIN)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $@ timm torchvision
 	touch $@
 
+# Flower and scikit-learn for tests/federated, apart from the rest: tests/federated/packages.py says why.
+$(VENV)/fed: $(BIN)/.installed-dev constraints-fed.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ -r constraints-fed.txt
+	touch $@
+
 demo: $(BIN)/.installed-core
 	$(BIN)/shoal demo
 
-test: $(BIN)/.installed-dev $(VENV)/zoo
+test: $(BIN)/.installed-dev $(VENV)/zoo $(VENV)/fed
 	$(BIN)/lint-imports --no-cache
 	$(PYTEST) $(SHARED) -m "not matrix and not alone"
 	$(PYTEST) -m "alone and not matrix"
 
-fast: $(BIN)/.installed-dev $(VENV)/zoo
+fast: $(BIN)/.installed-dev $(VENV)/zoo $(VENV)/fed
 	$(PYTEST) $(SHARED) -m "fast and not alone"
 	$(PYTEST) -m "fast and alone"
 
-matrix: $(BIN)/.installed-dev $(VENV)/zoo
+matrix: $(BIN)/.installed-dev $(VENV)/zoo $(VENV)/fed
 	$(PYTEST) $(SHARED) -m "not alone"
 	$(PYTEST) -m alone
 
 # Which lines and branches of the sources the tests of `make test` run through, in ranks too; and how many of a few changes
 # of each room they notice. tests/covered.py, tests/mutate.py
-coverage: $(BIN)/.installed-dev $(VENV)/zoo
+coverage: $(BIN)/.installed-dev $(VENV)/zoo $(VENV)/fed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt coverage
 	rm -rf build/coverage && mkdir -p build/coverage
 	$(PYTEST) -p tests.covered $(SHARED) -m "not matrix and not alone" --junitxml=build/coverage/costs.xml

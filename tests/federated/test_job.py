@@ -86,6 +86,7 @@ def test_the_model_of_a_run_is_a_checkpoint(job_file, tmp_path):
         evaluate_run(outcome.run_dir)
 
 
+@pytest.mark.matrix
 def test_staleness_is_in_the_report(job_file):
     buffered = ["federated.buffer=2", "federated.speeds=1.0", "federated.rounds=12"]
     outcome = simulate(*load_job(job_file, buffered))
@@ -118,7 +119,7 @@ def test_training_in_one_place_is_as_long_as_that_of_each_client(job_file):
     assert load_job(job_file)[0].train.steps == 24
 
 
-def test_documents_go_to_clients_whole_and_the_standard_library_by_package(tmp_path, monkeypatch):
+def test_documents_go_to_clients_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     corpus = tmp_path / "corpus"
     corpus.mkdir()
@@ -138,5 +139,9 @@ def test_documents_go_to_clients_whole_and_the_standard_library_by_package(tmp_p
     assert len(set().union(*letters)) == 8 == sum(map(len, letters))
     outcome = simulate(*load_job(path))
     assert outcome.step == 2 and np.isfinite(rounds_of(outcome.run_dir)[-1][1])
+
+
+@pytest.mark.matrix
+def test_packages_of_the_standard_library_are_groups_of_documents():
     groups = open_corpus("stdlib").groups()
     assert len(groups) == sum(1 for _ in open_corpus("stdlib").stream()) and {"asyncio", "json", "ast"} <= set(groups)

@@ -24,7 +24,7 @@ from tests.federated.common import INPUTS, clients, recipe, samples, simulation
 
 def by_hand(sim: Simulation, turn: int) -> torch.Tensor:
     """A round of FedAvg or FedProx as one writes it: a copy of the module and torch's optimizer for each client."""
-    sim.put(sim.weights)
+    sim.local.put(sim.weights)
     whole, held = torch.zeros_like(sim.weights), sim.clients.train
     for task in sim.schedule.draw(turn).tasks:
         module = deepcopy(sim.module).train()
@@ -63,6 +63,7 @@ def test_rounds_are_those_of_a_plain_loop(strategy, optimizer, clip, together, m
         torch.testing.assert_close(sim.weights, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.matrix
 def test_groups_of_any_size_give_the_same_model(monkeypatch):
     found = []
     for most in (32, 3):
@@ -87,7 +88,7 @@ class Normed(nn.Module):
 
 def test_statistics_of_batch_norm_are_averaged_one_client_after_the_other():
     sim = simulation(Federated(clients=3, local_steps=4), recipe(model=Normed))
-    assert isinstance(sim._local, OneByOne) and sim.why
+    assert isinstance(sim.local._local, OneByOne) and sim.why
     wanted = by_hand(sim, 1)
     sim.round()
     torch.testing.assert_close(sim.weights, wanted, rtol=1e-5, atol=1e-6)
@@ -95,7 +96,15 @@ def test_statistics_of_batch_norm_are_averaged_one_client_after_the_other():
     assert sim.evaluate().accuracy > 0.2
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", {"name": "fedadam", "lr": 0.05}, "fedprox"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "fedavgm",
+        {"name": "fedadam", "lr": 0.05},
+        pytest.param("fedavg", marks=pytest.mark.matrix),
+        pytest.param("fedprox", marks=pytest.mark.matrix),
+    ],
+)
 def test_every_strategy_learns_and_tells_what_each_client_gets(strategy):
     sim = simulation(Federated(clients=6, strategy=strategy, local_epochs=2.0))
     before = sim.evaluate()

@@ -19,6 +19,7 @@ def sim(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replaces a value of the job: --set federated.clients=100."),
     ] = None,
+    flower: Annotated[bool, typer.Option("--flower", help="With Flower's strategies.")] = False,
 ) -> None:
     """Simulates all clients in this process."""
     with imports():
@@ -26,7 +27,7 @@ def sim(
         from shoal.jobs.federated.simulate import simulate
         from shoal.jobs.read import load_job
 
-    outcome = simulate(*load_job(job, assignments or []))
+    outcome = simulate(*load_job(job, assignments or []), flower)
     if outcome.report is not None:
         tell(outcome)
     raise typer.Exit(128 + outcome.signal if outcome.signal else 0)

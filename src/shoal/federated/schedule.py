@@ -99,6 +99,11 @@ class Rounds:
         if most < len(everyone):
             rng = np.random.default_rng(derive_key("federated asked", crowd.seed, number))
             everyone = np.sort(rng.choice(len(everyone), most, replace=False))
+        return self.answers(number, everyone)
+
+    def answers(self, number: int, everyone: Numbers) -> Round:
+        """Returns what comes of a round in which these clients are asked."""
+        settings, crowd, most = self.settings, self.crowd, len(everyone)
         there = everyone[crowd.chances("dropout", number, everyone) >= settings.dropout]
         steps, speeds = crowd.steps[there], crowd.speeds[there]
         in_time = np.full(len(there), True)

@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.device import CPU, keep_generators, seed_generators
+from shoal.device import CPU, keep_generators
 from shoal.errors import TrainingError, UserError
 from shoal.federated.aggregate import Aggregate
-from shoal.federated.clients import Clients, rows_of_batches
+from shoal.federated.clients import Clients
 from shoal.federated.evaluation import Evaluation, Measured
-from shoal.federated.flat import Flat, initial_module
-from shoal.federated.one_by_one import OneByOne
-from shoal.federated.recipe import Recipe
+from shoal.federated.local import LocalTraining
+from shoal.federated.recipe import Recipe, Trained
 from shoal.federated.schedule import Round, Task, crowd_of, in_groups, schedule_of
 from shoal.federated.settings import Federated
 from shoal.federated.strategies import strategy_named
-from shoal.federated.together import Together, together_or_why
 
 
 @dataclass(frozen=True)
@@ -51,35 +49,22 @@ class Simulation:
 
     def __init__(self, recipe: Recipe, clients: Clients, settings: Federated, device: torch.device = CPU) -> None:
         self.recipe, self.clients, self.settings = recipe, clients, settings
-        self._check()
-        self.module = initial_module(recipe.model, recipe.seed).to(device)
-        self.flat = Flat(self.module)
+        at_once = max(1, round(settings.fraction * clients.number))
+        if settings.least > at_once:
+            raise UserError(
+                f"federated.least = {settings.least}, but of {clients.number} clients a round asks {at_once}"
+            )
         self.strategy = strategy_named(settings.strategy)
+        self.local = LocalTraining(recipe, clients, settings.buffer or at_once, self.strategy.mu, device)
+        self.flat, self.module, self.why = self.local.flat, self.local.module, self.local.why
         crowd = crowd_of(settings, clients.train.counts, recipe.batch, recipe.seed)
         self.schedule = schedule_of(settings, crowd)
-        asked = settings.buffer or max(1, round(settings.fraction * clients.number))
-        found = together_or_why(self.module, self.flat, recipe, clients.train.tensors, asked, self.strategy.mu)
-        self.why = found if isinstance(found, str) else ""
-        self._local: Together | OneByOne = (
-            OneByOne(self.module, self.flat, recipe, clients.train.tensors, self.strategy.mu)
-            if isinstance(found, str)
-            else found
-        )
-        start = self.flat.vector(self.module.state_dict())
+        start = self.local.start()
         self.versions: dict[int, Tensor] = {0: start}
         slots = self.strategy.outer.slots
         self.outer = {slot: torch.zeros(self.flat.weights, dtype=start.dtype, device=device) for slot in slots}
         self.number = 0
         self._evaluation = Evaluation(self.module, clients.held_out, recipe.loss, recipe.measure)
-
-    def _check(self) -> None:
-        counts, settings = self.clients.train.counts, self.settings
-        empty = [client for client, count in enumerate(counts) if not count]
-        if empty:
-            raise UserError(f"client {empty[0]} has no sample to train on: give fewer clients")
-        asked = max(1, round(settings.fraction * len(counts)))
-        if settings.least > asked:
-            raise UserError(f"federated.least = {settings.least}, but of {len(counts)} clients a round asks {asked}")
 
     @property
     def weights(self) -> Tensor:
@@ -98,7 +83,7 @@ class Simulation:
         losses = counts = 0.0
         broken = samples = 0
         with keep_generators({self.weights.device}):
-            for group in in_groups(plan.tasks, self._local.size):
+            for group in in_groups(plan.tasks, self.local.size):
                 found = self._train(group)
                 fine = torch.isfinite(found.moved).all(dim=1)
                 if not bool(fine.all()):
@@ -120,17 +105,14 @@ class Simulation:
         mean = losses / counts if counts else None
         return Result(plan, mean, samples, broken, applied, time.perf_counter() - began)
 
-    def _train(self, group: list[Task]) -> Any:
-        seed_generators(self.weights.device, hash((self.recipe.seed, group[0].client, group[0].turn)))
-        clients, turns = [task.client for task in group], [task.turn for task in group]
-        rows = rows_of_batches(self.clients.train, clients, turns, group[0].steps, self.recipe.batch, self.recipe.seed)
+    def _train(self, group: list[Task]) -> Trained:
         bases = {task.base for task in group}
         starts = (
             self.versions[group[0].base]
             if len(bases) == 1
             else torch.stack([self.versions[task.base] for task in group])
         )
-        return self._local.train(starts, rows, [task.steps for task in group], self.recipe.rate(self.number))
+        return self.local.train(group, starts, self.recipe.rate(self.number))
 
     def _weights_of(self, group: list[Task]) -> Tensor:
         device = self.weights.device
@@ -160,15 +142,8 @@ class Simulation:
     @torch.no_grad()
     def evaluate(self) -> Measured | None:
         """Measures the global model on what clients hold out; None where none of them does."""
-        self.put(self.weights)
+        self.local.put(self.weights)
         return self._evaluation()
-
-    @torch.no_grad()
-    def put(self, weights: Tensor) -> None:
-        """Sets the module to a vector of weights."""
-        state = self.module.state_dict()
-        for name, value in zip((*self.flat.names, *self.flat.buffers), self.flat.views(weights), strict=True):
-            state[name].copy_(value)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns all that the next rounds depend on: tensors by name, and what JSON can hold."""

@@ -40,30 +40,29 @@ SMALL = 4_000_000
 """Weights of all clients together below which one thread is faster: several wait for each other in every operation."""
 
 
-def simulate(job: Job, origins: Origins) -> Outcome:
+def simulate(job: Job, origins: Origins, flower: bool = False) -> Outcome:
     """Trains the clients of `job`, from the state of its run directory where there is one, and writes the report.
+
+    flower: with Flower's strategies.
 
     SIGINT and SIGTERM end the run after the round in progress. Raises UserError for what clients of a simulation cannot
     have, TrainingError where training fails.
     """
-    _check(job)
+    _check(job, flower)
     dealt = deal(job, origins)
     world = World.single()
     try:
         with locked(Path(job.run.dir), world.everyone):
-            return _rounds(dealt, origins, world)
+            return _rounds(dealt, world, flower)
     finally:
         world.close()
 
 
-def _check(job: Job) -> None:
-    if job.federated is not None:
+def _check(job: Job, flower: bool) -> None:
+    if job.federated is not None and not flower:
         strategy_named(job.federated.strategy)
     if job.plan != Plan():
-        raise UserError(
-            "the clients of a simulation train in this process, one rank each: remove the table [plan]. A client that "
-            "is several ranks is one of `shoal fed client`"
-        )
+        raise UserError("the clients of a simulation train in this process, one rank each: remove the table [plan]")
     if job.train.precision != "fp32":
         raise UserError(f'train.precision = {job.train.precision!r}: the clients of a simulation take "fp32"')
     if job.run.resume not in ("auto", "never"):
@@ -90,26 +89,26 @@ def recipe_of(dealt: Dealt) -> Recipe:
     )
 
 
-def _rounds(dealt: Dealt, origins: Origins, world: World) -> Outcome:
+def _rounds(dealt: Dealt, world: World, flower: bool) -> Outcome:
     job = dealt.settled.job
     run_dir = Path(job.run.dir)
     refuse_other_runs(run_dir, job.run.resume)
     _write(dealt, run_dir)
     device = any_device()
-    simulation = Simulation(recipe_of(dealt), dealt.clients(device), dealt.federated, device)
+    simulation = _kind(flower)(recipe_of(dealt), dealt.clients(device), dealt.federated, device)
     if simulation.flat.size * min(simulation.clients.number, MOST) < SMALL:
         torch.set_num_threads(1)
-    if not (resumed := load_state(simulation, run_dir, about(dealt))):
-        save_state(simulation, run_dir, about(dealt))
+    if not (resumed := load_state(simulation, run_dir, about(dealt, flower))):
+        save_state(simulation, run_dir, about(dealt, flower))
     record = Record(run_dir, job.run.trackers, device, dealt.federated.rounds)
-    record.start(_run_record(dealt, simulation, origins))
+    record.start(_run_record(dealt, simulation))
     record.note(_how(simulation))
     if resumed:
         record.note(f"goes on after round {simulation.number}")
     limit = Stop(world.everyone, job.train.seconds)
     try:
         with limit:
-            reason = _train(dealt, simulation, record, limit)
+            reason = _train(dealt, simulation, record, limit, about(dealt, flower))
             record.checkpoint(save_model(dealt.settled, simulation, world))
     except BaseException as error:
         _finish(record, run_dir, f"{FAILED} {error if isinstance(error, ShoalError) else type(error).__name__}")
@@ -117,10 +116,18 @@ def _rounds(dealt: Dealt, origins: Origins, world: World) -> Outcome:
     return Outcome(run_dir, simulation.number, reason, limit.signal, _finish(record, run_dir, reason))
 
 
-def _train(dealt: Dealt, simulation: Simulation, record: Record, limit: Stop) -> str:
+def _kind(flower: bool) -> type[Simulation]:
+    if not flower:
+        return Simulation
+    from shoal.federated.flower.simulation import FlowerSimulation  # raises UserError where Flower is missing
+
+    return FlowerSimulation
+
+
+def _train(dealt: Dealt, simulation: Simulation, record: Record, limit: Stop, about_it: dict[str, Any]) -> str:
     """Trains the rounds that are left; returns why it ended."""
     job, settings = dealt.settled.job, dealt.federated
-    every, about_it, lr = job.run.save_every or 1, about(dealt), job.train.lr
+    every, lr = job.run.save_every or 1, job.train.lr
     saved = simulation.number
     if simulation.number >= settings.rounds:
         return f"round {simulation.number} of {settings.rounds} was reached before: there is nothing left to train"
@@ -143,11 +150,11 @@ def _train(dealt: Dealt, simulation: Simulation, record: Record, limit: Stop) ->
     return reason
 
 
-def about(dealt: Dealt) -> dict[str, Any]:
+def about(dealt: Dealt, flower: bool) -> dict[str, Any]:
     """Returns what rounds that go on must be of: the model, the data and its deal, and what the server keeps."""
     job, federated = dealt.settled.job, dealt.federated
     named = {f"federated.{key}": getattr(federated, key) for key in ("clients", "partition", "strategy", "speeds")}
-    named |= {"federated.buffer": federated.buffer, "train.seed": job.train.seed}
+    named |= {"federated.buffer": federated.buffer, "train.seed": job.train.seed, "--flower": flower}
     named |= {f"data.{key}": getattr(job.data, key) for key in ("source", "validation", "tokenizer", "sequence")}
     named["data.source"] = str(job.data.source)
     return named | {"model": dict(job.model), "train.precision": job.train.precision}
@@ -170,7 +177,7 @@ def _how(simulation: Simulation) -> str:
     return f"{simulation.clients.number} clients train on {spread} samples each, {how}"
 
 
-def _run_record(dealt: Dealt, simulation: Simulation, origins: Origins) -> RunRecord:
+def _run_record(dealt: Dealt, simulation: Simulation) -> RunRecord:
     device = simulation.weights.device
     return RunRecord(
         host=platform.node(),

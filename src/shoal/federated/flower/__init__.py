@@ -1,0 +1,1 @@
+"""Shoal's clients under Flower (https://flower.ai): its strategies, over a grid in this process or any other of its."""
