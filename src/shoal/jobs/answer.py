@@ -94,8 +94,11 @@ def profile_of(settled: Settled, ways: tuple[str, ...]) -> Profile:
     return profile(subject_of(settled), ways)
 
 
-def task_of(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Task:
-    """What is asked for a job on `cluster`. Raises UserError for a model that cannot be run."""
+def task_of(
+    settled: Settled, cluster: Cluster, pins: dict[str, Any], whole: bool = False, limit: float | None = None
+) -> Task:
+    """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
+    otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
     traced = profile_of(settled, ways(pins) if devices > 1 else ())
     with in_section("train"):
@@ -107,18 +110,12 @@ def task_of(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: flo
         cluster,
         job.train.global_batch,
         numbers_of(numbers, optimizer),
-        job.train.microbatch,
+        job.train.microbatch or (job.train.global_batch if whole else None),
         settled.total,
         pins,
         legal,
         limit,
     )
-
-
-def choose(settled: Settled, cluster: Cluster, pins: dict[str, Any], limit: float | None = None) -> Chosen:
-    """Finds the plan of a job on `cluster`, with fields that are given (`pins`) as they are. Raises UserError where
-    nothing fits or is legal."""
-    return confirmed(settled, task_of(settled, cluster, pins, limit))
 
 
 def confirmed(settled: Settled, task: Task) -> Chosen:
@@ -128,7 +125,8 @@ def confirmed(settled: Settled, task: Task) -> Chosen:
     looked = list(found.best)
     while looked and len(passed) < TRIES:
         estimate = looked.pop(0)
-        own = under(settled, estimate, task)
+        rows = estimate.choice.microbatch if task.microbatch is None else None
+        own = under(settled, estimate.choice.plan(task.pins), rows)
         try:
             predictions = tuple(dry(own, task, estimate))
             short = [each for each in predictions if each.need.total("device") > task.most]
@@ -160,12 +158,13 @@ def _without(task: Task, passed: list[tuple[Estimate, str]]) -> Task:
     return replace(task, legal=legal, limit=task.most if refused else 0.85 * task.most)
 
 
-def under(settled: Settled, estimate: Estimate, task: Task) -> Settled:
-    """The job under the plan of `estimate`; what was chosen has the origin "planner"."""
-    plan, job, origins = estimate.choice.plan(task.pins), settled.job, dict(settled.origins)
-    origins.update({f"plan.{key}": "planner" for key in chosen_fields(plan) if key not in task.pins})
-    if job.train.microbatch is None and task.microbatch is None:
-        job = replace(job, train=replace(job.train, microbatch=estimate.choice.microbatch))
+def under(settled: Settled, plan: Plan, microbatch: int | None) -> Settled:
+    """The job under `plan`, with microbatches of that size; what it did not give itself has the origin "planner"."""
+    job, origins = settled.job, dict(settled.origins)
+    fields = (f"plan.{key}" for key in chosen_fields(plan))
+    origins.update({key: "planner" for key in fields if origins.get(key) not in ("file", "cli")})
+    if job.train.microbatch is None and microbatch is not None:
+        job = replace(job, train=replace(job.train, microbatch=microbatch))
         origins["train.microbatch"] = "planner"
     return replace(settled, job=replace(job, plan=plan), origins=origins)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from shoal.jobs.answer import Chosen, confirmed, task_of
-from shoal.jobs.choose import opened
-from shoal.jobs.config import Job
+from shoal.jobs.automatic import cluster_of_ranks, keeps_microbatch, pinned
+from shoal.jobs.choose import Settled, Sizes, opened
+from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster, cluster_of
@@ -33,24 +33,20 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     nothing is legal or fits."""
     job, origins = load_job(path, assignments)
     pins = {**pinned(job, origins), **plan_assignments([f"plan.{each}" for each in asked.pins])}
-    cluster = named(asked.on)
     settled = opened(replace(job, plan=Plan()), origins)
-    task = task_of(settled, cluster, pins, asked.limit)
+    cluster = named(asked.on, settled, ranks_here(job))
+    task = task_of(settled, cluster, pins, keeps_microbatch(settled), asked.limit)
     if asked.budget is not None:
         steps = settled.total or 1
         task = within_budget(task, asked.budget, lambda estimate: steps * estimate.seconds)
     return confirmed(settled, task)
 
 
-def pinned(job: Job, origins: Any) -> dict[str, Any]:
-    """The fields of the plan that a job gives."""
-    return {
-        key.removeprefix("plan."): getattr(job.plan, key.removeprefix("plan."))
-        for key, origin in origins.items()
-        if key.startswith("plan.") and origin in ("file", "cli")
-    }
-
-
-def named(text: str) -> Cluster:
-    """The machine that is called or described so."""
+def named(text: str, settled: Settled, ranks: int) -> Cluster:
+    """The machine that is called or described so; "here": this one, with so many ranks."""
+    if text == HERE:
+        return cluster_of_ranks(settled, Sizes(ranks, ranks))
     return cluster_of(text, MACHINES, BETWEEN)
+
+
+HERE = "here"

@@ -138,6 +138,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Auto:
+    """What a job says of its plan beside the fields of a Plan: `wanted`, by plan = "auto" or plan.name = "auto", is
+    found by the planner around the fields that are given."""
+
+    wanted: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """A whole job. `model` is the table for `shoal.models.build`: a `name` and that model's settings. `federated`: None
     where it has no such table.
@@ -152,6 +160,7 @@ class Job:
     run: Run = field(default_factory=Run)
     cluster: Cluster = field(default_factory=Cluster)
     federated: Federated | None = None
+    auto: Auto = field(default_factory=Auto)
 
     def __post_init__(self) -> None:
         for section, table in tables(self).items():

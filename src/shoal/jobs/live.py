@@ -29,6 +29,7 @@ from shoal.errors import CheckpointError, CorruptionError, LaunchError, ShoalErr
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import Attempt, Outcome, Speed
+from shoal.jobs.automatic import planned
 from shoal.jobs.choose import Settled, at_size, opened
 from shoal.jobs.costs import peak_flops
 from shoal.jobs.generation import placed, record_of
@@ -151,7 +152,7 @@ class LiveRank:
 
     def _begin(self, place: Place, world: World) -> Attempt:
         """Returns the attempt of this generation: from what ranks have in memory, else from the newest checkpoint."""
-        settled = at_size(placed(self._opened, self._path, self._assignments, place), world)
+        settled = planned(at_size(placed(self._opened, self._path, self._assignments, place), world), world)
         why = ""
         if place.live:
             try:

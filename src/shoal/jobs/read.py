@@ -11,7 +11,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shoal.errors import UserError, did_you_mean, fits
 from shoal.federated.settings import Federated
-from shoal.jobs.config import SECTIONS, Job, Origins
+from shoal.jobs.config import SECTIONS, Auto, Job, Origins
+from shoal.plan import AUTO
 
 _SPOKEN = {
     int: "a whole number",
@@ -63,6 +64,8 @@ def parse_job(
     origins: dict[str, str] = {}
     for section, table in content.items():
         _known(section, where, tables)
+        if section == "plan" and table == AUTO:
+            table = {"name": AUTO}
         if not isinstance(table, dict):
             raise UserError(f"{section} = {table!r} in {where}: expected a table, [{section}]")
         for key, value in table.items():
@@ -82,6 +85,7 @@ def parse_job(
             f'{where} does not say which model to train: give [model] with e.g. name = "gpt" and preset = "1m"'
         )
     tables["run"].setdefault("dir", default_dir)
+    auto = _auto(tables["plan"], where)
     if tables["federated"] and not {"steps", "epochs", "seconds"} & tables["train"].keys():
         key, value = _as_long(Federated(**tables["federated"]))
         tables["train"][key] = value
@@ -89,7 +93,15 @@ def parse_job(
     parts = {section: kind(**tables[section]) for section, kind in SECTIONS.items() if section != "federated"}
     if tables["federated"] or "federated" in content:
         parts["federated"] = Federated(**tables["federated"])
-    return Job(model=tables["model"], **parts), origins
+    return Job(model=tables["model"], **parts, auto=auto), origins
+
+
+def _auto(plan: dict[str, Any], where: str) -> Auto:
+    """Takes `name` out of [plan], which is no field of a Plan."""
+    name = plan.pop("name", None)
+    if name is not None and name != AUTO:
+        raise UserError(f'plan.name = {name!r} in {where}: a plan has no name; plan = "auto" has the planner find it')
+    return Auto(name == AUTO)
 
 
 def _as_long(federated: Federated) -> tuple[str, Any]:
@@ -117,6 +129,8 @@ def _assignment(text: str) -> tuple[str, list[str], Any]:
     """Parses "train.lr=1e-3" to ("train", ["lr"], 0.001). A value that is not TOML is a text: train.precision=bf16."""
     name, equals, written = text.partition("=")
     section, *path = name.strip().split(".")
+    if section == "plan" and not path and written.strip().strip('"') == AUTO:
+        return section, ["name"], AUTO
     if not equals or not path or not all(path):
         raise UserError(f"--set {text}: write it as table.key=value, e.g. train.lr=1e-3")
     try:
@@ -144,7 +158,7 @@ def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
 
 def _check(section: str, key: str, value: Any, where: str) -> None:
     """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
-    if section == "model":
+    if section == "model" or (section == "plan" and key == "name"):
         return
     hints = get_type_hints(SECTIONS[section])
     if key not in hints:

@@ -20,6 +20,7 @@ from shoal.errors import UserError
 from shoal.jobs import resume
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.attempt import Attempt, Outcome, Speed
+from shoal.jobs.automatic import planned
 from shoal.jobs.changes import remembered
 from shoal.jobs.choose import Settled, microbatches_of, settle, with_plan
 from shoal.jobs.config import Job, Origins
@@ -43,7 +44,7 @@ def train(job: Job, origins: Origins | None = None, world: World | None = None) 
     checkpoint and the report. Raises the errors of the engine, after the report of the failed run is written.
     """
     world = world or join()
-    settled = settle(job, origins or {}, world)
+    settled = planned(settle(job, origins or {}, world), world)
     with locked(Path(settled.job.run.dir), world.everyone):
         cost = cost_of(settled) if world.rank == 0 else None
         return begin(settled, world).attempt(cost).to_its_end()

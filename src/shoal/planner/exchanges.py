@@ -42,9 +42,16 @@ def exchanged(
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 else window[0])
     early = total * (1 - REDUCED_AT_ONCE) + gathered
-    return max(0.0, early - hidden) + total * REDUCED_AT_ONCE, {"copies": wire}
+    waits = total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
+    if choice.zero == 3 and prices.slowest.on_host:
+        waits += 2 * number * CHUNKS * HOOKS * prices.slowest.launch
+    return max(0.0, early - hidden) + waits, {"copies": wire}
 
 
+GATHERED_FIRST = 0.1
+"""The share of gathers that nothing hides: of the first chunk of a forward, and of a backward."""
+HOOKS = 20
+"""Launches that the hooks of one gather take of a host's cores."""
 CHUNKS = 24
 """Chunks of a rank's gradients, each of which is a call."""
 

@@ -1,0 +1,114 @@
+"""The plan of a job that asks for one, for the ranks that there are: `plan = "auto"`, and jobs without a [plan].
+
+Rank 0 asks the planner and tells the others. A job without a [plan] whose weights, gradients and optimizer state are
+small beside the memory of a rank is data parallel, without a search: any other plan would have to be a better one by
+less than finding it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.comm import World, link_of
+from shoal.device import any_device, free_memory
+from shoal.errors import UserError, in_section
+from shoal.jobs.answer import Chosen, confirmed, task_of, under
+from shoal.jobs.choose import Settled, Sizes
+from shoal.jobs.config import Job, Origins
+from shoal.jobs.optimizers import optimizer_named
+from shoal.module.batchnorm import has_batch_statistics
+from shoal.plan import Plan
+from shoal.planner.ask import numbers_of
+from shoal.planner.cluster import Cluster
+from shoal.planner.measure import here
+from shoal.precision import precision
+
+SMALL = 1 / 4
+"""Share of a rank's memory that a job's state may take to be planned without a search."""
+
+
+def pinned(job: Job, origins: Origins) -> dict[str, Any]:
+    """The fields of the plan that a job gives."""
+    return {
+        key.removeprefix("plan."): getattr(job.plan, key.removeprefix("plan."))
+        for key, origin in origins.items()
+        if key.startswith("plan.") and origin in ("file", "cli") and key != "plan.name"
+    }
+
+
+def planned(settled: Settled, world: World) -> Settled:
+    """Returns the job under the plan that is the fastest on these ranks, where it asks for one or gives nothing of a
+    plan; else as it is. A collective call; raises UserError, on all ranks alike, where nothing is legal or fits."""
+    if not settled.job.auto.wanted and pinned(settled.job, settled.origins):
+        return settled
+    if not settled.job.auto.wanted:
+        small = is_small(settled, memory_of_a_rank(world)) if world.rank == 0 else None
+        if world.everyone.broadcast_object(small):
+            return settled
+    cluster = cluster_of_ranks(settled, world)
+    found: Any = None
+    if world.rank == 0:
+        try:
+            chosen = asked(settled, cluster)
+            found = [chosen.plan.to_dict(), chosen.settled.job.train.microbatch]
+        except UserError as error:  # all ranks are to raise it
+            found = str(error)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+    found = world.everyone.broadcast_object(found)
+    if isinstance(found, str):
+        raise UserError(f'plan = "auto": {found}')
+    return under(settled, Plan.from_dict(found[0]), found[1])
+
+
+def asked(settled: Settled, cluster: Cluster) -> Chosen:
+    """Asks the planner for the job on `cluster`."""
+    task = task_of(settled, cluster, pinned(settled.job, settled.origins), keeps_microbatch(settled))
+    return confirmed(settled, task)
+
+
+def memory_of_a_rank(world: World) -> int:
+    """Bytes that are free for each rank of this host."""
+    return free_memory(world.device) or psutil.virtual_memory().available // world.local_size
+
+
+def is_small(settled: Settled, memory: int) -> bool:
+    """Whether all of the state of the job's model is a small share of a rank's memory. A model whose size is not known
+    without its weights counts as small."""
+    if settled.model.values.get("weights"):
+        return True
+    with in_section("train"):
+        numbers = precision(settled.job.train.precision)
+    each = numbers_of(numbers, optimizer_named(settled.job.train.optimizer, settled.job.train.lr))
+    try:
+        with torch.device("meta"):
+            module = settled.model.factory()
+    except (NotImplementedError, RuntimeError, ValueError, TypeError):  # it cannot be made without values
+        return True
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    nbytes = elements * (each.weight + each.gradient + each.master + each.state)
+    return nbytes <= SMALL * memory
+
+
+def keeps_microbatch(settled: Settled) -> bool:
+    """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
+    try:
+        with torch.device("meta"):
+            return has_batch_statistics(settled.model.factory())
+    except (NotImplementedError, RuntimeError, ValueError, TypeError):
+        return True
+
+
+def cluster_of_ranks(settled: Settled, world: World | Sizes) -> Cluster:
+    """These ranks as a cluster, with their link measured where they are all there. A collective call."""
+    with in_section("train"):
+        dtype = precision(settled.job.train.precision).model
+    link = None
+    if isinstance(world, World) and settled.job.auto.wanted and world.size > 1:
+        link = link_of(world.everyone, world.device)
+    device = world.device if isinstance(world, World) else any_device()
+    return here(world.size, math.gcd(world.local_size, world.size), dtype, device, link)

@@ -1,0 +1,143 @@
+"""This machine as a cluster: what its device reaches, measured in about a second and kept with its age, and its links.
+
+What was measured is kept for a month in `machine.json` beside the compiled kernels' folder (`~/.cache/shoal`, or below
+XDG_CACHE_HOME), by device, format, threads and version of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from shoal.comm import Link as Measured
+from shoal.device import CPU, free_memory, hardware_name, is_accelerator, measure_peak_flops, synchronize
+from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
+
+REACHES = 0.85
+"""Of the best product's rate, what products of a model reach here."""
+STALE = 30 * 86400.0
+"""Seconds after which a measurement is made again."""
+COPIED, TINY = 64 * 2**20, 200
+USUAL = Link(1.5e-4, 2e9)
+"""Between ranks of a host over memory that they share, where nobody has measured it."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches: operations a second of products, bytes a second of other operations, seconds of the
+    shortest operation with its part of autograd; and when that was measured, in Unix time."""
+
+    flops: float
+    bandwidth: float
+    launch: float
+    at: float
+
+    @property
+    def age(self) -> float:
+        """Seconds since."""
+        return max(0.0, time.time() - self.at)
+
+
+def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rates:
+    """Returns what `device` reaches with the current number of threads, as measured before, or now."""
+    key = f"{hardware_name(device) or os.uname().nodename} {dtype} {torch.get_num_threads()} {torch.__version__}"
+    known = _read()
+    if not fresh and key in known:
+        with suppress(TypeError):
+            found = Rates(**known[key])
+            if found.age < STALE:
+                return found
+    found = Rates(measure_peak_flops(device, dtype), _bandwidth(device), _launch(device), time.time())
+    _write({**known, key: asdict(found)})
+    return found
+
+
+def _bandwidth(device: torch.device) -> float:
+    source = torch.ones(COPIED // 4, device=device)
+    into, best = torch.empty_like(source), float("inf")
+    for _ in range(4):
+        synchronize(device)
+        began = time.perf_counter()
+        torch.add(source, 1.0, out=into)
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * COPIED / best
+
+
+def _launch(device: torch.device) -> float:
+    small = torch.ones(16, device=device, requires_grad=True)
+    best = float("inf")
+    for _ in range(3):
+        synchronize(device)
+        began = time.perf_counter()
+        value = small
+        for _ in range(TINY):
+            value = value + 1.0
+        value.sum().backward()
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return best / (3 * TINY)  # forward counts once, backward twice
+
+
+def here(
+    ranks: int, on_host: int, dtype: torch.dtype, device: torch.device = CPU, link: Measured | None = None,
+    fresh: bool = False,
+) -> Cluster:  # fmt: skip
+    """This machine as a cluster of `ranks` ranks, `on_host` of them on each host. `link`: of all ranks, where it was
+    measured."""
+    found = rates(device, dtype, fresh)
+    own = is_accelerator(device)
+    memory = int(psutil.virtual_memory().available)
+    peak = {FORMATS.get(dtype, str(dtype).removeprefix("torch.")): found.flops}
+    what = Device(
+        hardware_name(device) or "this host's cores",
+        peak,
+        free_memory(device) or memory,
+        found.bandwidth,
+        REACHES,
+        1.0,
+        found.launch,
+        "measured",
+        not own,
+    )
+    between = USUAL if link is None or link.ranks < 2 else ring_of(link)
+    host = Host(what, min(on_host, ranks), between, memory, found.bandwidth / 2, update=found.bandwidth * on_host)
+    overlap = 0.8 if own else 0.3
+    hosts = (host,) * max(1, ranks // host.count)
+    return Cluster("here", hosts, between, overlap, said=(f"measured {found.age:.0f} s ago",))
+
+
+def ring_of(link: Measured) -> Link:
+    """The link whose ring would take what was measured of all-reduces."""
+    rounds, share = 2 * (link.ranks - 1), 2 * (link.ranks - 1) / link.ranks
+    return Link(link.latency / rounds, share * link.bandwidth)
+
+
+def _file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "shoal" / "machine.json"
+
+
+def _read() -> dict[str, Any]:
+    with suppress(OSError, ValueError, RuntimeError):
+        content = json.loads(_file().read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def _write(content: dict[str, Any]) -> None:
+    """Keeps what was measured; where no file can be written it is measured again next time."""
+    with suppress(OSError, RuntimeError):
+        path = _file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        fresh.replace(path)

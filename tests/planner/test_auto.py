@@ -1,0 +1,115 @@
+"""plan = "auto": what a job may say, what is traced, and that what was chosen can be used as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.answer import answer_for, money
+from shoal.errors import UserError
+from shoal.jobs.answer import profile_of
+from shoal.jobs.automatic import asked, is_small, keeps_microbatch
+from shoal.jobs.choose import Settled, opened
+from shoal.jobs.read import parse_job
+from shoal.plan import Plan
+from shoal.planner.cluster import Cluster, Device, Host, Link
+from shoal.planner.degrees import Spread
+
+GIB = 2**30
+MODEL = {"name": "gpt", "layers": 8, "d_model": 32, "heads": 4, "vocab_size": 257}
+TRAIN = {"steps": 4, "global_batch": 8}
+
+
+@pytest.fixture
+def settled(tmp_path: Path) -> Callable[..., Settled]:
+    (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)
+
+    def made(plan: Any = None, **model: Any) -> Settled:
+        data = {"source": str(tmp_path / "text.txt"), "sequence": 16, "validation": 0.0}
+        content = {"model": {**MODEL, **model}, "data": data, "train": TRAIN}
+        return opened(*parse_job(content if plan is None else {**content, "plan": plan}))
+
+    return made
+
+
+def machine(ranks: int = 4, memory: int = 8 * GIB) -> Cluster:
+    device = Device("cores", {"fp32": 1e11}, memory, 1e10, launch=1e-5, on_host=True)
+    return Cluster("here", (Host(device, ranks, Link(1e-5, 2e9), memory, 5e9),), Link(1e-4, 1e9), 0.3)
+
+
+def test_what_a_job_may_say_of_its_plan() -> None:
+    base = {"model": {"name": "gpt"}, "train": {"steps": 1}}
+    job, origins = parse_job({**base, "plan": "auto"})
+    assert job.auto.wanted and job.plan == Plan() and origins["plan.name"] == "file"
+    assert parse_job(base, ["plan=auto"])[0].auto.wanted
+    job, _ = parse_job({**base, "plan": {"name": "auto", "tp": 2}})
+    assert job.auto.wanted and job.plan == Plan(tp=2)
+    assert not parse_job({**base, "plan": {"tp": 2}})[0].auto.wanted
+    for plan in ({"name": "fast"}, "fast"):
+        with pytest.raises(UserError, match="plan"):
+            parse_job({**base, "plan": plan})
+
+
+def test_a_trace_counts_the_products_of_all_blocks(settled: Callable[..., Settled]) -> None:
+    own = settled()
+    found = profile_of(own, ("parts",))
+    blocks = [part for part in found.parts if part.is_block]
+    assert len(blocks) == 8 and found.refused["tokens"] == "not asked for"
+    for part in blocks:
+        assert part.products.value == 2 * 16 * 12 * 32**2  # four matrices for attention, eight for the MLP
+        assert part.products.on(Spread(parts=4)) == part.products.value / 4
+        assert part.attention.value == 2 * 2 * 16 * 16 * 32 / 2  # causal
+    assert found.parameters == sum(each.numel() for each in own.model.factory().parameters())
+
+
+def test_a_small_job_without_a_plan_is_not_searched(settled: Callable[..., Settled]) -> None:
+    own = settled()
+    elements = sum(each.numel() for each in own.model.factory().parameters())
+    state = 16 * elements  # weights, gradients and two moments in fp32
+    assert is_small(own, round(4.01 * state)) and not is_small(own, round(3.99 * state))
+
+
+def test_the_plan_of_a_job_is_confirmed_and_pins_hold(settled: Callable[..., Settled]) -> None:
+    chosen = asked(settled({"name": "auto", "zero": 1}), machine())
+    assert chosen.plan.size == 4 and chosen.plan.zero == 1
+    assert chosen.bytes <= chosen.task.most and chosen.predictions
+    origins = chosen.settled.origins
+    assert origins["plan.dp"] == "planner" and origins["plan.zero"] == "file"
+    assert chosen.settled.job.train.microbatch == chosen.estimate.choice.microbatch
+    with pytest.raises(UserError, match="no degrees fit"):
+        asked(settled({"name": "auto", "dp": 3}), machine())
+
+
+def test_batch_statistics_keep_their_microbatch(settled: Callable[..., Settled]) -> None:
+    assert not keeps_microbatch(settled())
+
+
+def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_path: Path, capsys: Any) -> None:
+    settled()
+    job, page = tmp_path / "job.toml", tmp_path / "plan.html"
+    text = str(tmp_path / "text.txt")
+    job.write_text(
+        '[model]\nname = "gpt"\nlayers = 8\nd_model = 32\nheads = 4\n'
+        f'[data]\nsource = "{text}"\nsequence = 16\nvalidation = 0.0\n'
+        '[train]\nsteps = 4\nglobal_batch = 64\nprecision = "bf16"\n'
+    )
+    answer_for(job, [], ("2xh100", ["pp=2", "schedule=1f1b"], None, None), True, page)
+    told = json.loads(capsys.readouterr().out)
+    plan = Plan.from_dict(told["plan"])
+    assert plan.size == 2 and plan.pp == 2 and sum(plan.stages) == 8  # type: ignore[arg-type]
+    assert told["seconds"] == pytest.approx(sum(told["terms"].values()))
+    assert told["terms"]["bubble"] > 0 and len(told["dry_run"]) == 2
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 5 and "F0:0" in drawn
+    with pytest.raises(UserError, match="price"):
+        answer_for(job, [], ("2xh100", [], "10USD", None), True, None)
+
+
+def test_money() -> None:
+    assert money("40000USD") == money("40,000") == 40000
+    with pytest.raises(UserError, match="give an amount"):
+        money("much")
