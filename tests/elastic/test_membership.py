@@ -425,3 +425,19 @@ def test_whatever_happened_the_job_goes_on_once_members_behave(seed):
                 history.tell(Ready(history.time, name, node.waiting))
         history.tell(Tick(history.time))
     assert history.machine.phase in (OVER, DEPOSED, RUNNING)
+
+
+def test_a_member_that_comes_back_while_a_generation_forms_is_counted_with_what_waits_there():
+    """Its place crosses its return, so it counts as cut off, and still says that its processes wait again."""
+    machine = Membership(Limits(minimum=2, settle=0.0))
+    for name in "ab":
+        machine.apply(joined(0.0, name))
+    machine.apply(Tick(1.0))
+    machine.apply(ended(2.0, "a", 1, "failed", 9))
+    machine.apply(ended(2.0, "b", 1, "lost"))
+    assert machine.generation.number == 2
+    machine.apply(Joined(2.0, "b", "id", 0, "10.0.0.1", 4000, 1, False))  # it knows of the first one only
+    machine.apply(ended(2.1, "a", 2, "lost"))
+    assert machine.phase != RUNNING
+    machine.apply(ended(2.1, "b", 2, "lost"))
+    assert machine.phase == RUNNING and machine.generation.number == 3

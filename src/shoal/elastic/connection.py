@@ -124,7 +124,10 @@ async def _open(end: socket.socket, key: bytes, *, calls: bool) -> Connection:
     try:
         async with asyncio.timeout(SECONDS):
             theirs = await reader.readexactly(16)
-    except (asyncio.IncompleteReadError, TimeoutError) as error:
-        raise ConnectionResetError("the other side hung up") from error
+    except BaseException as error:
+        writer.transport.abort()  # else the loop believes that the descriptor is in use, also by who has it next
+        if isinstance(error, asyncio.IncompleteReadError | TimeoutError):
+            raise ConnectionResetError("the other side hung up") from error
+        raise
     numbers = (mine, theirs) if calls else (theirs, mine)
     return Connection(reader, writer, derived(key, "connection", *numbers), calls=calls)

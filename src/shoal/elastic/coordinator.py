@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.elastic import relay as relays
 from shoal.elastic.connection import Connection
 from shoal.elastic.election import Tenure, free_name
 from shoal.elastic.events import (
@@ -40,10 +41,12 @@ from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import BEAT, SILENCE, refuses
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
+    DIRECT,
     Admitted,
     Ask,
     Beat,
     Drain,
+    Elsewhere,
     End,
     Heard,
     Held,
@@ -51,6 +54,7 @@ from shoal.elastic.messages import (
     Note,
     Over,
     Paces,
+    Passed,
     Refused,
     Released,
     Report,
@@ -61,6 +65,8 @@ from shoal.elastic.messages import (
 from shoal.elastic.pace import Stragglers
 from shoal.elastic.peers import STANDBYS, Peer, Peers
 from shoal.elastic.records import Malformed
+from shoal.elastic.relay import Branch
+from shoal.elastic.tunnel import Tunnel
 from shoal.elastic.waiting import why_it_waits
 
 _LOOK = 0.05
@@ -74,7 +80,7 @@ class Site:
     job: what every member is told when it is admitted; the name and the generation are filled in.
     open_store: opens the store of a generation; returns its host and port.
     arrange: returns further arguments of the program for so many ranks. say: writes a line to the log.
-    tenure: keeps the journal, in place of standbys.
+    key: from the job's secret. tenure: keeps the journal, in place of standbys.
     """
 
     name: str
@@ -83,6 +89,7 @@ class Site:
     open_store: Callable[[Generation], tuple[str, int]]
     arrange: Callable[[int], list[str]]
     say: Callable[[str], None]
+    key: bytes
     tenure: Tenure | None = None
 
 
@@ -126,8 +133,13 @@ class Coordinator:
         """Takes in an event that this process knows of."""
         self._events.put_nowait(event)
 
-    async def welcome(self, connection: Connection, join: Join) -> None:
-        """Hears a member until its connection ends."""
+    async def welcome(self, connection: Connection | Tunnel, join: Join) -> None:
+        """Hears a member until its connection ends; sends it to a relay where there are many."""
+        stays = join.way == DIRECT or join.incarnation == self._site.incarnation or isinstance(connection, Tunnel)
+        if not stays and (relay := self._peers.relay(relays.FANOUT)) is not None:
+            connection.send(Elsewhere(relay.host, relay.port, below=True))
+            await connection.close()
+            return
         name = self._name_for(join)
         try:
             event = Joined(
@@ -140,6 +152,8 @@ class Coordinator:
         if (before := self._peers.get(name)) is not None:
             before.connection.abort()
         peer = self._peers[name] = Peer(connection, join)
+        if isinstance(connection, Connection):
+            peer.branch = Branch(connection, self._site.key, self.welcome, self._site.say)
         self.tell(event)
         try:
             while True:
@@ -149,6 +163,10 @@ class Coordinator:
         except OSError:
             pass  # what that means is found out below
         connection.abort()
+        if peer.branch is not None:
+            peer.branch.end(peer.heard)
+        elif isinstance(connection, Tunnel):
+            peer.heard = connection.heard
         peer.admitted = False
         self._peers.held.set()
         await self._lost(name, peer)
@@ -157,6 +175,8 @@ class Coordinator:
         peer.heard = time.monotonic()
         if isinstance(message, Beat):
             peer.connection.send(Heard(message.number))
+        elif isinstance(message, Passed) and peer.branch is not None:
+            peer.branch.take(message.pieces)
         elif isinstance(message, Held):
             peer.held = message.lines
             self._peers.held.set()
@@ -199,7 +219,7 @@ class Coordinator:
             before = now
             for name, peer in list(self._peers.items()):
                 peer.heard += stood if stood > BEAT else 0.0
-                if now - peer.heard > SILENCE:
+                if peer.branch is not None and now - peer.heard > SILENCE:
                     del self._peers[name]
                     peer.connection.abort()
                     self.tell(Left(time.time(), name, False, f"it was silent for {now - peer.heard:.1f} s"))
@@ -255,8 +275,7 @@ class Coordinator:
         elif isinstance(decision, Say):
             self._site.say(decision.text)
         elif isinstance(decision, Finish):
-            for name in self._peers:
-                self._peers.send(name, Over(decision.code, decision.why))
+            self._peers.send_all(Over(decision.code, decision.why))
             return decision
         else:
             return decision

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.comm.hello import Stranger
 from shoal.elastic.connection import Connection, call
@@ -16,13 +17,16 @@ from shoal.elastic.events import Generation, Limits, StepDown
 from shoal.elastic.journal import Journal
 from shoal.elastic.liveness import LEASE, SILENCE
 from shoal.elastic.membership import Membership
-from shoal.elastic.messages import Admitted, Elsewhere, Join, Refused
+from shoal.elastic.messages import BELOW, DIRECT, Admitted, Elsewhere, Join, Refused, Via
 from shoal.elastic.records import Malformed
+from shoal.elastic.relay import Relay
 from shoal.elastic.succession import Succession
+from shoal.elastic.tunnel import Passage
 from shoal.errors import LaunchError, UserError
 
 FIRST_PATIENCE, PATIENCE = 10.0, 300.0
 """Seconds for which a supervisor looks for a coordinator: before it was ever a member, and afterwards."""
+_HOPS = 12
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Node:
     say: Callable[[str], None]
 
 
+Joined = tuple[Connection | Passage, Admitted]
+"""The way to the coordinator, and what it says of the job."""
+
+
 class Leadership:
     """The way of `node` to the coordinator, whom `election` names: by default that of the standbys.
 
@@ -55,6 +63,7 @@ class Leadership:
     running, newest: the generation whose ranks run here (0 for none), and the newest one known; kept by the caller.
     confirmed: when the coordinator has answered last (time.monotonic); kept by the caller from then on.
     offer: returns how many processes wait here, and whether one of them has the state of the run in memory.
+    direct: whether to avoid relays, because one was silent; set by the caller.
     patience: seconds for which it looks for a coordinator before it was ever a member.
     """
 
@@ -64,10 +73,11 @@ class Leadership:
         self.confirmed, self.patience = time.monotonic(), FIRST_PATIENCE
         self.offer: Callable[[], tuple[int, bool]] = lambda: (0, False)
         self.succession = Succession(Limits())
+        self.relay = Relay(lambda: time.monotonic() - self.confirmed, node.say)
         self._election: Election = election if election is not None else self.succession
         self._job: Admitted | None = None
         self._door: Door | None = None
-        self._connected = self._was_member = False
+        self._connected = self._was_member = self.direct = False
         self._coordinator: Coordinator | None = None
         self._coordinating: asyncio.Task[End] | None = None
 
@@ -91,7 +101,7 @@ class Leadership:
         """Will join the job whose coordinator listens there."""
         self.succession.learn([Candidate("", host, port)])
 
-    async def connect(self) -> tuple[Connection, Admitted]:
+    async def connect(self) -> Joined:
         """Becomes a member, again if it was one: finds who coordinates, or takes over.
 
         Raises LaunchError where nobody coordinates or knows the job's secret, UserError where this host cannot run the
@@ -133,14 +143,14 @@ class Leadership:
         if self._door is not None:
             await self._door.close()
 
-    async def _join_own(self) -> tuple[Connection, Admitted] | None:
+    async def _join_own(self) -> Joined | None:
         try:
             return await self._join(*self.address)
         except (OSError, TimeoutError):
             await self.ended()
             return None
 
-    async def _find(self) -> tuple[Connection, Admitted] | None:
+    async def _find(self) -> Joined | None:
         """Joins who coordinates; None where that is now this supervisor."""
         began, last = time.monotonic(), "nobody answers"
         patience = PATIENCE if self._was_member else self.patience
@@ -165,7 +175,7 @@ class Leadership:
             "whether this one has its secret (see docs/elastic.md)"
         )
 
-    async def _ask(self, candidate: Candidate, ended: set[str]) -> tuple[tuple[Connection, Admitted] | None, str]:
+    async def _ask(self, candidate: Candidate, ended: set[str]) -> tuple[Joined | None, str]:
         """Asks a candidate to be a member; returns why not. Adds one whose process has ended to `ended`."""
         try:
             return await self._join(candidate.host, candidate.port), ""
@@ -177,33 +187,56 @@ class Leadership:
         except (OSError, TimeoutError, Malformed) as error:
             return None, str(error) or "it does not answer"
 
-    async def _join(self, host: str, port: int) -> tuple[Connection, Admitted] | None:
-        """Asks to be a member; follows one hint to somebody else. Returns None where nobody coordinates there."""
-        node = self._node
-        for _ in range(2):
-            sent = time.monotonic()
-            connection = await call(host, port, node.key, LEASE)
-            own_host, own_port = self.address if self._door is not None else self.listen(connection.own_host)
-            ready, holds = self.offer()
-            connection.send(
-                Join(self.name, node.incarnation, ready, own_host, own_port, self.running, holds, self.newest)
-            )
+    async def _join(self, host: str, port: int) -> Joined | None:
+        """Asks to be a member; goes where it is sent, to who coordinates or down to a relay. Returns None where nobody
+        coordinates there."""
+        first, way = (host, port), DIRECT if self.direct else ""
+        for _ in range(_HOPS):
             try:
-                async with asyncio.timeout(LEASE):
-                    answer = await connection.receive()
-            except BaseException:
-                connection.abort()
-                raise
+                connection, answer = await self._knock(host, port, way)
+            except (OSError, TimeoutError, Malformed):
+                if way != BELOW:
+                    raise
+                (host, port), way = first, DIRECT  # the relay has just gone, or cannot be reached from here
+                continue
             if isinstance(answer, Admitted):
-                self.confirmed = max(self.confirmed, sent)
+                self.direct = False
                 return connection, answer
             connection.abort()
             if isinstance(answer, Refused):
                 raise UserError(f"{host}:{port} does not take this node: {answer.why}")
-            if not isinstance(answer, Elsewhere) or answer.port == 0:
+            if isinstance(answer, Elsewhere) and answer.port:
+                host, port, way = answer.host, answer.port, BELOW if answer.below else ""
+                first = first if answer.below else (host, port)
+            elif way == BELOW:
+                (host, port), way = first, DIRECT
+            else:
                 return None
-            host, port = answer.host, answer.port
         return None
+
+    async def _knock(self, host: str, port: int, way: str) -> tuple[Connection | Passage, Any]:
+        """Asks a supervisor to be a member, by this `way` (see messages.Join); returns its answer."""
+        sent = time.monotonic()
+        connection = await call(host, port, self._node.key, LEASE)
+        own_host, own_port = self.address if self._door is not None else self.listen(connection.own_host)
+        ready, holds = self.offer()
+        incarnation, running, newest = self._node.incarnation, self.running, self.newest
+        join = Join(self.name, incarnation, ready, own_host, own_port, running, holds, newest, way)
+        passage: Connection | Passage = connection
+        try:
+            async with asyncio.timeout(LEASE):
+                connection.send(join)
+                answer = await connection.receive()
+                if isinstance(answer, Via) and way == BELOW:
+                    passage = await Passage.open(connection, self._node.key)
+                    passage.send(join)
+                    answer = await passage.receive()
+        except BaseException:
+            connection.abort()
+            raise
+        if isinstance(answer, Admitted):
+            self.confirmed = max(self.confirmed, sent)
+        return passage, answer
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listens on an address only; by default on that from which the coordinator is reached, at a free port."""
@@ -214,6 +247,8 @@ class Leadership:
         """Hands a member to the coordinator if that is here, else says who coordinates."""
         if self._coordinator is not None:
             await self._coordinator.welcome(connection, join)
+            return
+        if join.way == BELOW and self._connected and await self.relay.serve(connection, join):
             return
         self.succession.asked(join.name, join.newest)
         leader = self.succession.candidates[0] if self._connected else None
@@ -239,7 +274,7 @@ class Leadership:
         def arrange(size: int) -> list[str]:
             return self._node.arrange(job.program, size)
 
-        site = Site(self.name, self._node.incarnation, job, open_store, arrange, self._node.say, tenure)
+        site = Site(self.name, self._node.incarnation, job, open_store, arrange, self._node.say, self._node.key, tenure)
         self._coordinator = Coordinator(office.machine, journal, site)
         coordinating = self._coordinator.run()
         self._coordinating = asyncio.create_task(coordinating if tenure is None else tenure.hold(coordinating))

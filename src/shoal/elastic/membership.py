@@ -65,7 +65,6 @@ class Membership:
         self.generation: Generation | None = None
         self.roster = Roster(Backoff(limits.window, limits.longest))
         self.pending: set[str] = set()
-        self.now = 0.0
         self._newest = self._number = 0  # numbers of the newest generation that anybody knows of, and of this one
         self.named: frozenset[str] = frozenset()
         self._ended: dict[str, Ended] = {}
@@ -76,7 +75,7 @@ class Membership:
         self._strict = False  # it took over because of silence
         self._asked = 0
         self._stop: Stop | None = None
-        self._idle = -1.0  # when the last ranks had left
+        self.now, self._idle = 0.0, -1.0  # when the last ranks had left
         self._deadline = self._rejoined = float("inf")
         self._headway = Headway()
         self._history: list[str] = []
@@ -138,10 +137,11 @@ class Membership:
             self._note(f"{name} is gone: {event.why}")
 
     def _end(self, event: Ended) -> None:
+        if event.generation == self._number:  # also of a member that counts as gone from it, and has just come back
+            self.roster.wait(event.name, event.ranks, self.roster.came)
         if event.generation == self._number and event.name in self.pending:
             self.pending.discard(event.name)
             self._ended[event.name] = event
-            self.roster.wait(event.name, event.ranks, self.roster.came)
             self.roster.hold(event.name, event.holds and event.name in self.roster.members)
             if event.outcome not in ("finished", "stopped") or (event.outcome == "stopped" and self.phase == RUNNING):
                 self._hurt = self._hurt or event

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from shoal.elastic.records import kinds
 
+BELOW, DIRECT = "below", "direct"
+
 
 @dataclass(frozen=True)
 class Join:
-    """Asks to be a member, or to be one again. `name`: the wished one; `newest`: the newest generation known there. The
-    others: see events.Joined."""
+    """Asks to be a member, or to be one again. `name`: the wished one; `newest`: the newest generation known there;
+    `way`: BELOW where it was sent to a relay, DIRECT where it cannot reach the one that it was sent to. The others: see
+    events.Joined."""
 
     name: str
     incarnation: str
@@ -21,6 +24,7 @@ class Join:
     running: int
     holds: bool
     newest: int
+    way: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,17 +114,32 @@ class Refused:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """This supervisor does not coordinate. `host`, `port`: who does; port 0 if it does not know."""
+    """Ask another supervisor. `host`, `port`: who coordinates, port 0 if this one does not know; or who passes on what
+    the coordinator and you tell each other (`below`)."""
 
     host: str
     port: int
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class Via:
+    """This supervisor passes on what the coordinator and you tell each other (see tunnel.py)."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """Pieces of tunnels (see tunnel.py)."""
+
+    pieces: list[str]
 
 
 @dataclass(frozen=True)
 class Heard:
-    """Answers the beat of this number."""
+    """Answers the beat of this number. `age`: milliseconds since the coordinator was known to live."""
 
     number: int
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,9 +179,9 @@ class End:
 
 @dataclass(frozen=True)
 class Entry:
-    """The next line of the journal, for a standby."""
+    """The next lines of the journal, for a standby."""
 
-    line: str
+    lines: list[str]
 
 
 @dataclass(frozen=True)
@@ -192,5 +211,5 @@ class Over:
     why: str
 
 
-FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Paces, Drain, Ask, Held))
-TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Heard, Start, End, Entry, Roster, Note, Released, Over))
+FROM_MEMBER = kinds((Join, Beat, Waiting, Report, Paces, Drain, Ask, Held, Passed))
+TO_MEMBER = kinds((Admitted, Refused, Elsewhere, Via, Heard, Start, End, Entry, Roster, Note, Released, Over, Passed))

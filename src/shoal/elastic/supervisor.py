@@ -18,7 +18,7 @@ from shoal.elastic.connection import Connection
 from shoal.elastic.election import Candidate
 from shoal.elastic.events import StepDown
 from shoal.elastic.leadership import Leadership, Node
-from shoal.elastic.liveness import BEAT, LEASE
+from shoal.elastic.liveness import BEAT, LEASE, RELAY_BEAT, RELAY_LEASE
 from shoal.elastic.messages import (
     Admitted,
     Beat,
@@ -29,6 +29,7 @@ from shoal.elastic.messages import (
     Note,
     Over,
     Paces,
+    Passed,
     Released,
     Report,
     Roster,
@@ -36,6 +37,7 @@ from shoal.elastic.messages import (
     Waiting,
 )
 from shoal.elastic.records import Malformed
+from shoal.elastic.tunnel import Passage
 from shoal.errors import LaunchError
 
 _LOOK = 0.02
@@ -89,7 +91,7 @@ class Supervisor:
         leadership.offer = self._offer
         self._told = 0  # how many processes wait here, as the coordinator knows
         self._left: Report | None = None  # not told yet
-        self._connection: Connection | None = None
+        self._connection: Connection | Passage | None = None
         self._beats: dict[int, float] = {}
         self._wishes: list[Any] = []
         self._code: int | None = None
@@ -129,6 +131,7 @@ class Supervisor:
                 self._at.running = 0
                 await self._end_ranks()
             self._connection = connection
+            self._at.relay.attach(connection)
             for wish in self._wishes:
                 connection.send(wish)
             try:
@@ -140,6 +143,7 @@ class Supervisor:
                 self._connection = None  # who coordinates now is found out next
             finally:
                 self._connection = None
+                self._at.relay.detach()
                 connection.abort()
             if self._code is None and isinstance(end := await self._at.ended(), StepDown):
                 self._say(f"this node stops: {end.why}. It looks for the others")
@@ -157,17 +161,20 @@ class Supervisor:
         self._told = self._ranks.ready
         return self._told, self._ranks.holds
 
-    async def _obey(self, connection: Connection, message: Any) -> None:
+    async def _obey(self, connection: Connection | Passage, message: Any) -> None:
         succession = self._at.succession
         if isinstance(message, Heard):
-            self._at.confirmed = max(self._at.confirmed, self._beats.pop(message.number, 0.0))
+            sent = self._beats.pop(message.number, 0.0)
+            self._at.confirmed = max(self._at.confirmed, sent - 1e-3 * max(0, message.age))
+        elif isinstance(message, Passed):
+            self._at.relay.down(message.pieces)
         elif isinstance(message, Start):
             await self._end_ranks()
             self._start(connection, message)
         elif isinstance(message, End):
             self._end(connection, message)
         elif isinstance(message, Entry):
-            connection.send(Held(succession.take(message.line)))
+            connection.send(Held(max(map(succession.take, message.lines), default=0)))
         elif isinstance(message, Roster):
             try:
                 succession.learn([Candidate.read(each) for each in message.candidates])
@@ -181,7 +188,7 @@ class Supervisor:
             self._code = message.code
             self._say(f"the job has ended: {message.why}")
 
-    def _start(self, connection: Connection, start: Start) -> None:
+    def _start(self, connection: Connection | Passage, start: Start) -> None:
         self._at.running = self._at.newest = start.generation
         self._told = 0
         try:
@@ -190,7 +197,7 @@ class Supervisor:
             self._at.running = 0
             connection.send(Report(start.generation, "lost", 0, -1, str(error), *self._offer()))
 
-    def _end(self, connection: Connection, end: End) -> None:
+    def _end(self, connection: Connection | Passage, end: End) -> None:
         if end.generation != self._at.running:
             connection.send(Report(end.generation, "stopped", 0, -1, "no rank ran", *self._offer()))
         elif self._ranks.busy:
@@ -198,12 +205,14 @@ class Supervisor:
 
     async def _tick(self) -> None:
         """Beats, looks after the ranks, and ends them where this node may have been cut off."""
-        number, next_beat = 0, 0.0
+        number, next_beat, before = 0, 0.0, time.monotonic()
         while True:
             await asyncio.sleep(_LOOK)
             now, connection = time.monotonic(), self._connection
+            stood, before = now - before - _LOOK, now
+            self._at.relay.watch(now, stood if stood > BEAT else 0.0)
             if connection is not None and now >= next_beat:
-                number, next_beat = number + 1, now + BEAT
+                number, next_beat = number + 1, now + (RELAY_BEAT if self._at.relay.busy else BEAT)
                 self._beats[number] = now
                 connection.send(Beat(number))
                 if number % _PACES == 0 and (paces := self._ranks.paces) is not None and self._at.running:
@@ -211,12 +220,15 @@ class Supervisor:
             self._left = self._ranks.look() or self._left
             if connection is not None:
                 self._tell(connection)
+            if isinstance(connection, Passage) and now - self._at.confirmed > RELAY_LEASE:
+                self._at.direct = True  # there is time to find another way before the ranks have to end
+                connection.abort()
             if now - self._at.confirmed > LEASE and (connection is not None or self._at.running):
                 await asyncio.sleep(_LOOK)  # an answer may have come while this process stood still
                 if time.monotonic() - self._at.confirmed > LEASE:
                     self._cut_off()
 
-    def _tell(self, connection: Connection) -> None:
+    def _tell(self, connection: Connection | Passage) -> None:
         """Tells the coordinator that the ranks have left their generation, and how many processes wait."""
         if self._left is not None and self._left.generation == self._at.running:
             ranks, holds = self._offer()

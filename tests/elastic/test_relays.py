@@ -1,0 +1,154 @@
+"""Trees of relays over real sockets, two members below each: they come, go and die, and nobody speaks for another."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.elastic import relay
+from shoal.elastic.events import Limits
+from shoal.elastic.messages import Ask, Beat, Drain, Passed, Report
+from shoal.elastic.records import encode
+from shoal.elastic.tunnel import FRAME, Passage, Piece, Tunnel
+from tests.elastic.cluster import Member, close, generation, until
+from tests.elastic.test_coordinator import in_a_loop
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    monkeypatch.setattr(relay, "FANOUT", 2)
+
+
+async def tree(members: int, **limits: float) -> list[Member]:
+    """A coordinator, and members that join one after the other; they train together."""
+    first = Member("a").lead(Limits(**{"minimum": members, "settle": 0.0, **limits}))
+    all_of_them = [first]
+    for number in range(1, members):
+        all_of_them.append(Member(chr(ord("a") + number)).join(first))
+        await until(lambda number=number: number + 1 == sum("joined" in line for line in first.said))
+    await until(lambda: generation(*all_of_them))
+    return all_of_them
+
+
+def above(member: Member, members: list[Member]) -> Member | None:
+    """The relay of a member, None where it has a connection to the coordinator."""
+    connection = member.supervisor._connection
+    if not isinstance(connection, Passage):
+        return None
+    port = connection._hop._writer.get_extra_info("peername")[1]
+    return next(each for each in members if each.at.address[1] == port)
+
+
+def depth(member: Member, members: list[Member]) -> int:
+    """How many relays there are between a member and the coordinator."""
+    relay = above(member, members)
+    return 0 if relay is None else 1 + depth(relay, members)
+
+
+@in_a_loop
+async def test_a_tree_agrees_on_a_generation_and_ends_together():
+    members = await tree(9)
+    assert [depth(each, members) for each in members] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert sorted(each.runs.first for each in members) == list(range(9))
+    members[-1].supervisor.wish(Ask(2))  # from the very bottom
+    assert [await each.task for each in members] == [130] * 9
+
+
+@in_a_loop
+async def test_a_relay_that_dies_is_replaced_and_only_its_own_ranks_are_lost():
+    members = a, b, *others = await tree(9, minimum=1)
+    below = [each for each in others if depth(each, members)]
+    await b.die()
+    left = [a, *others]
+    assert await until(lambda: generation(*left)) < 1.0
+    assert a.runs.why == "b is gone" and len([line for line in a.said if "is gone:" in line]) == 1
+    assert below and all(each.starts[-2].ended.message == "" for each in below)  # their ranks were told to leave
+    assert max(depth(each, left) for each in left) <= 2
+    await close(*left)
+
+
+@in_a_loop
+async def test_members_below_a_relay_that_is_silent_go_elsewhere_before_their_ranks_have_to_end():
+    members = _, _, *others = await tree(7)
+    parent = above(others[-1], members)
+    assert parent is not None
+    for child in parent.at.relay._children:
+        child.connection.send = lambda message: None  # nothing comes down any more
+    moved = [each for each in others if above(each, members) is parent]
+    before = {each.name: each.supervisor._connection for each in moved}
+    await until(lambda: all(each.supervisor._connection not in (None, before[each.name]) for each in moved))
+    assert all(above(each, members) is not parent for each in moved)
+    assert generation(*members) == 1  # nobody's ranks have noticed
+    await close(*members)
+
+
+@in_a_loop
+async def test_a_member_cannot_speak_for_another():
+    """A member below a relay sends frames on tunnels that are not its own, and its own again: at most its own end."""
+    members = a, *_ = await tree(7)
+    bad, other = [each for each in members if depth(each, members)][:2]
+    passage = bad.supervisor._connection
+    sent: list[Piece] = []
+    put, passage._tunnel._put = passage._tunnel._put, lambda kind, rest: sent.append(Piece(0, kind, rest))
+    passage._tunnel.send(Report(1, "failed", 9, 0, "in the name of another", 1, False))
+    for number in range(1, 30):  # numbers that its relay and the coordinator use for others
+        passage._hop.send(Passed([str(Piece(number, FRAME, sent[0].rest))]))
+    passage._hop.send(Beat(10**6))
+    await asyncio.sleep(0.1)
+    assert generation(*members) == 1 and not any("in the name of" in line for line in a.said)
+    put(FRAME, sent[0].rest)
+    put(FRAME, sent[0].rest)
+    await until(
+        lambda: any(f"{bad.at.name} was hung up on: it sent a frame that is not signed" in line for line in a.said)
+    )
+    await until(lambda: generation(*members) > 1)
+    assert other.starts[1].start.why.startswith(f"ranks of {bad.at.name} ended")
+    await close(*members)
+
+
+@in_a_loop
+async def test_a_relay_that_drains_leaves_and_the_coordinator_that_dies_is_replaced():
+    a, b, *others = await tree(7, minimum=1)
+    b.supervisor.wish(Drain())
+    assert await b.task == 143
+    await until(lambda: generation(a, *others) > 1)
+    await until(lambda: all(len(each.at.succession.candidates) == 3 for each in others))
+    await a.die()
+    await until(lambda: generation(*others) > 2)
+    await close(*others)
+
+
+def test_frames_of_a_tunnel_cannot_be_changed_repeated_or_turned_round():
+    async def check() -> None:
+        way: list[tuple[str, str]] = []
+        ends = [
+            Tunnel(lambda kind, rest: way.append((kind, rest)), b"key", *numbers, calls=calls)
+            for numbers, calls in ((("1", "2"), True), (("2", "1"), False))
+        ]
+        member, coordinator = ends
+        member.send(Drain())
+        coordinator.take(*way[0])
+        assert await coordinator.receive() == Drain()
+        first = way[0][1]
+        for wrong in (first, first[:-8] + "AAAAAAA=", "%", encode(Drain()).decode(), "é", "A" * 9):
+            coordinator.take(FRAME, wrong)
+            with pytest.raises(ValueError):
+                await coordinator.receive()
+        member.take(*way[0])
+        with pytest.raises(ValueError):
+            await member.receive()
+        long = Report(1, "failed", 1, 0, "x" * 60_000, 1, False)
+        way.clear()
+        member.send(long)
+        for kind, piece in way:
+            coordinator.take(kind, piece)
+        assert len(way) == 3 and await coordinator.receive() == long
+        for _ in range(4):  # parts without an end
+            coordinator.take("part", "AAAA")
+        with pytest.raises(ValueError):
+            await coordinator.receive()
+
+    asyncio.run(check())
