@@ -147,6 +147,7 @@ def _trains(world: World, row: Row, disk: str) -> Any:
     assert FAILS <= running.step_index <= FAILS + 1
     for batch in running.batches(data, steps=STEPS - running.step_index):
         losses[batch.step] = running.step(batch).loss
+    running.verify()  # all replicas hold the same again
     found = weights(running) if new.tp == 1 else {}
     running.close()
     return losses, found

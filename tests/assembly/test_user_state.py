@@ -283,11 +283,19 @@ FAILURES = {
     "in its update": Failure({"dp": 3}, {"dp": 2}, {1: "after its update"}, {0: "in its update"}),
     "shards": Failure({"dp": 4, "shard": 2, "zero": 3}, {"dp": 3, "zero": 1}, {1: "backward"}),
     "stages": Failure({"dp": 2, "pp": 2}, {"dp": 3}, {0: "before the ballot"}),
+    "buddies": Failure({"dp": 3, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 1}, {1: "after the ballot"}),
+    "buddies, and one is behind": Failure(
+        {"dp": 3, "zero": 1, "buddy": 2}, {"dp": 2}, {2: "after its update"}, {0: "in its update"}
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.matrix] * (n in ("shards", "stages"))) for n in FAILURES]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.matrix] * (n == "shards" or n == "stages" or "buddies" in n))
+        for n in FAILURES
+    ],
 )
 def test_a_step_that_is_undone_takes_the_objects_back(name):
     row = FAILURES[name]

@@ -167,6 +167,7 @@ class Attempt:
     def _abandon(self) -> None:
         """Ends this attempt on this rank alone. The engine keeps its state."""
         self._ended = self.seconds
+        self.timeline.cut_short()
         self.engine.abandon()
         self.stop.abandon()
         self.recorder.close()

@@ -37,6 +37,7 @@ from shoal.jobs.lock import locked
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.read import load_job
 from shoal.jobs.stop import Halted
+from shoal.jobs.timeline import Kept
 from shoal.jobs.train import about, begin, cost_of
 from shoal.jobs.underway import tell_what_is_under_way
 from shoal.jobs.write import write_resolved
@@ -63,6 +64,7 @@ class LiveRank:
         self._cost = cost_of(self._opened)
         self._engine: Engine | None = None
         self._attempt: Attempt | None = None  # the last one
+        self._recorded: Kept = [], []  # of timelines that were cut short
         self._output = [os.dup(1), os.dup(2)]
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -94,6 +96,8 @@ class LiveRank:
             world = self._enter(place)
             with locked(Path(self._opened.job.run.dir), world.everyone, keeps=Halted), self._losses():
                 self._attempt = self._begin(place, world)
+                self._attempt.timeline.take_over(self._recorded)
+                self._recorded = self._attempt.timeline.kept
                 self._control.leave_by(self._attempt.leave)
                 return self._attempt.to_its_end()
         except Halted as halted:

@@ -15,6 +15,8 @@ from shoal.report.jsonl import JsonLog
 from shoal.report.levels import RANKS, MemoryTrace, memory_trace
 from shoal.report.timeline import Span
 
+Kept = tuple[list[Span], list[MemoryTrace]]
+
 FIRST, COUNT = 2, 3  # the first steps pay for warm-up
 
 
@@ -26,11 +28,13 @@ class Recording:
     """
 
     def __init__(self, engine: Engine, run_dir: Path, begin: int, total: int | None) -> None:
-        self._engine, self._run_dir = engine, run_dir
+        self._engine, self._run_dir, self._begin = engine, run_dir, begin
         middle = begin + (total - begin) // 2 if total is not None else begin + 100
         self._steps = {*range(begin + FIRST, begin + FIRST + COUNT), *range(middle, middle + COUNT)}
         self._known: dict[int, tuple[dict[str, int], bool]] = {}
         """By recorded step, under whose plan it was: the budgets of its tiers, and whether they count all."""
+        self.kept: Kept = [], []
+        """What is not written yet of attempts that were cut short, this one among them."""
 
     def before(self, step: int) -> None:
         ledger = self._engine.ledger
@@ -47,13 +51,32 @@ class Recording:
         if is_accelerator(self._engine.device):
             ledger.watch = now[0].look
 
+    def cut_short(self) -> None:
+        """Ends the recording on this rank alone, where others are gone. What it has of complete steps is kept, for
+        whoever takes it over; on an accelerator nothing, whose work may never end."""
+        engine, rank = self._engine, self._engine.world.rank
+        engine.ledger.recording = False
+        if is_accelerator(engine.device):
+            return
+        spans, traces = self._spans(rank), self._traces(rank)
+        done = engine.step_index  # the next one was under way
+        self.kept[0].extend(span for span in spans if span.step <= done)
+        self.kept[1].extend(trace for trace in traces if trace.step <= done and rank < RANKS)
+
+    def take_over(self, kept: Kept) -> None:
+        """Writes at its own end also what earlier attempts have kept, but for steps that are trained again."""
+        spans, traces = kept
+        self.kept[0].extend(span for span in spans if span.step <= self._begin)
+        self.kept[1].extend(trace for trace in traces if trace.step <= self._begin)
+
     def close(self, recorder: Recorder) -> None:
         """Gathers the records of all ranks; rank 0 writes timeline.jsonl and memory.jsonl. A collective call."""
         self._engine.ledger.recording = False
         group = self._engine.world.everyone
-        everyone = group.all_gather_object(
-            (self._spans(group.rank), self._traces(group.rank) if group.rank < RANKS else [])
-        )
+        spans, traces = self._spans(group.rank), self._traces(group.rank) if group.rank < RANKS else []
+        everyone = group.all_gather_object((self.kept[0] + spans, self.kept[1] + traces))
+        for each in self.kept:
+            each.clear()
         if group.rank != 0:
             return
         try:
