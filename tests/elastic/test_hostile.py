@@ -117,8 +117,23 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KINDS = ["Join", "Beat", "Report", "Drain", "Ask", "Held", "Admitted", "Start", "Over", "Entry", "Nothing"]
-FIELDS = ["name", "incarnation", "ranks", "host", "port", "running", "newest", "number", "generation", "code", "lines"]
+KINDS = ["Join", "Beat", "Report", "Paces", "Drain", "Ask", "Held", "Admitted", "Start", "Over", "Entry", "Nothing"]
+FIELDS = [
+    "parts",
+    "now",
+    "best",
+    "name",
+    "incarnation",
+    "ranks",
+    "host",
+    "port",
+    "running",
+    "newest",
+    "number",
+    "generation",
+    "code",
+    "lines",
+]
 BODIES = st.binary(max_size=60) | st.builds(
     lambda kind, fields: json.dumps({"kind": kind, **fields}).encode(),
     st.sampled_from(KINDS),
