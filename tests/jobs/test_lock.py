@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from shoal.comm import World
+from shoal.elastic.control import JOB
 from shoal.errors import UserError
 from shoal.jobs import lock
-from shoal.jobs.lock import NAME, Holder, locked
+from shoal.jobs.lock import NAME, Holder, locked, own_hold
 from tests.pool import run_ranks
 
 pytestmark = pytest.mark.fast
@@ -105,3 +106,15 @@ def test_all_ranks_are_refused_alike(tmp_path):
     put(tmp_path, Holder.here())
     first, second = run_ranks(entering, 2, str(tmp_path))
     assert first == second and f"process {os.getpid()}" in first[0]
+
+
+def test_a_process_of_a_job_whose_nodes_come_and_go_knows_its_own_hold(tmp_path, monkeypatch):
+    monkeypatch.setenv(JOB, "one job")
+    with locked(tmp_path, World.single().everyone):
+        held = own_hold(tmp_path)
+        assert held is not None and (held.job, held.pid) == ("one job", os.getpid())
+        assert lock.holder_of(tmp_path) is None  # for its own job, which may take it over; others see it
+        monkeypatch.delenv(JOB)
+        assert lock.holder_of(tmp_path) == held
+        monkeypatch.setenv(JOB, "one job")
+    assert own_hold(tmp_path) is None

@@ -104,6 +104,12 @@ def refuse_if_taken(run_dir: Path) -> None:
         time.sleep(0.1)
 
 
+def own_hold(run_dir: Path) -> Holder | None:
+    """Returns how this process, which has the directory, holds it."""
+    holder = _holder(run_dir / NAME)
+    return holder if holder is not None and replace(holder, taken=0) == Holder.here() else None
+
+
 def holder_of(run_dir: Path) -> Holder | None:
     """Returns the process that has the directory, as far as this host knows; None where no run has it."""
     holder = _holder(run_dir / NAME)
@@ -127,7 +133,7 @@ def _take(run_dir: Path) -> None:
 def _give_back(run_dir: Path, new: bool) -> None:
     """Removes the lock, and a `new` directory in which nothing else was made."""
     path = run_dir / NAME
-    if (holder := _holder(path)) is not None and replace(holder, taken=0) == Holder.here():
+    if own_hold(run_dir) is not None:
         with suppress(OSError):  # a lock that stays is stale once this process has ended
             path.unlink()
             if new and [each.name for each in run_dir.iterdir()] in ([], [_GUARD]):

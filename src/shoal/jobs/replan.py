@@ -23,7 +23,7 @@ from shoal.engine import Engine
 from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.jobs.choose import Settled, with_plan
 from shoal.jobs.device_memory import check_device_memory
-from shoal.jobs.lock import Holder, holder_of
+from shoal.jobs.lock import Holder, holder_of, own_hold
 from shoal.jobs.plans import changed, keep
 from shoal.jobs.record import Recorder
 from shoal.jobs.save import Saver
@@ -44,7 +44,7 @@ class Replanner:
         self._settled, self._engine, self._recorder, self._saver = settled, engine, recorder, saver
         self._run_dir = Path(settled.job.run.dir)
         self._by_step = {change["step"]: change["plan"] for change in settled.job.run.at}
-        self._me = holder_of(self._run_dir) if engine.world.rank == 0 else None
+        self._me = own_hold(self._run_dir) if engine.world.rank == 0 else None
         if self._me is not None:
             for path in self._run_dir.glob(str(Path(REQUEST.format("*")).with_suffix(ANSWERED))):
                 path.unlink(missing_ok=True)  # nobody has asked this attempt yet
@@ -128,6 +128,10 @@ class Replanner:
         request.unlink(missing_ok=True)
 
 
+def _request(path: Path, holder: Holder, change: Mapping[str, Any]) -> None:
+    replace_text(path, json.dumps({"run": asdict(holder), "plan": dict(change)}))
+
+
 def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
     """Asks the run that trains in `run_dir` to change these fields of its plan; returns its answer, with the `step` and
     the `plan` in force, when it has come.
@@ -142,10 +146,13 @@ def ask(run_dir: Path, change: Mapping[str, Any]) -> dict[str, Any]:
         )
     request = run_dir / REQUEST.format(f"{time.time_ns()}-{uuid.uuid4().hex}")  # in the order of asking
     answer = request.with_suffix(ANSWERED)
-    replace_text(request, json.dumps({"run": asdict(holder), "plan": dict(change)}))
+    _request(request, holder, change)
     try:
         while not answer.exists():
-            if holder_of(run_dir) != holder:
+            if (now := holder_of(run_dir)) is not None and now.job and now != holder and now.job == holder.job:
+                holder = now  # ranks have come or gone, and another one speaks for them
+                _request(request, holder, change)
+            if now != holder:
                 raise UserError(f"the run in {run_dir} has ended before it changed its plan")
             time.sleep(LOOK_SECONDS)
         said: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
