@@ -26,6 +26,10 @@ FIRST = 2
 """The id of the first client's node; the server is 1."""
 
 
+BESIDE = "beside"
+"""The group of messages that go to a client's training app, and are not its training."""
+
+
 class LocalGrid(Grid):
     """Clients of `app`: client k is node k + 2, whose `node_config` has `partition-id` = k.
 
@@ -95,7 +99,7 @@ class LocalGrid(Grid):
         sent = list(messages)
         for message in sent:
             private.number_message(message, next(self._numbers))
-        if not sent or not sent[0].metadata.message_type.startswith("train"):
+        if not sent or not _trains(sent[0]):
             return self._many([self._asked(message, 0) for message in sent])
         number = self._before + len(self.past) + 1
         plan = self._rounds.answers(number, np.array(sorted(map(self._client, sent)), np.int64))
@@ -125,3 +129,8 @@ class LocalGrid(Grid):
             return self._app(message, context)
         except Exception as error:  # a client's failure is the client's: a SuperNode answers so too
             return private.error_reply(message, private.FAILED, f"{type(error).__name__}: {error}")
+
+
+def _trains(message: Message) -> bool:
+    """Returns whether a message is of training, not of an evaluation, a query or what comes before a training."""
+    return message.metadata.message_type.startswith("train") and message.metadata.group_id != BESIDE

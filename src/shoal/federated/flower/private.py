@@ -24,6 +24,7 @@ try:
     from flwr.app import Array, Context, Message, RecordDict
     from flwr.app.error import Error
     from flwr.common.constant import SType
+    from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:
@@ -31,6 +32,18 @@ except ImportError as error:
         f'Flower cannot be imported ({error}): pip install "shoal[fed]" "flwr>=1.41,<1.42", in an environment of its '
         "own where it asks for other versions of what is installed"
     ) from error
+
+__all__ = [
+    "Kept",
+    "begin_run",
+    "combine_shares",
+    "create_shares",
+    "drawn_by",
+    "error_reply",
+    "node_context",
+    "number_message",
+    "quieten",
+]
 
 RUN, SERVER, TASK = 1, 1, 1
 """Ids of a run in this process, of its server, and of the task that the server is."""

@@ -1,0 +1,103 @@
+"""Secure aggregation over a grid of Flower's kind. Run by test_flower.py."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shoal.errors import UserError
+from shoal.federated.flower import private
+from shoal.federated.flower.grid import FIRST, LocalGrid
+from shoal.federated.flower.secure_mod import SECURE, secure_mod
+from shoal.federated.flower.secure_sum import SecureSum
+from shoal.federated.schedule import Rounds, crowd_of
+from shoal.federated.settings import Federated
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # isort: skip
+from flwr.clientapp import ClientApp  # isort: skip
+from flwr.serverapp.strategy import FedAvg, FedAvgM, Krum  # isort: skip
+
+CLIENTS = 6
+START = {"first": np.arange(6.0).reshape(2, 3), "last": np.array([1.0, -2.0])}
+
+
+def client_app(mods, fails=()):
+    app = ClientApp(mods=mods)
+
+    @app.train()
+    def train(message, context):
+        client = int(context.node_config["partition-id"])
+        if client in fails:
+            raise RuntimeError("no battery")
+        moved = np.random.default_rng(client)
+        arrays = {
+            name: Array(each.numpy() + moved.normal(size=each.numpy().shape))
+            for name, each in message.content["arrays"].items()
+        }
+        metrics = MetricRecord({"num-examples": 10 * (client + 1), "loss": 0.5 * client})
+        return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def grid(mods, fails=(), dropout=0.0):
+    settings = Federated(clients=CLIENTS, local_steps=1, dropout=dropout)
+    return LocalGrid(client_app(mods, fails), Rounds(settings, crowd_of(settings, np.full(CLIENTS, 5), 5, 0)))
+
+
+def strategy(kind=FedAvg, **options):
+    return kind(
+        fraction_evaluate=0.0, min_train_nodes=CLIENTS, min_available_nodes=CLIENTS, min_evaluate_nodes=0, **options
+    )
+
+
+def start():
+    return ArrayRecord({name: Array(each) for name, each in START.items()})
+
+
+@pytest.mark.parametrize(("kind", "options"), [(FedAvg, {}), (FedAvgM, {"server_momentum": 0.9})])
+@pytest.mark.parametrize("fails", [(), (2,), (0, 5)])
+def test_the_secure_sum_is_the_plain_one_though_clients_drop_out_while_they_train(kind, options, fails):
+    private.quieten()
+    plain = strategy(kind, **options).start(grid([], fails), start(), num_rounds=3)
+    secure = SecureSum(strategy(kind, **options)).start(grid([secure_mod], fails), start(), num_rounds=3)
+    for name in START:
+        np.testing.assert_allclose(secure.arrays[name].numpy(), plain.arrays[name].numpy(), rtol=0, atol=1e-6)
+    for number in (1, 2, 3):
+        theirs = plain.train_metrics_clientapp[number]["loss"]
+        assert secure.train_metrics_clientapp[number]["loss"] == pytest.approx(theirs, abs=1e-6)
+
+
+def test_too_few_results_open_nothing_and_leave_the_model():
+    result = SecureSum(strategy()).start(grid([secure_mod], fails=(1, 2, 4)), start(), num_rounds=1)
+    assert result.arrays is None or not result.arrays
+
+
+def test_a_client_gives_no_result_without_a_mask_and_answers_no_stage_twice():
+    private.begin_run()
+    app = client_app([secure_mod])
+    context = private.node_context(FIRST, {"partition-id": 0})
+
+    def told(**values):
+        return app(Message(RecordDict({"arrays": start(), SECURE: ConfigRecord(values)}), FIRST, "train"), context)
+
+    with pytest.raises(ValueError, match="only under secure aggregation"):
+        app(Message(RecordDict({"arrays": start()}), FIRST, "train"), context)
+    with pytest.raises(ValueError, match="'unmask' of secure aggregation is not"):
+        told(stage="unmask", there=[FIRST])
+    key = told(stage="keys").content[SECURE]
+    lone = {"nodes": [FIRST, 99], "masks": [key["mask"]] * 2, "boxes": [key["box"]] * 2}
+    with pytest.raises(ValueError, match="above half"):
+        told(stage="shares", threshold=1, **lone)
+    boxes = told(stage="shares", threshold=2, **lone).content[SECURE]["boxes"]
+    reply = told(stage="train", boxes=[boxes[0], boxes[0]])
+    hidden = reply.content["arrays"][SECURE].numpy()
+    assert hidden.dtype == np.uint64 and len(hidden) == 6 + 2 + 1 + 1
+    assert reply.content["metrics"]["num-examples"] == 1 and reply.content["metrics"]["loss"] == 0
+    with pytest.raises(ValueError, match="too few to be opened"):
+        told(stage="unmask", there=[FIRST])
+
+
+def test_strategies_that_look_at_single_results_are_refused():
+    with pytest.raises(UserError, match="Krum looks at single results"):
+        SecureSum(strategy(Krum))
