@@ -197,7 +197,7 @@ class Shared(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         h = self.words(ids)
         wide = self.up(h).view(*ids.shape, self.parts, 4).relu() / self.parts
-        return self.head(self.down(wide.flatten(-2)) + h)
+        return self.head(F.layer_norm(self.down(wide.flatten(-2)) + h, (8,)))
 
 
 def test_what_computes_otherwise_with_a_part_stays_whole():
