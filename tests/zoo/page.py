@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 from tests.pool import end_ranks
-from tests.zoo.runs import GLOBAL_BATCH, MICROBATCH, PLANS, STEPS, TOLERANCE, ZOO, outcome
+from tests.zoo.runs import GLOBAL_BATCH, MICROBATCH, PLANS, STEPS, TOLERANCE, ZOO, outcome, share
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 _REFUSED = "refused: "
+SHARE = "cut by `tp 2`"
+"""The column of the share of parameters of which a rank has a part."""
 
 
 def expected() -> dict[str, dict[str, str]]:
@@ -28,9 +30,9 @@ def printed(outcomes: dict[str, dict[str, str]]) -> str:
     lines = []
     for name in ZOO:
         cells = [_cell(outcomes[name][column], reasons) for column in PLANS]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {outcomes[name][SHARE]} |")
     notes = [f"{number}. {_escaped(reason)}" for reason, number in reasons.items()]
-    head = f"| model | {' | '.join(f'`{column}`' for column in PLANS)} |\n|---|{'---|' * len(PLANS)}"
+    head = f"| model | {' | '.join(f'`{column}`' for column in PLANS)} | {SHARE} |\n|---|{'---|' * len(PLANS)}---|"
     return "\n".join([_introduction(), head, *lines, "", "## Refused because", "", *notes, ""])
 
 
@@ -60,14 +62,15 @@ def _introduction() -> str:
         "`python -m tests.zoo.page` runs the rows and prints this page; `make test` runs a part of them, `make matrix` "
         "all. "
         "Under `tp 2` layers of models without rules are cut as their own graph says "
-        "([parallel.md](parallel.md#a-model-without-rules)).\n"
+        "([parallel.md](parallel.md#a-model-without-rules)); the last column says of which share of the parameters "
+        "a rank then has a part. What is not cut stays whole on every rank, and the table of layers says why.\n"
     )
 
 
 def main(names: list[str]) -> None:
     outcomes = expected() if names else {}
     for name in names or ZOO:
-        outcomes[name] = {}
+        outcomes[name] = {SHARE: share(name)}
         for column in PLANS:
             outcomes[name][column] = outcome(name, column)
             print(f"{name}, {column}: {outcomes[name][column]}", flush=True)

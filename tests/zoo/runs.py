@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import Plan
+from shoal.comm.silent import SilentWorld
 from shoal.data import Cursor, stack_samples
 from shoal.engine import Engine
 from shoal.errors import UserError
+from shoal.module.build import build
+from shoal.parallel.tensor import Region, cut_among, cuts_of
 from shoal.precision import cast_floating
 from tests.parity.cases import gathered
 from tests.pool import run_ranks
@@ -126,6 +130,16 @@ def outcome(name: str, column: str) -> str:
         alike = len(said) == len(runs) and len(set(said)) == 1
         return f"refused: {said[0]}" if alike else f"WRONG: ranks do not say the same: {runs}"
     return compare(runs[0], reference(name), *TOLERANCE[ZOO[name].dtype])
+
+
+def share(name: str) -> str:
+    """The share of a model's parameters of which each of two ranks along tp has a part."""
+    built = build(ZOO[name].factory, 0)
+    cuts = cuts_of(built.module, 2, None)
+    sliced = cut_among(built, Region(SilentWorld(0, 2).group("tp", [0, 1]), None), cuts.rules, found=cuts.found)
+    whole = sum(prod(layout.shape) for layout in sliced.layouts.values())
+    cut = sum(prod(layout.shape) for layout in sliced.layouts.values() if not layout.alike)
+    return f"{cut / whole:.0%}"
 
 
 def compare(run: Run, wanted: Run, loss: float, movement: float) -> str:
