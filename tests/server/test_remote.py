@@ -97,7 +97,12 @@ def drawing() -> nn.Module:
     return nn.Sequential(nn.Dropout(0.3), nn.LSTM(40, 8, num_layers=2, dropout=0.5))
 
 
-FACTORIES = [drawing, Mixed, Recurrent, norm, Outer, Ring, Broken, nn.Linear, nn.Dropout]
+def attention() -> nn.Module:
+    """Chooses its kernels by what looks at its operations."""
+    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+
+
+FACTORIES = [drawing, attention, Mixed, Recurrent, norm, Outer, Ring, Broken, nn.Linear, nn.Dropout]
 
 
 @contextmanager
@@ -151,9 +156,16 @@ def norm_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Ten
     return model(torch.randn(8, 4, generator=draw)).pow(2).sum(), []  # no input needs a gradient
 
 
+def attention_step(model: nn.Module, draw: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    x = torch.randn(2, 5, 16, generator=draw).requires_grad_()
+    return model(x).pow(3).sum(), [x]
+
+
 @pytest.mark.parametrize("shared", [True, False, "stepped"])
 @pytest.mark.parametrize(
-    ("factory", "step"), [(Mixed, mixed_step), (Recurrent, recurrent_step), (norm, norm_step)], ids=lambda x: x.__name__
+    ("factory", "step"),
+    [(Mixed, mixed_step), (Recurrent, recurrent_step), (norm, norm_step), (attention, attention_step)],
+    ids=lambda each: each.__name__,
 )
 def test_losses_and_gradients_are_those_of_a_local_module_to_the_bit(factory, step, shared):
     with owning() as owner:
@@ -371,7 +383,7 @@ def test_errors_name_the_owner_and_leave_it_running():
             far(torch.ones(1), "raise")
         with pytest.raises(UserError, match=r"Broken changes its input in place.*clone it"):
             far(torch.ones(1), "in place")
-        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, Mixed'):
+        with pytest.raises(UserError, match=r'Did you mean "norm"\? The owner exposes: drawing, attention, Mixed'):
             remote(owner.address, "nrom", token=TOKEN)
         with pytest.raises(RemoteError, match="TypeError"):
             remote(owner.address, nn.Linear, 3, token=TOKEN)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shoal.comm.stalls import Say, to_stderr
 from shoal.elastic.records import Malformed
 from shoal.errors import UserError
@@ -89,6 +91,8 @@ class Owner(Serving):
         return self._registry.holdings()
 
     def _serve(self, session: Session) -> None:
+        # In a new thread MKL takes all cores until it is told, and other bits come of it than in the main one.
+        torch.set_num_threads(torch.get_num_threads())
         first = session.receive(_JOIN_SECONDS)
         given = payload.receive(session, self._most_bytes)
         if not isinstance(first, Build | Join):
