@@ -210,7 +210,7 @@ def test_a_plan_that_was_changed_while_it_trained_stays_when_a_rank_is_killed(ru
     assert done.returncode == 0 and "tp=2" in done.stdout.replace(" ", ""), done.stdout + done.stderr
     run.trains(10, world=4)
     run.ranks()[2].kill()
-    run.trains(10, world=4)
+    until(lambda: run.worlds[-2:] == [3, 4], 60)
     resolved = load_job(run.folder / "runs/job/resolved.toml", [])[0]
     assert (resolved.plan.tp, resolved.plan.dp) == (2, 2)
     run.ends()
