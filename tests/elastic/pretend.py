@@ -2,17 +2,20 @@
 
     python -m tests.elastic.pretend lead HOST | join HOST PORT OWN_HOST | etcd URL NAME
 
-Prints a line of JSON for all that happens: where it listens, which generation its ranks run, that they have ended.
+Prints a line of JSON for all that happens: where it listens, which generation its ranks run, that they have ended. The
+variable FANOUT: how many members one takes below it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from typing import Any
 
+from shoal.elastic import relay
 from shoal.elastic.events import Limits
 from shoal.elastic.messages import Start
 from tests.elastic.cluster import JOB, Member, Pretended
@@ -42,6 +45,7 @@ class Node(Member):
 
 
 async def main(what: str, host: str, *rest: str) -> int:
+    relay.FANOUT = int(os.environ.get("FANOUT", relay.FANOUT))
     node = Node(rest[0] if what == "etcd" else f"node-{(rest[1] if rest else host).rpartition('.')[2]}")
     if what == "etcd":
         node.by_etcd(host)

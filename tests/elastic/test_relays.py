@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.elastic import relay
@@ -152,3 +159,50 @@ def test_frames_of_a_tunnel_cannot_be_changed_repeated_or_turned_round():
             await coordinator.receive()
 
     asyncio.run(check())
+
+
+@pytest.mark.matrix
+def test_processes_whose_relay_is_killed_go_on(tmp_path):
+    """Seven supervisors as processes, each at an address of its own: two below the coordinator, four below those."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str) -> Path:
+        log = tmp_path / f"{len(running)}.log"
+        command, env = [sys.executable, "-m", "tests.elastic.pretend", *arguments], {**os.environ, "FANOUT": "2"}
+        with log.open("wb") as file:
+            running.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+        return log
+
+    def said(log: Path) -> list[dict]:
+        return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+
+    def wait_for(logs: list[Path], nodes: int) -> float:
+        deadline = time.monotonic() + 60
+        while not all((lines := said(log)) and lines[-1].get("nodes") == nodes for log in logs):
+            assert time.monotonic() < deadline, [log.read_text() for log in logs]
+            time.sleep(0.01)
+        return max(said(log)[-1]["time"] for log in logs)
+
+    try:
+        logs = [start("lead", "127.0.0.2")]
+        while not said(logs[0]):
+            time.sleep(0.01)
+        port = str(said(logs[0])[0]["port"])
+        for number in range(3, 9):
+            logs.append(start("join", "127.0.0.2", port, f"127.0.0.{number}"))
+            wait_for(logs, len(logs))
+        relays = [each for each in running[1:] if len(_peers(each.pid)) > 1]
+        assert relays and all(len(_peers(each.pid)) <= 3 for each in running[1:])
+        at = time.time()
+        relays[0].kill()
+        left = [log for log, process in zip(logs, running, strict=True) if process is not relays[0]]
+        assert wait_for(left, 6) - at < 2.0
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _peers(pid: int) -> list[object]:
+    """The connections of a process."""
+    return [each for each in psutil.Process(pid).net_connections("tcp") if each.status == "ESTABLISHED"]
