@@ -19,15 +19,18 @@ pytestmark = pytest.mark.fast
 
 WORKERS = {"worker": ["a:2222", "b:2222", "c:2222"]}
 ALL = {"chief": ["c:7"], "worker": ["a:1", "b:1"], "ps": ["p:1", "q:1"], "evaluator": ["e:1"]}
+SERVERS = ("p:1", "q:1")
 EVALUATES = Identity(0, 1, 0, 1, "", 0, "TF_CONFIG", evaluates=True)
+SERVES = Identity(0, 3, 0, 1, "", 0, "TF_CONFIG", servers=SERVERS, serves=1)
+ALONE = Identity(0, 1, 0, 1, "", 0, "TF_CONFIG", servers=("p:1",))
 
 
 def task(cluster: Any, role: Any, index: Any = 0, **more: str) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}}), **more}
 
 
-def rank(number: int, size: int, address: str) -> Identity:
-    return Identity(number, size, None, None, f"tcp://{address}", 0, "TF_CONFIG", rank0_serves=True)
+def rank(number: int, size: int, address: str, servers: tuple[str, ...] = ()) -> Identity:
+    return Identity(number, size, None, None, f"tcp://{address}", 0, "TF_CONFIG", rank0_serves=True, servers=servers)
 
 
 FOUND = {
@@ -38,8 +41,10 @@ FOUND = {
     "the first worker": (task(WORKERS, "worker", 0), rank(0, 3, "a:2222")),
     "the last worker": (task(WORKERS, "worker", 2), rank(2, 3, "a:2222")),
     "an index that is a text": (task(WORKERS, "worker", "1"), rank(1, 3, "a:2222")),
-    "the chief": (task(ALL, "chief"), rank(0, 3, "c:7")),
-    "a worker of a chief": (task(ALL, "worker", 1), rank(2, 3, "c:7")),
+    "the chief": (task(ALL, "chief"), rank(0, 3, "c:7", SERVERS)),
+    "a worker of a chief": (task(ALL, "worker", 1), rank(2, 3, "c:7", SERVERS)),
+    "a parameter server": (task(ALL, "ps", 1), SERVES),
+    "the only worker of one": (task({"ps": ["p:1"], "worker": ["a:1"]}, "worker"), ALONE),
     "the master": (task({"worker": ["a:1"], "master": ["m:9"]}, "master"), rank(0, 2, "m:9")),
     "a worker of a master": (task({"worker": ["a:1"], "master": ["m:9"]}, "worker"), rank(1, 2, "m:9")),
     "an address of six": (task({"worker": ["[::1]:22", "b:1"]}, "worker", 1), rank(1, 2, "[::1]:22")),
@@ -57,7 +62,7 @@ REFUSED = {
     "no JSON": ({"TF_CONFIG": "{"}, "no description of a cluster"),
     "an index that is none": (task(WORKERS, "worker", "x"), "no description of a cluster"),
     "sparse": (task({"worker": {"1": "a:1"}}, "worker"), "worker is no list of addresses"),
-    "a parameter server": (task(ALL, "ps", 1), "parameter server 1, and Shoal has none.*leave ps out of the cluster"),
+    "a server without a port": (task({"ps": ["p"], "worker": ["a:1"]}, "worker"), "of the ps, 'p', is not host:port"),
     "an index too high": (task(WORKERS, "worker", 3), "task worker 3, and its cluster has worker 0 to 2"),
     "an index below 0": (task(WORKERS, "worker", -1), "task worker -1"),
     "a role that is not there": (task(WORKERS, "chief"), "task chief 0, and its cluster has worker 0 to 2"),
@@ -77,7 +82,7 @@ REFUSED = {
 
 REMEDIES = {
     "a list": {},
-    "a parameter server": task({key: ALL[key] for key in ("chief", "worker")}, "worker"),
+    "a server without a port": task({"ps": ["10.0.0.1:2222"], "worker": ["a:1"]}, "worker"),
     "an index too high": task(WORKERS, "worker", 2),
     "no task": task(WORKERS, "worker", 0),
     "two chiefs": task({"chief": ["a:1"], "worker": ["b:1"]}, "chief"),
@@ -150,5 +155,13 @@ def test_the_cluster_of_local_children_gives_each_its_rank() -> None:
     assert len(set(addresses)) == 5 and all(each.startswith("127.0.0.1:") for each in addresses)
     assert trainers(cluster) == [("chief", 0), ("worker", 0), ("worker", 1)]
     for number, each in enumerate(trainers(cluster)):
-        assert discover({"TF_CONFIG": written(cluster, each)}) == rank(number, 3, cluster["chief"][0])
+        assert discover({"TF_CONFIG": written(cluster, each)}) == rank(
+            number, 3, cluster["chief"][0], tuple(cluster["ps"])
+        )
     assert discover({"TF_CONFIG": written(cluster, ("evaluator", 0))}) == EVALUATES
+
+
+def test_a_parameter_server_does_not_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", task(ALL, "ps")["TF_CONFIG"])
+    with pytest.raises(UserError, match=r"this is parameter server 0.*`shoal train job.toml` serves.*ParameterServer"):
+        join()

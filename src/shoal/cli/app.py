@@ -45,7 +45,9 @@ app.add_typer(fed.app, name="fed")
 Roles = Annotated[
     str | None,
     typer.Option(
-        "--roles", metavar="ROLE=N,...", help="Instead of --nproc: processes with a TF_CONFIG, worker=3,evaluator=1."
+        "--roles",
+        metavar="ROLE=N,...",
+        help="Instead of --nproc: processes with a TF_CONFIG, ps=1,worker=3,evaluator=1.",
     ),
 ]
 

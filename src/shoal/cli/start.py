@@ -14,8 +14,10 @@ from shoal.jobs.lock import refuse_if_taken
 from shoal.jobs.plans import forget, kept
 from shoal.jobs.ranks import default_ranks, fitted, ranks_here, spread
 from shoal.jobs.read import load_job, plan_assignments
+from shoal.jobs.served.settings import check_served
 from shoal.launch import discover, launch
 from shoal.launch.roles import launch_roles
+from shoal.launch.served import RESTARTS, launch_served
 from shoal.launch.tf_config import TRAINERS, parse_roles
 from shoal.report.events import plan_text
 
@@ -33,32 +35,40 @@ def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) 
         assignments = [*assignments, f"run.nproc={_trainers(counts)}"]
     job, origins = load_job(path, assignments)
     outside = discover()
-    within = outside.size > 1 or outside.evaluates
+    within = outside.size > 1 or not outside.trains or bool(outside.servers)
     if counts and within:
         raise UserError(f"--roles {roles}: {outside.source} has started this process already. Leave --roles out")
     nproc = 1 if within else ranks_here(job)
-    if not within:
+    if "ps" in counts:
+        check_served(job, counts["ps"], nproc)
+    elif not within:
         spread(job, origins, nproc)
     if nproc == 1 and not counts:
         from shoal.jobs.__main__ import run
 
         return run(str(path), list(assignments))
     refuse_if_taken(Path(job.run.dir))
-    print(f"starting {nproc} ranks, of which each imports torch", flush=True)
+    print(f"starting {_spoken(counts) or f'{nproc} ranks'}, of which each imports torch", flush=True)
     program = ["-m", "shoal.jobs", str(path), *assignments]
+    if "ps" in counts:
+        restarts = RESTARTS if job.server.restarts is None else job.server.restarts
+        return launch_served(program, counts, Path(job.run.dir), restarts)
     if counts:
         return launch_roles(program, counts, run_dir=Path(job.run.dir))
     return launch(program, nproc, run_dir=Path(job.run.dir))
 
 
 def _trainers(counts: Mapping[str, int]) -> int:
-    """Returns the number of ranks of a job with these roles. Raises UserError for roles that a job has no use for."""
-    if "ps" in counts:
-        raise UserError(
-            f"--roles ps={counts['ps']}: the ranks of a job average gradients among themselves, and there is no "
-            "parameter server. Leave ps out"
-        )
+    """Returns the number of processes that train."""
     return sum(count for role, count in counts.items() if role in TRAINERS)
+
+
+def _spoken(counts: Mapping[str, int]) -> str:
+    """Returns the roles of a job with a parameter server in words; "" where it has none."""
+    if "ps" not in counts:
+        return ""
+    words = {"ps": "parameter server"}
+    return ", ".join(f"{count} {words.get(role, role)}{'s' * (count > 1)}" for role, count in counts.items())
 
 
 def start_nodes(

@@ -61,6 +61,11 @@ def as_node(run_dir: Path, needs_first: bool, environ: MutableMapping[str, str] 
     found = discover(environ) if needs_first else SINGLE
     if found.evaluates:
         raise UserError("--nodes: TF_CONFIG makes this process the evaluator. Leave --nodes out there")
+    if found.servers:
+        raise UserError(
+            "--nodes: the cluster of TF_CONFIG has a parameter server, whose workers come and go without it. Leave "
+            "--nodes out, or ps out of the cluster"
+        )
     if found.size > 1 and (found.local_size or 1) > 1:
         raise UserError(
             f"--nodes: {found.source} has started {found.local_size} processes on this host. A node is one of them, "

@@ -16,6 +16,8 @@ with imports():
     from shoal.jobs.evaluator import follow
     from shoal.jobs.live import LiveRank
     from shoal.jobs.read import load_job
+    from shoal.jobs.served.serve import serve
+    from shoal.jobs.served.worker import work
     from shoal.jobs.train import train
     from shoal.jobs.underway import tell_what_is_under_way
     from shoal.launch import discover
@@ -24,16 +26,21 @@ with imports():
 
 
 def run(path: str, assignments: list[str]) -> int:
-    """Trains the job file `path` with `assignments` on top, or evaluates what the ranks of its run train; returns the
-    exit code. Rank 0 prints a summary, the report's path last."""
+    """Trains the job file `path` with `assignments` on top, or does what this process's role is in that; returns
+    the exit code. Rank 0, or the parameter server, prints a summary, the report's path last."""
     if (supervised := control()) is not None:
         return _told(LiveRank(path, assignments, supervised).to_its_end())
     place = discover()
-    with tell_what_is_under_way(place.rank == 0):
+    with tell_what_is_under_way(place.serves is not None or (place.rank == 0 and not place.servers)):
         job, origins = load_job(path, assignments)
+        if place.serves is not None:
+            return _told(serve(job, origins, place))
         if place.evaluates:
             follow(job, origins)
             return 0
+        if place.servers:
+            stopped = work(job, origins, place)
+            return 128 + stopped if stopped else 0
         outcome = train(job, origins)
     return _told(outcome)
 

@@ -12,6 +12,7 @@ from typing import Any
 from shoal.errors import UserError, check_numbers
 from shoal.federated.settings import Federated
 from shoal.jobs.cluster.table import Cluster
+from shoal.jobs.served.table import Server
 from shoal.plan import MOST_RANKS_OF_A_HOST, Plan
 from shoal.report.trackers import check_trackers
 
@@ -161,6 +162,7 @@ class Job:
     cluster: Cluster = field(default_factory=Cluster)
     federated: Federated | None = None
     auto: Auto = field(default_factory=Auto)
+    server: Server = field(default_factory=Server)
 
     def __post_init__(self) -> None:
         for section, table in tables(self).items():
@@ -174,6 +176,7 @@ SECTIONS: dict[str, type] = {
     "run": Run,
     "cluster": Cluster,
     "federated": Federated,
+    "server": Server,
 }
 """The tables with fixed keys; the keys of `[model]` depend on the model."""
 

@@ -29,6 +29,7 @@ from shoal.report.metrics import (
     Record,
     RunRecord,
     SampleRecord,
+    ServerRecord,
     StepRecord,
     WarningRecord,
 )
@@ -110,6 +111,12 @@ class Recorder:
             found += (self._record(*each) for each in self._recent)
         return found
 
+    def trained(self, record: StepRecord) -> None:
+        """Takes in the record of a step that others have computed."""
+        if self._active:
+            self._write(record)
+            self._progress.update(record)
+
     def missing(self, records: Sequence[StepRecord]) -> None:
         """Takes in the records of steps that another process has trained and not recorded."""
         for record in records:
@@ -145,6 +152,10 @@ class Recorder:
         self._late = late
         self._message(f"step {step}: the plan is {plan_text(dict(plan))} from here on ({units.duration(seconds)})")
         self._write(PlanRecord(step=step, plan=dict(plan), seconds=seconds))
+
+    def server(self, record: ServerRecord) -> None:
+        """Takes in what a parameter server has seen."""
+        self._write(record)
 
     def membership(self, record: MembershipRecord) -> None:
         """Takes in the generation that this attempt is."""

@@ -99,7 +99,7 @@ def begin(settled: Settled, world: World) -> Begun:
         begins, plan = update.step, update.plan
     with _of_the_plan(settled, plan, begins):
         engine = make_engine(replace(settled.job, plan=plan), settled.model, settled.total, world)
-    _make_directory(settled, world, engine)
+    make_directory(settled, world, engine)
     engine.run = resume.run_name(settled.job)
     restored = resume.restore(settled.job, engine, checkpoint)
     if update is not None and engine.step_index == step:
@@ -127,7 +127,7 @@ def _plan_at(settled: Settled, step: int, world: World) -> Plan:
     return plan if plan == settled.job.plan else with_plan(settled, plan, world).job.plan
 
 
-def _make_directory(settled: Settled, world: World, engine: Engine) -> None:
+def make_directory(settled: Settled, world: World, engine: Engine) -> None:
     """Makes the run directory on rank 0, writes resolved.toml and prints the values. A collective call."""
     problem = None
     run_dir = Path(settled.job.run.dir)

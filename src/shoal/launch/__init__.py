@@ -40,6 +40,11 @@ def join(init: str | None = None, *, timeout: float = 300.0) -> World:
             "the checkpoints of a run here; a script of your own goes another way before it makes an engine, or gives "
             "it world=shoal.comm.World.single()."
         )
+    if place.serves is not None:
+        raise UserError(
+            f"TF_CONFIG says that this is parameter server {place.serves}, which is none of the ranks. `shoal train "
+            "job.toml` serves the workers of a job here; a script of your own makes a shoal.ParameterServer."
+        )
     arrival = _arrive(place, timeout)
     identity, store = arrival.identity, arrival.store
     assert identity.local_rank is not None and identity.local_size is not None

@@ -52,7 +52,7 @@ def discover(environ: Mapping[str, str] = os.environ, init: str | None = None) -
         return _from_plain(environ)
     for source in (mpi, slurm, kubernetes, tf_config):
         if (found := source.identity(environ)) is not None:
-            return found if found.evaluates else _agreeing(found, environ)
+            return _agreeing(found, environ) if found.trains else found
     if environ.get(PLAIN.size, "1") != "1":
         raise UserError(
             f"WORLD_SIZE={environ[PLAIN.size]} is set but RANK is not. Set both, or unset WORLD_SIZE for a single "

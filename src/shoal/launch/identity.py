@@ -20,6 +20,8 @@ class Identity:
     source: where this was read, for messages.
     rank0_serves: rank 0 opens the TCP store, because no launcher did.
     evaluates: this process is none of the ranks: it evaluates what they train.
+    servers: addresses of the cluster's parameter servers.
+    serves: this process is none of the ranks, but the parameter server of that number.
     """
 
     rank: int
@@ -31,6 +33,13 @@ class Identity:
     source: str
     rank0_serves: bool = False
     evaluates: bool = False
+    servers: tuple[str, ...] = ()
+    serves: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether this process is one of the ranks."""
+        return not self.evaluates and self.serves is None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
      "task": {"type": "worker", "index": 0}}
 
 The chief (once called master) is rank 0 and serves the store at its address, the workers follow. The evaluator, which
-the cluster need not name, is no rank. A parameter server has nothing to do here.
+the cluster need not name, is no rank, and neither is a parameter server.
 """
 
 from __future__ import annotations
@@ -30,26 +30,23 @@ Task = tuple[str, int]
 def identity(environ: Mapping[str, str]) -> Identity | None:
     """Returns the Identity of this task; None where TF_CONFIG is absent or describes one process.
 
-    Raises UserError for a description that is invalid, and for a parameter server.
+    Raises UserError for a description that is invalid.
     """
     text = environ.get(VARIABLE, "")
     if not text.strip():
         return None
     cluster, task = _read(text)
     role, index = task
-    if role == "ps":
-        raise UserError(
-            f"TF_CONFIG says that this is parameter server {index}, and Shoal has none: the workers average gradients "
-            "among themselves. Start nothing here, and leave ps out of the cluster."
-        )
+    ranks, servers = trainers(cluster), tuple(_address(each, "ps") for each in cluster.get("ps", ()))
     if role == "evaluator":
         return Identity(0, 1, 0, 1, "", 0, VARIABLE, evaluates=True)
-    ranks = trainers(cluster)
+    if role == "ps":
+        return Identity(0, len(ranks), 0, 1, "", 0, VARIABLE, servers=servers, serves=index)
     if len(ranks) <= 1:
-        return None
-    found = Identity(ranks.index(task), len(ranks), None, None, "", 0, VARIABLE)
+        return Identity(0, 1, 0, 1, "", 0, VARIABLE, servers=servers) if servers else None
+    found = Identity(ranks.index(task), len(ranks), None, None, "", 0, VARIABLE, servers=servers)
     first, number = ranks[0]
-    return meeting(found, f"tcp://{_address(cluster[first][number], first)}", rank0_serves=True)
+    return meeting(found, f"tcp://{_address(cluster[first][number], f'first {first}')}", rank0_serves=True)
 
 
 def trainers(cluster: Cluster) -> list[Task]:
@@ -129,11 +126,11 @@ def _check(cluster: Mapping[str, list[str]], where: str) -> None:
 
 
 def _address(address: str, role: str) -> str:
-    """Returns host:port, where rank 0 serves the store."""
+    """Returns host:port, where the task `role` listens."""
     try:
         parts = urlsplit(f"tcp://{address}")
         if parts.hostname and parts.port:
             return address
     except ValueError:
         pass
-    raise UserError(f"TF_CONFIG: the address of the first {role}, {address!r}, is not host:port, e.g. 10.0.0.1:2222.")
+    raise UserError(f"TF_CONFIG: the address of the {role}, {address!r}, is not host:port, e.g. 10.0.0.1:2222.")

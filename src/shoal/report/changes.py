@@ -1,9 +1,18 @@
-"""Records of what changes beside the weights: the plan, the nodes, what lies where. See metrics.py for the others."""
+"""Records of texts, and of what changes beside the weights: the plan, the nodes, what lies where. See metrics.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """A text by the model at `step`: the continuation of `prompt`, without the prompt."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,3 +54,23 @@ class MembershipRecord:
     why: str
     lost: int
     events: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRecord:
+    """What a parameter server has seen up to `step`, an update of its weights (see docs/server.md).
+
+    policy: as server.policy names it.
+    clients: of each its number `client`, its `pushes` in this attempt, and whether it is `here`.
+    pushes, dropped, scaled: gradients taken, dropped, and given a smaller learning rate because of their lag.
+    staleness, lags: how often each was seen, by its number as a text.
+    """
+
+    step: int
+    policy: str
+    clients: list[dict[str, Any]]
+    pushes: int
+    dropped: int
+    scaled: int
+    staleness: dict[str, int]
+    lags: dict[str, int]

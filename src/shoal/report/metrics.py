@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import UserError
 
-from .changes import MembershipRecord, MovesRecord, PlanRecord
+from .changes import MembershipRecord, MovesRecord, PlanRecord, SampleRecord, ServerRecord
 from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
 from .rounds import RoundRecord
 
@@ -91,15 +91,6 @@ class EvalRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRecord:
-    """A text by the model at `step`: the continuation of `prompt`, without the prompt."""
-
-    step: int
-    prompt: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
     """A completed checkpoint. `path` is relative to the run directory; `seconds`: how long training waited for it."""
 
@@ -133,6 +124,7 @@ Record = (
     | PlanRecord
     | MembershipRecord
     | RoundRecord
+    | ServerRecord
     | WarningRecord
     | EndRecord
 )
@@ -147,6 +139,7 @@ KINDS: dict[str, type[Record]] = {
     "plan": PlanRecord,
     "membership": MembershipRecord,
     "round": RoundRecord,
+    "server": ServerRecord,
     "warning": WarningRecord,
     "end": EndRecord,
 }
@@ -185,6 +178,7 @@ class RunRecords:
     plans: tuple[PlanRecord, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
+    servers: tuple[ServerRecord, ...] = ()
     warnings: tuple[WarningRecord, ...] = ()
     end: EndRecord | None = None
     attempts: int = 0
@@ -260,6 +254,7 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         checkpoints=_last_of_a_step([r for r in kept if isinstance(r, CheckpointRecord)]),
         memberships=tuple(r for r in records if isinstance(r, MembershipRecord)),
         rounds=_last_of_a_step([r for r in kept if isinstance(r, RoundRecord)]),
+        servers=_last_of_a_step([r for r in kept if isinstance(r, ServerRecord)]),
         plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
@@ -291,7 +286,9 @@ def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:
     return kept
 
 
-HasStep = TypeVar("HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord, RoundRecord)
+HasStep = TypeVar(
+    "HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord, RoundRecord, ServerRecord
+)
 
 
 def _last_of_a_step(records: Sequence[HasStep]) -> tuple[HasStep, ...]:

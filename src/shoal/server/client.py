@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
 from shoal.server.held import Given, named
-from shoal.server.link import Link
-from shoal.server.messages import Taken
+from shoal.server.link import About, Link
+from shoal.server.messages import Taken, Work
 from shoal.server.sessions import Address, key_of_token
 from shoal.server.shares import Rows
 from shoal.server.table import summed
@@ -82,12 +83,25 @@ class Client:
         parameters = self._checked(model)
         return _version(self._each(lambda link: link.pull(parameters)))
 
-    def push(self, model: Given, version: Version) -> list[Taken]:
+    def push(self, model: Given, version: Version, count: float = 1.0) -> list[Taken]:
         """Brings the gradients of `model` (`.grad`; those of a dict are its tensors) computed with the weights of
-        `version`; returns what each server made of them, once they are safe there."""
+        `version`; returns what each server made of them, once they are safe there.
+
+        count: their weight in the mean, where an update is made of several pushes: of samples, or of tokens.
+        """
+        if not 0 <= count < math.inf:
+            raise UserError(f"push: count = {count}: give a number of samples or tokens")
         parameters, given = self._checked(model), self._versions(version)
         gradients = {name: value.grad if isinstance(model, nn.Module) else value for name, value in parameters.items()}
-        return self._each(lambda link: link.push(gradients, given[link]))
+        return self._each(lambda link: link.push(gradients, given[link], About(count)))
+
+    def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
+        """Asks the server that deals the samples of a job for work; see messages.Ask."""
+        return self._links[0].ask(seconds, found)
+
+    def push_work(self, gradients: Mapping[str, Tensor | None], version: int, about: About) -> Taken:
+        """Brings the gradients of work that a server has given, by name; None for those that are untouched."""
+        return self._links[0].push(gradients, version, about)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""

@@ -27,10 +27,13 @@ _HEAD = struct.Struct("!II")
 
 
 class Journal:
-    """Appends to the file `path`, which is made if it is missing. Raises StorageError where it cannot be written."""
+    """Appends to the file `path`, which is made if it is missing. Raises StorageError where it cannot be written.
+
+    has_pushes: whether there are entries with raw tensors, as far as they were read or written here.
+    """
 
     def __init__(self, path: Path, durable: bool) -> None:
-        self.path, self._durable = path, durable
+        self.path, self._durable, self.has_pushes = path, durable, False
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -38,11 +41,17 @@ class Journal:
         except OSError as error:
             raise self._unwritable(error) from error
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has."""
+        return self._end
+
     def entries(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Gives what was written, each with its raw tensors (uint8), up to a torn end, which is cut off."""
         at, end = 0, self._end
         while (entry := self._read(at, end)) is not None:
             at, about, raw = entry
+            self.has_pushes = self.has_pushes or bool(raw)
             yield about, raw
         self._cut(at)
 
@@ -63,6 +72,7 @@ class Journal:
             self._cut(self._end)
             raise self._unwritable(error) from error
         self._end += _HEAD.size + len(text) + sum(map(len, views))
+        self.has_pushes = self.has_pushes or bool(views)
 
     def close(self) -> None:
         os.close(self._file)

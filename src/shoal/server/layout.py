@@ -19,17 +19,24 @@ from shoal.server.sessions import Form
 
 @dataclass(frozen=True)
 class Stretch:
-    """A chunk: `numel` elements of `dtype`, with parameters in `slots`."""
+    """A chunk: `numel` elements of `dtype`, with parameters in `slots`; its gradient has `grad_dtype`, None if
+    it is not trained."""
 
     numel: int
     dtype: torch.dtype
-    trained: bool
+    grad_dtype: torch.dtype | None
     slots: tuple[Slot, ...]
 
     @property
     def form(self) -> Form:
         """Describes the weights on their way."""
         return Form(self.dtype, self.numel)
+
+    @property
+    def grad_form(self) -> Form:
+        """Describes the gradient on its way, where no codec encodes it."""
+        assert self.grad_dtype is not None
+        return Form(self.grad_dtype, self.numel)
 
 
 @dataclass(frozen=True)
@@ -46,25 +53,27 @@ class Layout:
     @classmethod
     def of(cls, chunks: Sequence[Chunk], option: Option) -> Layout:
         """Describes an engine's chunks."""
-        return cls(tuple(Stretch(each.size, each.data.dtype, each.trainable, each.slots) for each in chunks), option)
+        kinds = [each.grad_dtype if each.trainable else None for each in chunks]
+        pairs = zip(chunks, kinds, strict=True)
+        return cls(tuple(Stretch(each.size, each.data.dtype, kind, each.slots) for each, kind in pairs), option)
 
     @property
     def trained(self) -> list[Stretch]:
         """The chunks that have gradients."""
-        return [each for each in self.stretches if each.trained]
+        return [each for each in self.stretches if each.grad_dtype is not None]
 
     def pushed(self) -> list[Form]:
         """Describes the raw tensors of a push: gradients as they are, or encoded."""
         if self.codec.lossless:
-            return [each.form for each in self.trained]
+            return [each.grad_form for each in self.trained]
         return [Form(torch.uint8, self.codec.encoded_bytes(each.numel)) for each in self.trained]
 
     def to_json(self) -> dict[str, object]:
         stretches = [
             [
                 each.numel,
-                str(each.dtype).removeprefix("torch."),
-                each.trained,
+                _name(each.dtype),
+                None if each.grad_dtype is None else _name(each.grad_dtype),
                 [[slot.name, list(slot.shape), slot.offset] for slot in each.slots],
             ]
             for each in self.stretches
@@ -79,10 +88,10 @@ class Layout:
                 Stretch(
                     int(numel),
                     _DTYPES[dtype],
-                    bool(trained),
+                    None if grad_dtype is None else _DTYPES[grad_dtype],
                     tuple(Slot(str(name), torch.Size(shape), int(offset)) for name, shape, offset in slots),
                 )
-                for numel, dtype, trained, slots in table["chunks"]  # type: ignore[attr-defined]
+                for numel, dtype, grad_dtype, slots in table["chunks"]  # type: ignore[attr-defined]
             )
             found = cls(stretches, table["codec"])  # type: ignore[arg-type]
             _ = found.codec
@@ -99,6 +108,8 @@ def described(table: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(table).encode()), dtype=torch.uint8)
 
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-}
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {_name(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}

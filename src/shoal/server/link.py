@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,20 @@ from shoal.comm.codecs import Codec, ErrorFeedback
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError, UserError
 from shoal.server.layout import Layout
-from shoal.server.messages import TO_CLIENT, WEIGHTS, Admitted, Join, Leave, Pull, Push, Refused, Taken, Values
+from shoal.server.messages import (
+    TO_CLIENT,
+    WEIGHTS,
+    Admitted,
+    Ask,
+    Join,
+    Leave,
+    Pull,
+    Push,
+    Refused,
+    Taken,
+    Values,
+    Work,
+)
 from shoal.server.sessions import Address, Session, SessionLost, call
 from shoal.server.sessions.session import Form
 
@@ -24,6 +38,15 @@ _MARGIN_SECONDS = 5.0  # beyond what a server itself waits for others, until it 
 _RETRY_SECONDS = 0.05
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class About:
+    """What a push tells beside its gradient; see messages.Push."""
+
+    count: float = 1.0
+    ticket: int = -1
+    note: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Link:
@@ -52,7 +75,7 @@ class Link:
         if WEIGHTS in self._about:
             self._layout = Layout.from_json(self._about[WEIGHTS])
             self._weights = [torch.empty(each.numel, dtype=each.dtype) for each in self._layout.stretches]
-            self._gradients = [torch.zeros(each.numel, dtype=each.dtype) for each in self._layout.trained]
+            self._gradients = [torch.zeros(each.numel, dtype=each.grad_dtype) for each in self._layout.trained]
             self._codecs, self._encoded = _encoders(self._layout)
             self.shapes = {slot.name: tuple(slot.shape) for each in self._layout.stretches for slot in each.slots}
         return self._rank
@@ -68,7 +91,16 @@ class Link:
                     parameters[slot.name].copy_(slot.view(flat))
         return version
 
-    def push(self, gradients: Mapping[str, Tensor | None], version: int) -> Taken:
+    def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
+        """Asks for work; see messages.Ask."""
+
+        def asked(session: Session) -> Work:
+            session.send(Ask(seconds, dict(found)))
+            return self._answer(session, Work)
+
+        return self._ask(asked)
+
+    def push(self, gradients: Mapping[str, Tensor | None], version: int, about: About) -> Taken:
         """Brings the gradients of the parameters that the server has."""
         if not self.shapes:
             return Taken(version, 0, 1.0)
@@ -86,7 +118,7 @@ class Link:
             raw = self._encoded
             for codec, flat, encoded in zip(self._codecs, self._gradients, raw, strict=True):
                 codec.encode(flat, encoded)
-        return self._push(WEIGHTS, version, untouched, *raw)
+        return self._push(WEIGHTS, version, untouched, about, *raw)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
         """Returns version and values of rows that this server has."""
@@ -95,7 +127,7 @@ class Link:
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: int) -> Taken:
         """Brings the gradients of rows that this server has, each once and in ascending order."""
-        return self._push(table, version, [], rows, gradients)
+        return self._push(table, version, [], About(), rows, gradients)
 
     def close(self) -> None:
         """Leaves the server."""
@@ -110,8 +142,8 @@ class Link:
         session.fill(*into)
         return int(answer.version)
 
-    def _push(self, part: str, version: int, untouched: list[str], *raw: Tensor) -> Taken:
-        push = Push(part, version, self._sequence[part] + 1, untouched)
+    def _push(self, part: str, version: int, untouched: list[str], about: About, *raw: Tensor) -> Taken:
+        push = Push(part, version, self._sequence[part] + 1, untouched, about.count, about.ticket, dict(about.note))
 
         def pushed(session: Session) -> Taken:
             session.send(push, *raw)

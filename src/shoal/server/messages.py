@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.elastic.records import kinds
 
@@ -33,12 +34,26 @@ class Push:
 
     sequence: counts the pushes of this client to this part, so that one which is sent again is taken once.
     untouched: parameters that the client's backward has not reached.
+    count: the gradient's weight in the mean of an update.
+    ticket: the work (see Work) that it is of, -1 for none.
+    note: what else the client tells of it.
     """
 
     part: str
     version: int
     sequence: int
     untouched: list[str]
+    count: float
+    ticket: int
+    note: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Asks for work, waiting `seconds` at most. `found`: what an evaluation that the client was given has found."""
+
+    seconds: float
+    found: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,18 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a client is to do.
+
+    what: TRAIN on the share `ticket` of the run's samples, EVALUATE, ask again because there is nothing now (WAIT), or
+        leave (END).
+    """
+
+    what: str
+    ticket: int
+
+
+@dataclass(frozen=True)
 class Refused:
     """The server cannot do what was asked. `late`: others have not come in time, and asking again may help."""
 
@@ -78,5 +105,6 @@ class Refused:
     late: bool
 
 
-FROM_CLIENT = kinds((Join, Pull, Push, Leave))
-TO_CLIENT = kinds((Admitted, Values, Taken, Refused))
+TRAIN, EVALUATE, WAIT, END = "train", "evaluate", "wait", "end"
+FROM_CLIENT = kinds((Join, Pull, Push, Ask, Leave))
+TO_CLIENT = kinds((Admitted, Values, Taken, Work, Refused))

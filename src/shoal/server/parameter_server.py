@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
+from shoal.comm.secret import find_secret
+from shoal.comm.stalls import Say, to_stderr
 from shoal.elastic.records import Malformed
 from shoal.errors import ShoalError
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.plan import Option
 from shoal.server.held import Given, Held
+from shoal.server.keeping import Keeping, NotDone
 from shoal.server.layout import described
-from shoal.server.messages import FROM_CLIENT, WEIGHTS, Admitted, Join, Leave, Pull, Push, Refused, Values
+from shoal.server.messages import FROM_CLIENT, WEIGHTS, Admitted, Ask, Join, Leave, Pull, Push, Refused, Values
 from shoal.server.options import Options
-from shoal.server.part import Keeping, NotDone, Part
+from shoal.server.part import Part
 from shoal.server.policies import Policy
 from shoal.server.serving import Serving
 from shoal.server.sessions import Session, SessionLost
@@ -67,17 +71,29 @@ class ParameterServer(Serving):
         super().__init__(token)
         options = options or Options()
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
-        self._parts: dict[str, Part] = {}
+        parts: dict[str, Part] = {}
         if mine := options.names_of(params):
             held = Held(params, mine, buffers=options.share.index == 0)
-            weights = Weights(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
-            self._parts[WEIGHTS] = Part(weights, policy, keeping.of(WEIGHTS))
+            weights = Weights.of(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
+            parts[WEIGHTS] = Part(weights, policy, keeping.of(WEIGHTS))
         for name, table in options.tables.items():
             rows = TableRows(table, optimizer, options.share)
-            self._parts[name] = Part(rows, policy, keeping.of(f"table-{name}"))
+            parts[name] = Part(rows, policy, keeping.of(f"table-{name}"))
+        self._serve_parts(parts, address, options.seconds, options.say)
+
+    @classmethod
+    def of(cls, part: Part, address: str, token: str | None, seconds: float = 60.0, say: Say = to_stderr) -> Self:
+        """Serves weights that are made already. token: None for the user's secret."""
+        server = cls.__new__(cls)
+        Serving.__init__(server, token or find_secret().decode())
+        server._serve_parts({WEIGHTS: part}, address, seconds, say)
+        return server
+
+    def _serve_parts(self, parts: dict[str, Part], address: str, seconds: float, say: Say) -> None:
+        self._parts = parts
         self._guard = threading.Lock()
         self._here: dict[int, tuple[str, Session]] = {}
-        self._listen(address, FROM_CLIENT, options.seconds, options.say)
+        self._listen(address, FROM_CLIENT, seconds, say)
 
     @property
     def version(self) -> int:
@@ -146,10 +162,13 @@ class ParameterServer(Serving):
         self, session: Session, rank: int, incarnation: str, asked: object, rooms: dict[str, list[Tensor]]
     ) -> None:
         """Answers a request; what others have not done in time, or what does not fit, is told to the client."""
-        if not isinstance(asked, Pull | Push) or asked.part not in self._parts:
+        if not isinstance(asked, Pull | Push | Ask) or (name := getattr(asked, "part", WEIGHTS)) not in self._parts:
             raise Malformed(f"{type(asked).__name__}, which nothing here answers")
-        part = self._parts[asked.part]
+        part = self._parts[name]
         try:
+            if isinstance(asked, Ask):
+                session.send(part.deal(rank, min(max(asked.seconds, 0.0), _MOST_WAIT), asked.found))
+                return
             if isinstance(asked, Push):
                 raw = part.values.room(session.forms)
                 session.fill(*raw)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from shoal.checkpoint.directory import clean, completed
-from shoal.errors import ShoalError
+from shoal.errors import CheckpointError, UserError
 from shoal.server.journal import Journal
+from shoal.server.keeping import Dealt, Keeping, NotDone
 from shoal.server.ledger import Gradient, Ledger, Update
-from shoal.server.messages import Push, Taken
+from shoal.server.messages import WAIT, Push, Taken, Work
 from shoal.server.policies import Policy
 from shoal.server.sessions import Form
 
 _LOOK_SECONDS = 0.2  # between looks whether a client that was lost is no longer waited for
-
-
-class NotDone(ShoalError):
-    """What a client asked for cannot be done; `late`: others have not come in time."""
-
-    def __init__(self, why: str, late: bool = False) -> None:
-        super().__init__(why)
-        self.late = late
 
 
 class Holding(Protocol):
@@ -46,39 +40,21 @@ class Holding(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """How a part is kept.
-
-    directory: of its checkpoints and journal; None keeps nothing.
-    save_every: updates from one checkpoint to the next.
-    durable: an acknowledged push also survives the host (see journal).
-    grace: seconds for which a lost client is still waited for, so that it can come again.
-    """
-
-    directory: Path | None
-    save_every: int
-    durable: bool
-    grace: float
-
-    def of(self, part: str) -> Keeping:
-        """Returns how the part of this name is kept."""
-        inside = None if self.directory is None else self.directory / (part or "weights")
-        return Keeping(inside, self.save_every, self.durable, self.grace)
-
-
 class Part:
     """Holds `values` under `policy`, kept as `keeping` says; it goes on from what it finds there. Its methods may be
-    called from any thread."""
+    called from any thread. `dealt`: where it belongs to a job."""
 
-    def __init__(self, values: Holding, policy: Policy, keeping: Keeping) -> None:
-        self.values, self._keeping = values, keeping
+    def __init__(self, values: Holding, policy: Policy, keeping: Keeping, dealt: Dealt | None = None) -> None:
+        self.values, self._keeping, self._dealt = values, keeping, dealt
         self.ledger = Ledger(policy)
         self._policy = policy
         self._changed = threading.Condition()
         self._present: set[int] = set()
+        self._idle: set[int] = set()
         self._gone: dict[int, float] = {}
         self._journal: Journal | None = None
+        self.fault: Exception | None = None
+        """Why a push could not be entered, though nothing was wrong with it: the first such error."""
         if keeping.directory is not None:
             self._go_on(keeping.directory)
 
@@ -88,6 +64,8 @@ class Part:
             self._present.add(rank)
             member = self.ledger.members.get(rank)
             if member is None or member.incarnation != incarnation:
+                if self._dealt is not None:
+                    self._dealt.tickets.forget(rank)
                 clock = self.ledger.clock_for(rank, self._active())
                 if self._journal is not None:
                     self._journal.append({"rank": rank, "incarnation": incarnation, "clock": clock})
@@ -107,11 +85,12 @@ class Part:
         until = time.monotonic() + seconds
         if why := self.values.wrong(asked):
             raise NotDone(f"client {rank} asks for {why}")
+        gated = self._dealt is not None and self._policy.ordered  # by its tickets
         with self._changed:
             while True:
-                active = self._active()
+                active = self._active() - self._idle
                 waits, whom = self._policy.awaited(rank, self.ledger.members, active, self.ledger.version)
-                if not waits:
+                if not waits or gated:
                     break
                 left = until - time.monotonic()
                 if left <= 0:
@@ -126,28 +105,81 @@ class Part:
         that cannot be taken."""
         gradients = self.values.decoded(raw)
         bad = self.values.problem(gradients)
-        gradient = Gradient(rank, incarnation, push.sequence, push.version, frozenset(push.untouched), gradients)
+        about = {"rank": rank, "sequence": push.sequence, "version": push.version, "untouched": push.untouched}
+        about |= {"count": push.count, "ticket": push.ticket, "note": push.note}
+        gradient = _gradient(about, incarnation, gradients)
         with self._changed:
             if self.ledger.is_known(rank, incarnation, push.sequence):
                 return Taken(self.ledger.version, 0, 1.0)
-            if bad := bad or self.ledger.problem(gradient):
+            if bad := bad or self._problem(gradient):
                 raise NotDone(f"client {rank}: {bad}")
-            if self._journal is not None:
-                about = {"rank": rank, "sequence": push.sequence, "version": push.version, "untouched": push.untouched}
-                self._journal.append(about, raw)
-            taken = self._take(gradient)
+            skips = self._dealt is not None and self._dealt.tickets.is_done(push.ticket)
+            try:
+                if self._journal is not None:
+                    self._journal.append({**about, "skips": skips}, () if skips else raw)
+                taken = self._skip(gradient) if skips else self._take(gradient)
+            except Exception as error:
+                self.fault = self.fault or error
+                raise
             self._changed.notify_all()
         return taken
 
+    def deal(self, rank: int, seconds: float, found: Mapping[str, Any]) -> Work:
+        """Returns what client `rank` is to do, once there is something; WAIT after `seconds`."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            if self._dealt is None:
+                raise NotDone("this server deals no work: it belongs to no job")
+            tickets = self._dealt.tickets
+            if found and tickets.evaluated(rank, int(found["step"])):
+                self._dealt.watch.evaluated(self.ledger.version, found)
+                self._changed.notify_all()
+            self._idle.add(rank)  # nobody waits for one that has nothing to do
+            try:
+                while True:
+                    work = tickets.next(rank, self.ledger.version, self._active())
+                    left = until - time.monotonic()
+                    if work.what != WAIT or left <= 0:
+                        return work
+                    self._changed.wait(min(left, _LOOK_SECONDS))
+            finally:
+                self._idle.discard(rank)
+
+    def end(self, evaluate: bool) -> None:
+        """Deals no further steps of a job; see Tickets.end."""
+        with self._changed:
+            assert self._dealt is not None
+            self._dealt.tickets.end(evaluate)
+            self._changed.notify_all()
+
+    def is_over(self) -> bool:
+        """Returns whether nothing is left to do of a job."""
+        with self._changed:
+            return self._dealt is not None and self._dealt.tickets.is_over(self._active())
+
+    def save_last(self) -> bool:
+        """Writes a checkpoint of the newest update, where the last one is older; returns False where gradients wait for
+        others: the journal has those. Raises CheckpointError."""
+        with self._changed:
+            if not self.ledger.pending and self._journal is not None and self._journal.has_pushes:
+                self.save()
+            return not self.ledger.pending
+
     def save(self) -> None:
         """Writes a checkpoint and begins a new journal. No gradient may be pending."""
-        directory, old = self._keeping.directory, self._journal
+        directory, old, name = self._keeping.directory, self._journal, secrets.token_hex(4)
         assert directory is not None
-        self.values.save(directory, {"server": self.ledger.state()})
-        self._journal = Journal(_journal_path(directory, self.ledger.version), self._keeping.durable)
-        if old is not None and old.path != self._journal.path:
+        dealt = {} if self._dealt is None else {"tickets": self._dealt.tickets.state()}
+        began = time.perf_counter()
+        self.values.save(directory, {"server": {**self.ledger.state(), **dealt, "journal": name}})
+        self._journal = Journal(self._keeping.journal(self.ledger.version, name), self._keeping.durable)
+        if old is not None:
             old.close()
-            old.path.unlink()
+        for each in self._journal.path.parent.glob("journal-*"):
+            if each != self._journal.path:
+                each.unlink()
+        if self._dealt is not None:
+            self._dealt.watch.saved(self.ledger.version, time.perf_counter() - began)
 
     def close(self) -> None:
         """Ends it; a push that is under way is completed first."""
@@ -157,13 +189,41 @@ class Part:
                 self._journal = None
             self.values.close()
 
-    def _take(self, gradient: Gradient) -> Taken:
-        outcome = self.ledger.take(gradient)
+    def _problem(self, push: Gradient) -> str:
+        """Returns why a push cannot be taken, or ""."""
+        if not (math.isfinite(push.count) and push.count >= 0):
+            return f"a gradient that counts {push.count}"
+        return self.ledger.problem(push) or ("" if self._dealt is None else self._dealt.tickets.problem(push.ticket))
+
+    def _take(self, push: Gradient) -> Taken:
+        outcome = self.ledger.take(push)
         if outcome.update is not None:
             self.values.update(outcome.update)
-            if self._journal is not None and self.ledger.version % self._keeping.save_every == 0:
-                self.save()
+        if self._dealt is not None:
+            self._dealt.tickets.take(push.ticket, used=outcome.weight > 0)
+            self._dealt.watch.pushed(push, outcome)
+            if outcome.update is not None:
+                self._dealt.tickets.updated(self.ledger.version)
+        if outcome.update is not None and self._journal is not None and self._is_due(self._journal):
+            self._save_or_tell()
         return Taken(self.ledger.version, outcome.lag, outcome.weight)
+
+    def _skip(self, push: Gradient) -> Taken:
+        """Enters a push of a ticket that is done already."""
+        self.ledger.skip(push.rank, push.sequence)
+        return Taken(self.ledger.version, self.ledger.version - push.version, 0.0)
+
+    def _is_due(self, journal: Journal) -> bool:
+        return self.ledger.version % self._keeping.save_every == 0 or journal.nbytes > self._keeping.most_bytes
+
+    def _save_or_tell(self) -> None:
+        """Saves. In a job a failure is told, and the journal goes on: the next one may succeed."""
+        try:
+            self.save()
+        except CheckpointError as error:
+            if self._dealt is None:
+                raise
+            self._dealt.watch.failed(error)
 
     def _active(self) -> set[int]:
         """Returns the clients that are here, or were until a moment ago."""
@@ -174,11 +234,29 @@ class Part:
     def _go_on(self, directory: Path) -> None:
         """Goes on from the newest checkpoint and what the journal has beside it; or writes the first checkpoint."""
         clean(directory)
-        if not completed(directory):
+        dealt, extra = self._dealt, dict[str, Any]()
+        if dealt is not None:
+            extra.update(dealt.restored)
+        elif completed(directory):
+            extra = self.values.load(directory)
+        state = extra.get("server")
+        if state is None:
+            if dealt is not None:
+                self.ledger.version = dealt.step
+                dealt.tickets.begin(dealt.step)
             self.save()
             return
-        self.ledger.restore(self.values.load(directory)["server"])
-        journal = Journal(_journal_path(directory, self.ledger.version), self._keeping.durable)
+        self.ledger.restore(state)
+        journal = Journal(self._keeping.journal(self.ledger.version, state["journal"]), self._keeping.durable)
+
+        def fresh() -> bool:
+            return not any(raw for _, raw in journal.entries())
+
+        if dealt is not None and not dealt.tickets.restore(state["tickets"], self.ledger.version, fresh):
+            raise UserError(
+                f"the run was cut short in a step of {state['tickets']['shares']} shares: go on with the workers and "
+                "the server.policy that it had; a run that has ended, also by SIGTERM, goes on with others"
+            )
         for about, raw in journal.entries():
             self._replay(about, raw)
         self._journal = journal
@@ -189,10 +267,14 @@ class Part:
         if "clock" in about:
             self.ledger.join(rank, about["incarnation"], about["clock"])
             return
-        untouched, incarnation = frozenset(about["untouched"]), self.ledger.members[rank].incarnation
-        tensors = self.values.decoded(raw)
-        self._take(Gradient(rank, incarnation, about["sequence"], about["version"], untouched, tensors))
+        incarnation = self.ledger.members[rank].incarnation
+        if about["skips"]:
+            self._skip(_gradient(about, incarnation, []))
+        else:
+            self._take(_gradient(about, incarnation, self.values.decoded(raw)))
 
 
-def _journal_path(directory: Path, version: int) -> Path:
-    return directory / f"journal-{version:08d}"
+def _gradient(about: Mapping[str, Any], incarnation: str, tensors: list[Tensor]) -> Gradient:
+    """Returns what a journal's entry, or a push, describes."""
+    untouched, work = frozenset(about["untouched"]), (about["count"], about["ticket"], about["note"])
+    return Gradient(about["rank"], incarnation, about["sequence"], about["version"], untouched, tensors, *work)

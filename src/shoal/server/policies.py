@@ -39,8 +39,9 @@ Members = Mapping[int, Member]
 class Policy(Protocol):
     """Decides; keeps no state."""
 
-    ordered: bool
-    """Whether gradients are summed in the order of ranks, instead of that of their arrival."""
+    @property
+    def ordered(self) -> bool:
+        """Whether gradients are summed in the order of ranks, instead of that of their arrival."""
 
     def due(self, pending: int) -> bool:
         """Returns whether `pending` gradients make an update."""

@@ -5,13 +5,15 @@ They lie in the engine's chunks, its optimizer updates them, and its checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.chunks import sum_of_squares
+from shoal.chunks.exact import value_of
 from shoal.comm import World
 from shoal.comm.reductions import finish
 from shoal.elastic.records import Malformed
@@ -30,17 +32,41 @@ KEPT = 2
 
 
 class Weights:
-    """Weights of `module` under `optimizer`, as in `shoal.Engine`; gradients come encoded by the codec `option`."""
+    """The weights of `engine`; gradients come encoded by the codec `option`.
+
+    clip: the largest norm of an update's gradient.
+    kept: checkpoints that are kept. about: returns what they record beside the server's state.
+    """
 
     def __init__(
         self,
+        engine: Engine,
+        option: Option,
+        clip: float | None = None,
+        kept: int = KEPT,
+        about: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self.engine, self._clip, self._kept, self._about = engine, clip, kept, about
+        self._chunks = engine.parts.chunks
+        self.layout = Layout.of(self._chunks, option)
+        self._codec, self._pushed = self.layout.codec, self.layout.pushed()
+        self._free: list[list[Tensor]] = []
+        self.norm: float | None = None
+        """Of the mean gradient of the last update, before clipping; None where nothing is clipped."""
+        self.rate = 0.0
+        """The learning rate of the last update."""
+
+    @classmethod
+    def of(
+        cls,
         module: nn.Module,
         optimizer: OptimizerFactory,
         option: Option,
         schedule: Schedule | None = None,
         param_groups: GroupRule | None = None,
-    ) -> None:
-        self.engine = Engine(
+    ) -> Weights:
+        """Holds the weights of `module` under `optimizer`, as in `shoal.Engine`."""
+        engine = Engine(
             module,
             _no_loss,
             lambda groups: optimizer(groups),  # hides its options, of which `fused` would be set: as given, to the bit
@@ -51,10 +77,7 @@ class Weights:
             param_groups=param_groups,
             world=World.single(),
         )
-        self._chunks = self.engine.parts.chunks
-        self.layout = Layout.of(self._chunks, option)
-        self._codec, self._pushed = self.layout.codec, self.layout.pushed()
-        self._free: list[list[Tensor]] = []
+        return cls(engine, option)
 
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for a push of these forms. Raises Malformed where no push has them."""
@@ -69,8 +92,8 @@ class Weights:
         """Returns the gradients of a push, flat as the chunks; without a codec they are views of it."""
         pairs = list(zip(self.layout.trained, raw, strict=True))
         if self._codec.lossless:
-            return [data.view(stretch.dtype) for stretch, data in pairs]
-        found = [torch.empty(stretch.numel, dtype=stretch.dtype) for stretch, _ in pairs]
+            return [data.view(stretch.grad_form.dtype) for stretch, data in pairs]
+        found = [torch.empty(stretch.numel, dtype=stretch.grad_dtype) for stretch, _ in pairs]
         for (_, data), out in zip(pairs, found, strict=True):
             self._codec.decode(data, out)
         return found
@@ -82,22 +105,33 @@ class Weights:
 
     @torch.no_grad()
     def update(self, update: Update) -> None:
-        """Makes an update with the mean of the gradients."""
+        """Makes an update with the mean of the gradients, by their counts. Where nothing counts it only counts as a
+        step, as in an engine."""
         engine, first, rest = self.engine, update.gradients[0], update.gradients[1:]
-        trained = (chunk for chunk in self._chunks if chunk.trainable)
-        for index, chunk in enumerate(trained):
-            chunk.gradient.copy_(first.tensors[index])
-            for each in rest:
-                chunk.gradient.add_(each.tensors[index].to(chunk.gradient.device))
-            finish(chunk.gradient, "avg", len(update.gradients))
+        counts = [each.count for each in update.gradients]
+        for index, chunk in enumerate(chunk for chunk in self._chunks if chunk.trainable):
+            _mean(chunk.gradient, [each.tensors[index] for each in update.gradients], counts)
+        self.rate = float(engine.optimizer.torch.param_groups[0]["lr"]) * update.weight
         untouched = first.untouched.intersection(*(each.untouched for each in rest))
-        with at_rate(engine.optimizer.torch, update.weight):
-            engine.optimizer.apply(torch.tensor(1.0), None, sorted(untouched & engine.optimizer.known.keys()))
+        if any(counts):
+            with at_rate(engine.optimizer.torch, update.weight):
+                engine.optimizer.turn = engine.step_index
+                engine.optimizer.apply(self._factor(), None, sorted(untouched & engine.optimizer.known.keys()))
+                engine.optimizer.settle()
         if engine.scheduler is not None:
             engine.scheduler.step()
         engine.step_index += 1
         if self._codec.lossless:  # the gradients are the memory in which they came
             self._free += [each.tensors for each in update.gradients]
+
+    def _factor(self) -> Tensor:
+        """Returns by what the mean gradient is clipped."""
+        if self._clip is None:
+            return torch.tensor(1.0)
+        pieces = [piece for chunk in self._chunks if chunk.trainable for piece in chunk.norm_pieces()]
+        norm = value_of(sum_of_squares(pieces, self.engine.device)).sqrt()
+        self.norm = float(norm)
+        return (self._clip / (norm + 1e-6)).clamp(max=1.0)
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for what a pull of weights brings, which is nothing. Raises Malformed for anything else."""
@@ -118,7 +152,7 @@ class Weights:
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint."""
-        self.engine.save(directory, keep=KEPT, extra=extra)
+        self.engine.save(directory, keep=self._kept, extra={**self._about(), **extra})
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Reads the newest checkpoint; returns its `extra`."""
@@ -130,6 +164,20 @@ class Weights:
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _mean(into: Tensor, gradients: Sequence[Tensor], counts: Sequence[float]) -> None:
+    """Writes the mean of `gradients`, weighted by `counts`; of equal counts the bits of an all-reduce."""
+    if len(set(counts)) == 1:
+        into.copy_(gradients[0])
+        for each in gradients[1:]:
+            into.add_(each.to(into.device))
+        finish(into, "avg", len(gradients))
+        return
+    into.zero_()
+    for each, count in zip(gradients, counts, strict=True):
+        into.add_(each.to(into.device), alpha=count)
+    into.div_(sum(counts))
 
 
 def _no_loss(model: nn.Module, batch: object) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,157 @@
+"""A worker of a job: asks the server for samples, pulls weights, pushes gradients, until the server has no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm import World
+from shoal.data import Batch, Cursor
+from shoal.data.loader import stack_samples
+from shoal.device import accelerators
+from shoal.errors import UserError
+from shoal.jobs.assemble import make_engine
+from shoal.jobs.attempt import FIRST_LOOK
+from shoal.jobs.choose import Settled, Sizes, settle
+from shoal.jobs.config import Job, Origins
+from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
+from shoal.jobs.served.policy import samples_of
+from shoal.jobs.served.settings import check_served, shares
+from shoal.jobs.served.table import SYNC
+from shoal.launch.identity import Identity
+from shoal.launch.local import signals
+from shoal.server import Client, connect
+from shoal.server.link import About
+from shoal.server.messages import END, EVALUATE, TRAIN
+
+ASK_SECONDS = 10.0
+TIMEOUT = 300.0
+
+
+class Kept(torch.optim.Optimizer):
+    """Keeps the gradients that it is given, by parameter, and updates nothing: the server does."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0, "fused": True})  # as torch's fused ones it is given whole parameters
+        self.gradients: dict[Tensor, Tensor | None] = {}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Takes the gradients; None is that of a parameter that backward has not reached."""
+        self.gradients = {each: each.grad for group in self.param_groups for each in group["params"]}
+
+
+def work(job: Job, origins: Origins, place: Identity) -> int:
+    """Trains as worker `place.rank` of a job; returns the number of the signal that ended it, 0 for none."""
+    check_served(job, len(place.servers), place.size)
+    settled = settle(job, origins, Sizes(1, 1))
+    found = accelerators()
+    worker = _Worker(settled, place.size, found[place.rank % len(found)] if found else None)
+    timeout = TIMEOUT if job.server.timeout is None else job.server.timeout
+    with signals() as received, connect(place.servers[0], rank=place.rank, timeout=timeout) as client:
+        worker.to_the_end(client, received)
+    worker.engine.close()
+    return received[0] if received else 0
+
+
+class _Worker:
+    """Computes gradients of the job's model, as the engine of one rank does."""
+
+    def __init__(self, settled: Settled, workers: int, device: torch.device | None) -> None:
+        self._settled, self._shares = settled, shares(settled.job, workers)
+        self._gated = settled.job.server.kind[0] == SYNC
+        self._data = settled.model.prepare_data(settled.data.train)
+        self._cursor = Cursor(len(self._data), settled.job.train.global_batch, settled.job.train.seed)
+        world = World.single(device)
+        self.engine = make_engine(settled.job, settled.model, settled.total, world, optimizer=Kept)
+        assert isinstance(self.engine.optimizer.torch, Kept)
+        self._kept = self.engine.optimizer.torch
+        self._buffers = {name: value.clone() for name, value in self._persistent().items()}
+        self._version = -1
+
+    def to_the_end(self, client: Client, received: list[int]) -> None:
+        """Does what the server says, until it has no more or a signal has come."""
+        found: Mapping[str, Any] = {}
+        while not received:
+            given = client.ask(ASK_SECONDS, found)
+            found = {}
+            if given.what == END:
+                break
+            if given.what == EVALUATE:
+                self._pull(client)
+                found = self._evaluate()
+            elif given.what == TRAIN:
+                self._train(client, given.ticket)
+
+    def _train(self, client: Client, ticket: int) -> None:
+        step, ids = samples_of(self._cursor, ticket, self._shares)
+        if not (self._gated and self._version == step):
+            self._pull(client)
+        gradients: dict[str, Tensor | None] = dict.fromkeys(self._masters())
+        if not ids:  # the epoch's last batch has fewer samples than shares
+            client.push_work(gradients, self._version, About(0.0, ticket, {"loss": 0.0}))
+            return
+        load = partial(_load, self._data)
+        batch = Batch(step, self._cursor.epoch(step), ids, load)
+        while True:
+            self.engine.step_index = step
+            result = self.engine.step(batch)
+            if not result.skipped:  # under a loss scale that was too large
+                break
+        if result.tokens:
+            known = self.engine.optimizer.known
+            gradients |= {name: self._kept.gradients[parameter] for name, parameter in known.items()}
+        self._check_buffers()
+        loss = result.loss if result.tokens else 0.0
+        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}))
+
+    @torch.no_grad()
+    def _pull(self, client: Client) -> None:
+        self._version = int(client.pull(self._masters()))  # type: ignore[arg-type]  # of one server
+        for chunk in self.engine.parts.chunks:
+            chunk.publish()
+
+    def _masters(self) -> dict[str, Tensor]:
+        """Returns the weights by name, in the precision in which they are kept."""
+        return {slot.name: slot.view(chunk.master) for chunk in self.engine.parts.chunks for slot in chunk.slots}
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Evaluates the weights that were pulled last, and continues the prompt `run.sample`."""
+        settled, run = self._settled, self._settled.job.run
+        rows = Subsample(settled.model.prepare_data(settled.data.validation), run.eval_samples)
+        if self._version == 0:
+            rows = Subsample(rows, min(FIRST_LOOK, len(rows)))
+        right = measure_of(settled.model.loss)
+        seen = self.engine.evaluate(rows, also=() if right is None else (right,))
+        found: dict[str, Any] = {"step": self._version, "tokens": seen.tokens, "seconds": seen.seconds}
+        found["loss"] = seen.loss if math.isfinite(seen.loss) else None
+        found["accuracy"] = seen.also[0] if seen.also else None
+        if run.sample and self._version and can_write(settled.model.loss) and settled.tokenizer is not None:
+            found["prompt"] = run.sample
+            found["sample"] = write_on(self.engine, settled.tokenizer, run.sample)
+        return found
+
+    def _persistent(self) -> dict[str, Tensor]:
+        module = self.engine.module
+        return {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+
+    def _check_buffers(self) -> None:
+        """Raises UserError where a forward changes what a checkpoint has beside the parameters."""
+        if not self._buffers:
+            return
+        now = self._persistent()
+        for name, before in self._buffers.items():
+            if not torch.equal(now[name], before):
+                raise UserError(
+                    f"the model's forward changes the buffer {name}, which no parameter server keeps: leave ps out of "
+                    "the roles, or take a model without such buffers (LayerNorm or GroupNorm in place of BatchNorm)"
+                )
+        self._buffers.clear()
+
+
+def _load(data: Any, ids: Any) -> dict[str, Tensor]:
+    return stack_samples([data[int(each)] for each in ids])
