@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shoal.report.changes import ServerRecord
 from shoal.report.events import Event, events_of
 from shoal.report.follow import Follower
 from shoal.report.metrics import (
@@ -23,6 +24,7 @@ from shoal.report.metrics import (
     assemble,
     read_metrics,
 )
+from shoal.report.page import render
 from shoal.report.top import RankRow, View, frame, recorded_ranks, sparkline
 from tests.report.synthetic import BEGAN, run_record, step_record, write_run
 
@@ -180,3 +182,25 @@ def test_a_damaged_line_is_counted_and_a_new_file_is_read_anew(tmp_path: Path) -
     MetricsLog(other).write(run_record())
     other.replace(path)
     assert follower.read() and (follower.records, follower.damaged) == ([run_record()], 0)
+
+
+def test_a_parameter_server_is_shown(tmp_path):
+    record = ServerRecord(
+        step=9,
+        policy="staleness:2",
+        clients=[{"client": 0, "pushes": 5, "here": True}, {"client": 1, "pushes": 4, "here": False}],
+        pushes=9,
+        dropped=1,
+        scaled=0,
+        staleness={"0": 6, "2": 3},
+        lags={"0": 9},
+    )
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(record)
+    log.close()
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    seen = "\n".join(shown(View("run", ("trains", ""), True, records, (), ()), 200))
+    line = "server staleness:2, clients (gradients) 0 (5); 9 gradients, 1 dropped, 0 scaled; staleness 0: 6, 2: 3"
+    assert line in seen
+    page = render("run", records, [], [])
+    assert "<td>gone</td>" in page and "Under the policy staleness:2, 9 gradients have made 9 updates" in page

@@ -81,6 +81,7 @@ def render(name: str, records: RunRecords, spans: Sequence[Span], traces: Sequen
         moves=records.moves[-1] if records.moves else None,
         norms=layer_norms(records.steps),
         rounds=federation(records.rounds),
+        server=records.servers[-1] if records.servers else None,
         samples=records.samples[::-1][:SAMPLES],
         written=datetime.now(UTC).timestamp(),
         version=version("shoal"),

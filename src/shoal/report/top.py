@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import units
+from .changes import ServerRecord
 from .events import Event, event_line, plan_text
 from .jsonl import read_lines
 from .metrics import RunRecords
@@ -105,6 +106,7 @@ def frame(view: View, width: int, height: int) -> RenderableType:
     rows: list[RenderableType] = [*_headline(view, width), *_progress(view, width)]
     if view.records.run is not None:
         rows.append(_labelled("plan", plan_text(_plan(view.records))))
+    rows += map(_server, view.records.servers[-1:])
     if view.ranks:
         rows += [Text(), _ranks(view.ranks)]
     used = len(rows) + (min(len(view.ranks), MOST_RANKS) + (len(view.ranks) > MOST_RANKS) if view.ranks else 0)
@@ -156,6 +158,16 @@ def _progress(view: View, width: int) -> list[RenderableType]:
     if records.rounds:
         rows.append(_labelled("clients", round_text(records.rounds[-1])))
     return rows
+
+
+def _server(record: ServerRecord) -> Text:
+    """Returns the line of a parameter server: who is there, and how stale their gradients were."""
+    here = ", ".join(f"{each['client']} ({each['pushes']})" for each in record.clients if each["here"]) or "none"
+    stale = ", ".join(f"{value}: {count}" for value, count in record.staleness.items()) or "none yet"
+    lost = f", {record.dropped} dropped, {record.scaled} scaled" if record.dropped or record.scaled else ""
+    return _labelled(
+        "server", f"{record.policy}, clients (gradients) {here}; {record.pushes} gradients{lost}; staleness {stale}"
+    )
 
 
 def _pace(records: RunRecords, total: int | None) -> Pace:

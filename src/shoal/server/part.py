@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shoal.checkpoint.directory import clean, completed
-from shoal.errors import CheckpointError, UserError
+from shoal.errors import CheckpointError, StorageError, UserError
 from shoal.server.journal import Journal
 from shoal.server.keeping import Dealt, Keeping, NotDone
 from shoal.server.ledger import Gradient, Ledger, Update
@@ -53,8 +53,8 @@ class Part:
         self._idle: set[int] = set()
         self._gone: dict[int, float] = {}
         self._journal: Journal | None = None
-        self.fault: Exception | None = None
-        """Why a push could not be entered, though nothing was wrong with it: the first such error."""
+        self.broken: Exception | None = None
+        """What has kept a push that is in the journal from its update: nothing here can be relied on any more."""
         if keeping.directory is not None:
             self._go_on(keeping.directory)
 
@@ -113,16 +113,14 @@ class Part:
                 return Taken(self.ledger.version, 0, 1.0)
             if bad := bad or self._problem(gradient):
                 raise NotDone(f"client {rank}: {bad}")
-            skips = self._dealt is not None and self._dealt.tickets.is_done(push.ticket)
+            if self.broken is not None:
+                raise NotDone(f"the server has failed: {type(self.broken).__name__}: {self.broken}")
             try:
-                if self._journal is not None:
-                    self._journal.append({**about, "skips": skips}, () if skips else raw)
-                taken = self._skip(gradient) if skips else self._take(gradient)
+                return self._enter(gradient, about, raw)
             except Exception as error:
-                self.fault = self.fault or error
+                if self._dealt is not None or not isinstance(error, StorageError):  # of which nothing was entered
+                    self.broken = error
                 raise
-            self._changed.notify_all()
-        return taken
 
     def deal(self, rank: int, seconds: float, found: Mapping[str, Any]) -> Work:
         """Returns what client `rank` is to do, once there is something; WAIT after `seconds`."""
@@ -188,6 +186,14 @@ class Part:
                 self._journal.close()
                 self._journal = None
             self.values.close()
+
+    def _enter(self, push: Gradient, about: dict[str, Any], raw: list[Tensor]) -> Taken:
+        skips = self._dealt is not None and self._dealt.tickets.is_done(push.ticket)
+        if self._journal is not None:
+            self._journal.append({**about, "skips": skips}, () if skips else raw)
+        taken = self._skip(push) if skips else self._take(push)
+        self._changed.notify_all()
+        return taken
 
     def _problem(self, push: Gradient) -> str:
         """Returns why a push cannot be taken, or ""."""

@@ -140,8 +140,8 @@ class _Serving:
         first = self._engine.step_index
         while not self._part.is_over() and time.monotonic() < finish:
             time.sleep(_LOOK_SECONDS)
-            if self._part.fault is not None:
-                raise self._part.fault
+            if self._part.broken is not None:
+                raise self._part.broken
             if self._received and finish == math.inf:
                 ended = f"{STOPPED}{signal.Signals(self._received[0]).name}"
                 finish = time.monotonic() + _FINISH_SECONDS

@@ -33,16 +33,14 @@ ASK_SECONDS = 10.0
 TIMEOUT = 300.0
 
 
-class Kept(torch.optim.Optimizer):
-    """Keeps the gradients that it is given, by parameter, and updates nothing: the server does."""
+class Still(torch.optim.Optimizer):
+    """Updates nothing: the server does."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {"lr": 0.0, "fused": True})  # as torch's fused ones it is given whole parameters
-        self.gradients: dict[Tensor, Tensor | None] = {}
+        super().__init__(groups, {"lr": 0.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Takes the gradients; None is that of a parameter that backward has not reached."""
-        self.gradients = {each: each.grad for group in self.param_groups for each in group["params"]}
+        """Leaves the parameters as they are."""
 
 
 def work(job: Job, origins: Origins, place: Identity) -> int:
@@ -67,11 +65,15 @@ class _Worker:
         self._data = settled.model.prepare_data(settled.data.train)
         self._cursor = Cursor(len(self._data), settled.job.train.global_batch, settled.job.train.seed)
         world = World.single(device)
-        self.engine = make_engine(settled.job, settled.model, settled.total, world, optimizer=Kept)
-        assert isinstance(self.engine.optimizer.torch, Kept)
-        self._kept = self.engine.optimizer.torch
+        self.engine = make_engine(settled.job, settled.model, settled.total, world, optimizer=Still)
+        self.engine.optimizer.torch.register_step_pre_hook(self._keep)
+        self._gradients: dict[str, Tensor | None] = {}
         self._buffers = {name: value.clone() for name, value in self._persistent().items()}
         self._version = -1
+
+    def _keep(self, *step: object) -> None:
+        """Notes the gradients of a step, None of what its backward has not reached."""
+        self._gradients = {name: parameter.grad for name, parameter in self.engine.optimizer.known.items()}
 
     def to_the_end(self, client: Client, received: list[int]) -> None:
         """Does what the server says, until it has no more or a signal has come."""
@@ -103,8 +105,7 @@ class _Worker:
             if not result.skipped:  # under a loss scale that was too large
                 break
         if result.tokens:
-            known = self.engine.optimizer.known
-            gradients |= {name: self._kept.gradients[parameter] for name, parameter in known.items()}
+            gradients |= self._gradients
         self._check_buffers()
         loss = result.loss if result.tokens else 0.0
         client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}))
