@@ -137,7 +137,7 @@ def _high_water() -> int:
 # Adapters
 
 
-@pytest.mark.parametrize("plan", [PLANS["zero 3"], PLANS["pp"]], ids=["zero 3", "pp"])
+@pytest.mark.parametrize("plan", [PLANS["zero 3"], PLANS["pp"], PLANS["tp"]], ids=["zero 3", "pp", "tp"])
 def test_adapters_alone_are_trained_and_published(plan, llama, tmp_path):
     directory, before = llama
     losses, again = run_ranks(trained, 2, directory, plan, LORA, str(tmp_path))
@@ -260,14 +260,7 @@ def test_adapters_do_not_hide_what_the_model_takes(llama):
     )
 
 
-def cut_adapters(world, directory: str) -> str:
-    with pytest.raises(UserError) as error:
-        trained(world, directory, {"dp": 1, "tp": 2}, LORA, "")
-    return str(error.value)
-
-
-def test_adapters_under_tp_are_refused_and_under_cp_train(llama):
-    one, other = run_ranks(cut_adapters, 2, llama[0])
-    assert one == other and "does not cut the adapters" in one
-    losses = [run_ranks(trained, 2, llama[0], plan, LORA, "")[0] for plan in ({"dp": 2}, {"dp": 1, "cp": 2})]
+@pytest.mark.parametrize("plan", [PLANS["tp"], {"dp": 1, "cp": 2}], ids=["tp", "cp"])
+def test_adapters_that_ranks_share_train_as_in_data_parallel(plan, llama):
+    losses = [run_ranks(trained, 2, llama[0], each, LORA, "")[0] for each in (PLANS["dp"], plan)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
