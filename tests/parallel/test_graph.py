@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shoal.comm.simulation import simulate_world
@@ -14,6 +17,7 @@ from shoal.parallel.tensor import cut_among, cuts_of
 from shoal.parallel.tensor.graph.dims import leaves, mask, new, pieces, reshape, resolve, stretches, unify
 from shoal.plan import Plan
 from tests.parallel.test_tensor import filled, region_of
+from tests.pool import run_ranks
 
 
 class Gate(nn.Module):
@@ -92,8 +96,8 @@ def loss(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, int]:
     return F.cross_entropy(logits.flatten(0, 1), mb["ids"][:, 1:].flatten(), reduction="sum"), mb["ids"][:, 1:].numel()
 
 
-def trained(world, plan: dict, rules: dict[str, str] | None = None, factory=Model) -> tuple[list[float], dict, str]:
-    engine = Engine(
+def made(world, plan: dict, rules: dict[str, str] | None = None, factory=Model) -> Engine:
+    return Engine(
         factory,
         loss,
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -104,6 +108,10 @@ def trained(world, plan: dict, rules: dict[str, str] | None = None, factory=Mode
         tensor_rules=rules,
         world=world,
     )
+
+
+def trained(world, plan: dict, rules: dict[str, str] | None = None, factory=Model) -> tuple[list[float], dict, str]:
+    engine = made(world, plan, rules, factory)
     losses = [engine.step(batch).loss for batch in engine.batches(samples(), steps=3)]
     state = {name: value.clone() for name, value in engine.module.named_buffers()}
     layers = str(engine.tensor_layers)
@@ -125,6 +133,38 @@ def test_a_model_without_rules_is_cut_and_trains_as_on_one_process(plan):
             and "picture.less row 4 x 12 x 1 x 1 4 x 6 x 1 x 1" in rows
         )
         assert "words vocabulary 31 x 8 16 x 8" in rows or "words vocabulary 31 x 8 15 x 8" in rows
+
+
+def saved(world, plan: dict, directory: Path) -> None:
+    engine = made(world, plan)
+    for batch in engine.batches(samples(), steps=2):
+        engine.step(batch)
+    engine.save(directory / "steps")
+    engine.export(directory / "weights")
+    engine.close()
+
+
+def loaded(world, plan: dict, directory: Path) -> tuple[float, list[float]]:
+    """The mean loss in evaluation and the losses of further steps, of what was saved."""
+    engine = made(world, plan)
+    engine.load(directory / "steps")
+    found = engine.evaluate(samples()).loss, [engine.step(each).loss for each in engine.batches(samples(), steps=4)]
+    engine.close()
+    return found
+
+
+def test_what_was_saved_of_a_cut_model_goes_on_whole_and_the_other_way_round(tmp_path):
+    for name, size in (("whole", 1), ("cut", 2)):
+        run_ranks(saved, size, {"tp": size}, tmp_path / name)
+    whole, cut = (load_file(next((tmp_path / name / "weights").glob("*.safetensors"))) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    for name, value in whole.items():
+        assert torch.allclose(cut[name].double(), value.double(), rtol=1e-6, atol=1e-8), name
+    evaluated, losses = run_ranks(loaded, 1, {}, tmp_path / "whole")[0]
+    assert losses
+    for size, name in ((1, "cut"), (2, "whole"), (2, "cut")):
+        for found in run_ranks(loaded, size, {"tp": size}, tmp_path / name):
+            assert found == (pytest.approx(evaluated, rel=1e-9), pytest.approx(losses, rel=1e-9))
 
 
 def test_a_fused_layer_is_cut_in_each_of_its_parts():
