@@ -92,6 +92,7 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     yield role_table(chosen)
     yield ""
     yield from totals(chosen)
+    yield from (escape(each) for each in cluster.said)
     yield ""
     yield other_table(chosen)
     yield ""
@@ -206,6 +207,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "cluster": {
             "name": cluster.name,
             "devices": cluster.size,
+            "said": list(cluster.said),
             "sources": [each.source for each in cluster.devices],
         },
         "dry_run": [

@@ -16,7 +16,7 @@ Nproc = Annotated[
 
 
 def plan(
-    job: Annotated[Path, typer.Argument(help="The job file, TOML.")],
+    job: Annotated[Path | None, typer.Argument(help="The job file, TOML.", show_default=False)] = None,
     memory: Annotated[
         bool, typer.Option("--memory", help="What a rank needs of memory, and the largest model that fits.")
     ] = False,
@@ -35,10 +35,22 @@ def plan(
     ] = None,
     budget: Annotated[str | None, typer.Option(help="With --on: what the whole job may cost, 40000USD.")] = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --on: draws the plan.")] = None,
+    compared: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="RUN", help="Instead of a job: what a run took beside the forecast."),
+    ] = None,
+    no_learn: Annotated[
+        bool, typer.Option("--no-learn", help="With --compare: keeps nothing for later plans.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
     """Shows the mesh of ranks and what each holds; with --memory what a job will need, with --on the fastest plan for a
     machine. Nothing is trained. Exit code 1 if it does not fit this machine."""
+    if compared is not None:
+        _compare(compared, (job, memory, assignments, nproc, device, host, on, pins, budget, page), no_learn, as_json)
+        return
+    if job is None or no_learn:
+        raise UserError("give a job file, or a run with --compare" if job is None else "--no-learn goes with --compare")
     if on is not None:
         if memory or nproc is not None:
             raise UserError("--on says which machine, whose ranks are planned: leave out --memory and --nproc")
@@ -63,3 +75,12 @@ def plan(
     answer = ask(job, given, device, host)
     show(answer, as_json)
     raise typer.Exit(int(not answer.fits))
+
+
+def _compare(run: Path, others: tuple[object, ...], no_learn: bool, as_json: bool) -> None:
+    if any(other not in (None, False, []) for other in others):
+        raise UserError("--compare takes the job from the run's own record: leave out all but --no-learn and --json")
+    with imports():
+        from shoal.cli.compared import show_compared
+
+    show_compared(run, not no_learn, as_json)

@@ -60,6 +60,42 @@ def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rate
     return found
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What a run said of this machine: its computing took `slower` times what was predicted of the measured rates; the
+    run's folder and when that was compared, in Unix time."""
+
+    slower: float
+    run: str
+    at: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d", time.localtime(self.at))
+        return f"computing takes {self.slower:.3g} times what was measured, learned from {self.run} on {when}"
+
+
+def learned(device: torch.device, dtype: torch.dtype, on_host: int) -> Learned | None:
+    """What was last learned for this device, format and number of ranks of a host."""
+    with suppress(KeyError, TypeError):
+        return Learned(**_read()[_learned_key(device, dtype, on_host)])
+    return None
+
+
+def learn(device: torch.device, dtype: torch.dtype, on_host: int, found: Learned) -> None:
+    """Keeps `found` for the next prediction, in place of what was learned before."""
+    _write({**_read(), _learned_key(device, dtype, on_host): asdict(found)})
+
+
+def _learned_key(device: torch.device, dtype: torch.dtype, on_host: int) -> str:
+    threads = torch.get_num_threads() if is_accelerator(device) else threads_of(on_host)
+    return f"learned {hardware_name(device) or os.uname().nodename} {dtype} {threads} {on_host} {torch.__version__}"
+
+
+def threads_of(on_host: int) -> int:
+    """Threads of each of so many ranks of this host, at most as many as this process has."""
+    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // on_host))
+
+
 def _bandwidth(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     into, best = torch.empty_like(source), float("inf")
@@ -93,18 +129,24 @@ def here(
 ) -> Cluster:  # fmt: skip
     """This machine as a cluster of `ranks` ranks, `on_host` of them on each host. `link`: of all ranks, where it was
     measured."""
-    found = rates(device, dtype, fresh)
-    own = is_accelerator(device)
+    own, before = is_accelerator(device), torch.get_num_threads()
+    torch.set_num_threads(before if own else threads_of(min(on_host, ranks)))
+    try:
+        found = rates(device, dtype, fresh)
+    finally:
+        torch.set_num_threads(before)
     memory = int(psutil.virtual_memory().available)
-    peak = {FORMATS.get(dtype, str(dtype).removeprefix("torch.")): found.flops}
+    known = learned(device, dtype, min(on_host, ranks))
+    slower = 1.0 if known is None else known.slower
+    peak = {FORMATS.get(dtype, str(dtype).removeprefix("torch.")): found.flops / slower}
     what = Device(
         hardware_name(device) or "this host's cores",
         peak,
         free_memory(device) or memory,
-        found.bandwidth,
+        found.bandwidth / slower,
         REACHES,
         1.0,
-        found.launch,
+        found.launch * slower,
         "measured",
         not own,
     )
@@ -112,7 +154,13 @@ def here(
     host = Host(what, min(on_host, ranks), between, memory, found.bandwidth / 2, update=found.bandwidth * on_host)
     overlap = 0.8 if own else 0.3
     hosts = (host,) * max(1, ranks // host.count)
-    return Cluster("here", hosts, between, overlap, said=(f"measured {found.age:.0f} s ago",))
+    return Cluster(
+        "here",
+        hosts,
+        between,
+        overlap,
+        said=(f"measured {found.age:.0f} s ago", *([] if known is None else [str(known)])),
+    )
 
 
 def ring_of(link: Measured) -> Link:
