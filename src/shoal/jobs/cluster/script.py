@@ -10,12 +10,16 @@ from shoal.errors import UserError
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.table import Cluster
 
+_LISTEN = """\
+child= early=
+trap 'if [ -n "$child" ]; then kill -TERM "$child" || :; else early=1; fi' TERM INT  # bash would keep the signal"""
 _FORWARD = """\
 child=$!
-trap 'kill -TERM "$child"' TERM INT  # bash would keep the signal, and the ranks could not save
+[ -z "$early" ] || kill -TERM "$child" || :
 wait "$child" && code=0 || code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child" && code=0 || code=$?; done
 [ "$code" -eq 0 ] || exit "$code\""""
+"""Before and after the command that trains: signals are passed on to it, also one that comes while it starts."""
 
 
 def script(cluster: Cluster, command: Sequence[str], directory: Path | None = None) -> str:
@@ -27,7 +31,7 @@ def script(cluster: Cluster, command: Sequence[str], directory: Path | None = No
     run = shlex.join([*limited(cluster), *command])
     if not cluster.finish:
         return "\n".join([*beginning(cluster, directory), f"exec {run}", ""])
-    return "\n".join([*beginning(cluster, directory), f"{run} &", _FORWARD, *cluster.finish, ""])
+    return "\n".join([*beginning(cluster, directory), _LISTEN, f"{run} &", _FORWARD, *cluster.finish, ""])
 
 
 def beginning(cluster: Cluster, directory: Path | None) -> list[str]:
