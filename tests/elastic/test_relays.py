@@ -124,7 +124,7 @@ async def test_a_relay_that_drains_leaves_and_the_coordinator_that_dies_is_repla
     await until(lambda: generation(a, *others) > 1)
     await until(lambda: all(len(each.at.succession.candidates) == 3 for each in others))
     await a.die()
-    await until(lambda: generation(*others) > 2)
+    await until(lambda: generation(*others) > 2, 30)
     await close(*others)
 
 
