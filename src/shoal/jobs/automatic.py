@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from shoal.comm import World, link_of
 from shoal.device import any_device, free_memory
@@ -84,10 +85,7 @@ def is_small(settled: Settled, memory: int) -> bool:
     with in_section("train"):
         numbers = precision(settled.job.train.precision)
     each = numbers_of(numbers, optimizer_named(settled.job.train.optimizer, settled.job.train.lr))
-    try:
-        with torch.device("meta"):
-            module = settled.model.factory()
-    except (NotImplementedError, RuntimeError, ValueError, TypeError):  # it cannot be made without values
+    if (module := _without_values(settled)) is None:
         return True
     elements = sum(parameter.numel() for parameter in module.parameters())
     nbytes = elements * (each.weight + each.gradient + each.master + each.state)
@@ -96,11 +94,17 @@ def is_small(settled: Settled, memory: int) -> bool:
 
 def keeps_microbatch(settled: Settled) -> bool:
     """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
+    module = _without_values(settled)
+    return module is None or has_batch_statistics(module)
+
+
+def _without_values(settled: Settled) -> nn.Module | None:
+    """Makes the job's model on the meta device; None where it cannot be made without values."""
     try:
         with torch.device("meta"):
-            return has_batch_statistics(settled.model.factory())
+            return settled.model.factory()
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
-        return True
+        return None
 
 
 def cluster_of_ranks(settled: Settled, world: World | Sizes) -> Cluster:
