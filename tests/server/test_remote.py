@@ -376,7 +376,7 @@ def test_a_seed_gives_the_same_draws_and_leaves_the_generator():
         assert torch.equal(found, F.dropout(x, 0.5))
 
 
-def test_errors_name_the_owner_and_leave_it_running():
+def test_errors_name_the_owner_and_leave_it_running(tmp_path):
     with owning() as owner:
         far = remote(owner.address, Broken, token=TOKEN)
         with pytest.raises(RemoteError, match=rf"Broken of the owner at {owner.address}: KeyError: 'a word"):
@@ -395,7 +395,7 @@ def test_errors_name_the_owner_and_leave_it_running():
             named = [remote(owner.address, nn.Linear, 3, out, token=TOKEN, name="one") for out in (4, 5)]
             assert named
         with pytest.raises(UserError, match="cannot be pickled"):
-            torch.save(far, "nowhere")
+            torch.save(far, tmp_path / "far.pt")
         assert torch.equal(
             remote(owner.address, norm, token=TOKEN, seed=0)(torch.ones(8, 4)), local(norm)(torch.ones(8, 4))
         )
