@@ -38,7 +38,7 @@ def right(model: nn.Module, mb: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 def recipe(optimizer=torch.optim.SGD, model=None, **options) -> Recipe:
     return Recipe(
         model or partial(MLP, [INPUTS, 8, CLASSES], "tanh"),
-        classification,
+        options.pop("loss", classification),
         partial(optimizer, lr=0.1),
         **{"batch": 8, "measure": right, **options},
     )

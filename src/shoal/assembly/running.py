@@ -281,6 +281,10 @@ class Running(Changing):
         names. The first rank writes; all ranks return when it is done."""
         return self._session.export(directory)
 
+    def weights_on_first(self) -> dict[str, Tensor]:
+        """Weights and persistent buffers by name, all and whole on the first rank. All ranks call it, between steps."""
+        return self._session.whole_weights()
+
     @property
     def parts(self) -> Parts:
         """What the engine is made of: for reports and those who look inside, not needed to train."""

@@ -266,13 +266,13 @@ class Session:
         self.steps.flush()
         self.state.optimizer.settle()
         with self.as_one():
-            weights = self._whole_weights()
+            weights = self.whole_weights()
             failure = export_whole(self.state.module, weights, Path(directory)) if everyone.rank == 0 else None
             if (failure := everyone.broadcast_object(failure)) is not None:
                 raise failure
         return Path(directory)
 
-    def _whole_weights(self) -> dict[str, Tensor]:
+    def whole_weights(self) -> dict[str, Tensor]:
         """Returns all weights and persistent buffers by name, complete on the first rank."""
         members, layouts, module = self.members, self.role.layouts, self.state.module
         weights: dict[str, Tensor] = {}

@@ -34,6 +34,12 @@ class Held:
     def __len__(self) -> int:
         return int(self.offsets[-1])
 
+    def of(self, client: int) -> Held:
+        """Returns the samples of one client, as the only one."""
+        first, last = self.offsets[client], self.offsets[client + 1]
+        tensors = {key: values[first:last] for key, values in self.tensors.items()}
+        return Held(tensors, np.array([0, last - first], np.int64))
+
     def owners(self) -> Numbers:
         """Returns whose each row is."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
@@ -49,6 +55,10 @@ class Clients:
     @property
     def number(self) -> int:
         return len(self.train.offsets) - 1
+
+    def only(self, client: int) -> Clients:
+        """Returns one client, as the only one."""
+        return Clients(self.train.of(client), self.held_out.of(client))
 
 
 def clients_of(dataset: Any, shares: Shares, validation: float, seed: int, device: torch.device) -> Clients:
@@ -71,17 +81,25 @@ def _held(dataset: Any, shares: Shares, device: torch.device) -> Held:
 
 
 def rows_of_batches(
-    held: Held, clients: Sequence[int], turns: Sequence[int], steps: int, batch: int, seed: int
+    held: Held,
+    clients: Sequence[int],
+    turns: Sequence[int],
+    steps: int,
+    batch: int,
+    seed: int,
+    numbers: Sequence[int] | None = None,
 ) -> Tensor:
     """Returns the rows of `held` on which each of `clients` trains in its steps: int64 [clients, steps, batch].
 
     A client goes through its samples in an order that is drawn for its turn, and begins again in that order when it is
-    through; so all batches are full. The draw depends on seed, turn and client alone.
+    through; so all batches are full. The draw depends on seed, turn and client alone. `numbers`: what the clients are
+    among all, where `held` has not all of them.
     """
     which = np.asarray(clients, np.int64)
+    drawn = which if numbers is None else np.asarray(numbers, np.int64)
     counts = held.counts[which]
     places = np.arange(counts.max(), dtype=np.uint64)
-    own = (which.astype(np.uint64) << np.uint64(32)) + np.asarray(turns, np.uint64)
+    own = (drawn.astype(np.uint64) << np.uint64(32)) + np.asarray(turns, np.uint64)
     key = derive_key("federated order", seed)
     keys = keyed_hash(keyed_hash(own, key)[:, None] + places, key)
     keys[places >= counts[:, None].astype(np.uint64)] = np.iinfo(np.uint64).max

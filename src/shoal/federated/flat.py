@@ -29,8 +29,8 @@ class Flat:
             raise UserError(f"the model's parameters are of several dtypes ({', '.join(map(str, dtypes))}): give one")
         self.dtype = dtypes.pop()
         self.names, self.buffers = list(trained), list(floating)
-        self._shapes = [each.shape for each in (*trained.values(), *floating.values())]
-        sizes = [math.prod(shape) for shape in self._shapes]
+        self.shapes = [each.shape for each in (*trained.values(), *floating.values())]
+        sizes = [math.prod(shape) for shape in self.shapes]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.weights, self.size = sum(sizes[: len(trained)]), sum(sizes)
 
@@ -38,16 +38,20 @@ class Flat:
         """Returns the parts of `flat` [..., size] in the shapes of the tensors: parameters, then buffers."""
         return [
             flat[..., start : start + math.prod(shape)].unflatten(-1, shape) if shape else flat[..., start]
-            for start, shape in zip(self._starts, self._shapes, strict=True)
+            for start, shape in zip(self._starts, self.shapes, strict=True)
         ]
 
     def vector(self, state: Mapping[str, Tensor]) -> Tensor:
         """Returns the vector of a model's `state_dict`."""
         return torch.cat([state[name].detach().flatten().to(self.dtype) for name in (*self.names, *self.buffers)])
 
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns the parts of `flat` [size] by name, as views."""
+        return dict(zip((*self.names, *self.buffers), self.views(flat), strict=True))
+
     def state(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns copies of the tensors in `flat`, by name."""
-        return {name: view.clone() for name, view in zip((*self.names, *self.buffers), self.views(flat), strict=True)}
+        return {name: view.clone() for name, view in self.named(flat).items()}
 
 
 def initial_module(model: Callable[[], nn.Module], seed: int) -> nn.Module:

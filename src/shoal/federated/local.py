@@ -59,5 +59,5 @@ class LocalTraining:
     def put(self, weights: Tensor) -> None:
         """Sets the module to a vector of weights."""
         state = self.module.state_dict()
-        for name, value in zip((*self.flat.names, *self.flat.buffers), self.flat.views(weights), strict=True):
+        for name, value in self.flat.named(weights).items():
             state[name].copy_(value)

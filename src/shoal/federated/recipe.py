@@ -15,6 +15,11 @@ from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import GroupRule, group_options
 
 
+def constant(number: int) -> float:
+    """Returns the factor of a learning rate that stays."""
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The training of a client.
@@ -32,7 +37,7 @@ class Recipe:
     seed: int = 0
     clip: float | None = None
     param_groups: GroupRule | None = None
-    rate: Callable[[int], float] = lambda number: 1.0
+    rate: Callable[[int], float] = constant
     measure: Loss | None = None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.chunks import sum_of_squares
+from shoal.chunks import Chunk, sum_of_squares
 from shoal.exchange import Algorithm, Holds
 from shoal.parallel.layout import Layout
 from shoal.training.norms import ClipRule, clip_by, norms_by_name
@@ -50,10 +50,15 @@ class Clipped:
 
 
 class Clip:
-    """Clips as `settings` say what `algorithm` has left in the chunks."""
+    """Clips as `settings` say what `algorithm` has left in the chunks.
+
+    `pull`: adds to the mean gradient that a rank owns of a chunk (`chunk.owned.gradient`), before it is clipped; for
+    algorithms that leave the sum. None: nothing is added.
+    """
 
     def __init__(self, settings: ClipSettings, groups: StepGroups, algorithm: Algorithm, device: torch.device) -> None:
         self._settings, self._groups, self._algorithm, self._device = settings, groups, algorithm, device
+        self.pull: Callable[[Chunk], None] | None = None
 
     def clip(self, step: int, count: Tensor, squares: Tensor, expected: float) -> Clipped:
         """Finds the factor of `step`, whose sums were divided by `expected` and count `count` (0-dim).
@@ -66,8 +71,10 @@ class Clip:
             mean = mean * partners.size  # the replicas' means, weighted by their counts, average to the group's
         self._algorithm.exchanged(step, mean)
         is_mean = holds in (Holds.MEAN, Holds.LOCAL_MEAN, Holds.LATE, Holds.NOTHING)
-        unit = torch.ones_like(mean) if is_mean else mean
-        norm = (squares if holds is Holds.SUM else self._squares_here()).sqrt() * unit
+        if pulled := self.pull is not None and holds is Holds.SUM:
+            self._add_pull(mean)
+        unit = torch.ones_like(mean) if is_mean or pulled else mean
+        norm = (squares if holds is Holds.SUM and not pulled else self._squares_here()).sqrt() * unit
         chunks, gradients = self._algorithm.replica.chunks, list[Tensor]()
         if settings.keeps:
             gradients = [chunk.owned.gradient * unit.to(chunk.owned.gradient.device) for chunk in chunks]
@@ -81,6 +88,14 @@ class Clip:
         elif settings.limit is not None and not callable(settings.limit):
             factor = unit * (settings.limit / (norm + 1e-6)).clamp(max=1.0)
         return Clipped(self._agreed(norm, holds), factor, mean, norms, gradients)
+
+    @torch.no_grad()
+    def _add_pull(self, mean: Tensor) -> None:
+        """Makes the mean of the sums in the chunks, and adds the pull."""
+        assert self.pull is not None
+        for chunk in self._algorithm.replica.chunks:
+            chunk.owned.gradient.mul_(mean.to(chunk.owned.gradient.device))
+            self.pull(chunk)
 
     def _agreed(self, norm: Tensor, holds: Holds) -> Tensor:
         """Makes each replica's own norm one by which all vote alike, for the update is one that they make together."""

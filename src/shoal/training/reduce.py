@@ -53,6 +53,10 @@ class Reduce:
         """The rows of each sparse gradient that are not zero, None for all."""
         return self._reducer.rows
 
+    def every_row(self) -> None:
+        """Counts sparse gradients as whole up to the next step, since something was added to all their rows."""
+        self._reducer.rows = dict.fromkeys(self._reducer.rows)
+
     def begin(self, step: int, most: int) -> None:
         """Begins a step in which a rank has at most `most` microbatches."""
         self._reducer.begin(step, most * self._rounds, self._totals.unscale)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from shoal.chunks import Chunk
 from shoal.data import Batch
 from shoal.errors import TrainingError
 from shoal.exchange import Holds
@@ -134,6 +136,8 @@ class StepRunner:
             trained.buddy.log(step, reduced.touched)
         answer = self._ballot.cast(totals.values, reduced, totals.ran, after, alone)
         clipped = self._clip.clip(step, answer.totals[1], answer.squares, totals.expected)
+        if self._clip.pull is not None:
+            self._reduce.every_row()
         self.gradients = clipped.gradients
         about = (answer.totals, clipped.norm, totals.names or (), share, totals.scale, answer.experts)
         result = StepResult(step, epoch, trained.lr, 0.0, *about, norms=clipped.norms)
@@ -167,6 +171,10 @@ class StepRunner:
         self._reduce.follow()
         if self._trained.buddy is not None:
             self._trained.buddy.follow()
+
+    def pulled_by(self, pull: Callable[[Chunk], None] | None) -> None:
+        """Has steps add to the mean gradient, before it is clipped (see Clip); None: they add nothing any more."""
+        self._clip.pull = pull
 
     def settle(self) -> None:
         """Raises what a step left unread on the device."""
