@@ -14,7 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+from shoal.checkpoint.pieces import Want
+from shoal.checkpoint.reader import load, tensor_shapes
 from shoal.data import Cursor
 from shoal.errors import UserError
 from shoal.jobs.read import parse_job
@@ -25,6 +28,7 @@ from shoal.jobs.served.worker import work
 from shoal.jobs.train import train
 from shoal.launch.identity import Identity
 from shoal.launch.tf_config import local_cluster
+from shoal.parallel.layout import Box
 from shoal.report.metrics import RunRecords, read_metrics
 from shoal.server import Async, Batch, BoundedStaleness, Sync
 
@@ -41,10 +45,10 @@ def tables(run_dir: Path, policy: str = "sync", **train: object) -> dict[str, di
     }
 
 
-def run(run_dir: Path, workers: int, policy: str, **more: object) -> RunRecords:
+def run(run_dir: Path, workers: int, policy: str, of: dict[str, object] | None = None, **more: object) -> RunRecords:
     """Trains with a server and workers that are threads of this process."""
     (address,) = local_cluster({"ps": 1})["ps"]
-    job, origins = parse_job(tables(run_dir, policy, **more))
+    job, origins = parse_job({**tables(run_dir, policy, **more), **(of or {})})
     failures: list[BaseException] = []
 
     def part(of, place: Identity) -> None:
@@ -92,6 +96,30 @@ def test_sync_trains_as_ranks_that_average_and_any_plan_goes_on(tmp_path):
     more, origins = parse_job(tables(tmp_path / "served", steps=8))
     train(more, origins)
     assert read_metrics(tmp_path / "served/metrics.jsonl").resumed == (6,)
+
+
+def test_statistics_of_batches_are_those_of_ranks(tmp_path):
+    """Of a ResNet, under sync; an evaluation takes them from the server, and a checkpoint has them."""
+    of = {"model": {"name": "resnet", "depth": 20}, "data": {"source": "shapes"}}
+    some = {"steps": 3, "global_batch": 8, "microbatch": 4}
+    alone, origins = parse_job({**tables(tmp_path / "alone", **some), **of})
+    train(alone, origins)
+    expected = read_metrics(tmp_path / "alone/metrics.jsonl")
+    found = run(tmp_path / "served", 2, "sync", of=of, **some)
+    for one, other in zip(expected.steps, found.steps, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert found.evals[-1].loss == pytest.approx(expected.evals[-1].loss, rel=1e-3)
+    saved = [values(tmp_path / each / "checkpoints/step-00000003") for each in ("alone", "served")]
+    assert saved[0].keys() == saved[1].keys() and any("running_var" in name for name in saved[0])
+    for name, value in saved[0].items():
+        torch.testing.assert_close(saved[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+def values(path: Path) -> dict[str, torch.Tensor]:
+    """Weights and buffers of a checkpoint."""
+    into = {name: torch.zeros(shape) for name, shape in tensor_shapes(path).items() if not name.startswith("optim.")}
+    load(path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()])
+    return into
 
 
 def test_another_policy_and_other_workers_go_on_after_a_run_has_ended(tmp_path):

@@ -35,6 +35,23 @@ class RunningStatistics:
     def __len__(self) -> int:
         return len(self._layers)
 
+    @property
+    def numel(self) -> int:
+        """How many numbers `values` and `term` have."""
+        return sum(2 * layer.num_features + 1 for layer in self._layers)
+
+    def values(self) -> Tensor:
+        """Returns the statistics (fp64, flat), those of each layer with its number of updates."""
+        found = [each for layer in self._layers for each in (_flat(layer), _updates(layer).view(1))]
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
+    def put(self, values: Tensor) -> None:
+        """Sets the statistics to what `values` gave."""
+        sizes = [size for layer in self._layers for size in (2 * layer.num_features, 1)]
+        parts = iter(values.split(sizes))
+        for layer, flat, (updates,) in zip(self._layers, parts, parts, strict=True):
+            self._write(layer, flat.to(_flat(layer).device), updates)
+
     def begin(self) -> None:
         """Stores the statistics at the start of the step."""
         self._before = [(_flat(layer), _updates(layer)) for layer in self._layers]
@@ -60,7 +77,7 @@ class RunningStatistics:
                 kept = _power(decay, updates) * x0
                 term = _power(decay, after * updates / max(1, microbatches)) * (y - kept)
             terms += [torch.where(updates > 0, term, 0.0), updates.view(1)]
-        return torch.cat(terms)
+        return torch.cat(terms) if terms else torch.empty(0, dtype=torch.float64)
 
     def commit(self, total: Tensor) -> None:
         """Writes the merged statistics from the sum of all ranks' terms."""

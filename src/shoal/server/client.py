@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserError
+from shoal.module.batchnorm import RunningStatistics
 from shoal.server.held import Given, named
 from shoal.server.link import About, Link
 from shoal.server.messages import Taken, Work
@@ -69,23 +70,37 @@ class Client:
     def __init__(self, links: Sequence[Link], rank: int) -> None:
         self._links, self.rank = links, rank
         self._threads = ThreadPoolExecutor(len(links), "shoal-client") if len(links) > 1 else None
+        self._following: tuple[nn.Module, RunningStatistics] | None = None
         self.tables: dict[str, tuple[Rows, int]] = {}
         """Each table's rows among the servers, and their width."""
         for name, (count, width) in links[0].tables.items():
             self.tables[name] = Rows(count, len(links)), width
 
     def pull(self, model: Given) -> Version:
-        """Copies the servers' weights into `model`, or a dict of tensors by name; returns their version.
+        """Copies the servers' weights into `model`, or a dict of tensors by name; returns their version. A model also
+        gets BatchNorm's statistics.
 
         Waits until the policy gives them. Raises LaunchError that names for which clients it has waited in vain, or the
         server that cannot be reached; UserError for a model with other parameters.
         """
         parameters = self._checked(model)
-        return _version(self._each(lambda link: link.pull(parameters)))
+        version = _version(self._each(lambda link: link.pull(parameters)))
+        if isinstance(model, nn.Module) and self.statistics is not None:
+            self._following = model, RunningStatistics(model)
+            self._following[1].put(self.statistics)
+            self._following[1].begin()
+        return version
+
+    @property
+    def statistics(self) -> Tensor | None:
+        """BatchNorm's statistics as they were pulled last (fp64, flat; see RunningStatistics); None where the servers
+        have none."""
+        return self._links[0].statistics
 
     def push(self, model: Given, version: Version, count: float = 1.0) -> list[Taken]:
         """Brings the gradients of `model` (`.grad`; those of a dict are its tensors) computed with the weights of
-        `version`; returns what each server made of them, once they are safe there.
+        `version`, and what its forwards since the pull have added to BatchNorm's statistics; returns what each server
+        made of them, once they are safe there.
 
         count: their weight in the mean, where an update is made of several pushes: of samples, or of tokens.
         """
@@ -93,15 +108,22 @@ class Client:
             raise UserError(f"push: count = {count}: give a number of samples or tokens")
         parameters, given = self._checked(model), self._versions(version)
         gradients = {name: value.grad if isinstance(model, nn.Module) else value for name, value in parameters.items()}
-        return self._each(lambda link: link.push(gradients, given[link], About(count)))
+        term = None
+        if self._following is not None and self._following[0] is model:
+            term = self._following[1].term(1, after=0).cpu()
+            self._following[1].begin()
+        return self._each(lambda link: link.push(gradients, given[link], About(count), term))
 
     def ask(self, seconds: float, found: Mapping[str, Any]) -> Work:
         """Asks the server that deals the samples of a job for work; see messages.Ask."""
         return self._links[0].ask(seconds, found)
 
-    def push_work(self, gradients: Mapping[str, Tensor | None], version: int, about: About) -> Taken:
-        """Brings the gradients of work that a server has given, by name; None for those that are untouched."""
-        return self._links[0].push(gradients, version, about)
+    def push_work(
+        self, gradients: Mapping[str, Tensor | None], version: int, about: About, term: Tensor | None = None
+    ) -> Taken:
+        """Brings the gradients of work that a server has given, by name; None for those that are untouched. `term`: see
+        Link.push."""
+        return self._links[0].push(gradients, version, about, term)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import UserError
 
@@ -14,10 +15,14 @@ Given = nn.Module | Mapping[str, Tensor]
 
 class Held(nn.Module):
     """Copies of the parameters `names` of `given`, and of a model's persistent `buffers` if asked for, in modules that
-    are nested as the names say."""
+    are nested as the names say. A BatchNorm whose statistics it has is one here, too: it says how they are kept."""
 
     def __init__(self, given: Given, names: Collection[str], buffers: bool) -> None:
         super().__init__()
+        for path, module in given.named_modules() if isinstance(given, nn.Module) and buffers else ():
+            if path and isinstance(module, _BatchNorm) and module.track_running_stats:
+                owner, leaf = self._owner(path)
+                owner.add_module(leaf, nn.BatchNorm1d(module.num_features, module.eps, module.momentum, affine=False))
         for name, parameter in named(given).items():
             if name in names:
                 owner, leaf = self._owner(name)

@@ -41,21 +41,26 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Layout:
-    """The chunks of a server's weights, and the codec of the gradients that it is sent."""
+    """The chunks of a server's weights, and the codec of the gradients that it is sent.
+
+    statistics: how many numbers (fp64) BatchNorm's statistics have, which travel after the chunks, both ways.
+    """
 
     stretches: tuple[Stretch, ...]
     option: Option
+    statistics: int = 0
 
     @property
     def codec(self) -> Codec:
         return codec(self.option)
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], option: Option) -> Layout:
+    def of(cls, chunks: Sequence[Chunk], option: Option, statistics: int = 0) -> Layout:
         """Describes an engine's chunks."""
         kinds = [each.grad_dtype if each.trainable else None for each in chunks]
         pairs = zip(chunks, kinds, strict=True)
-        return cls(tuple(Stretch(each.size, each.data.dtype, kind, each.slots) for each, kind in pairs), option)
+        stretches = tuple(Stretch(each.size, each.data.dtype, kind, each.slots) for each, kind in pairs)
+        return cls(stretches, option, statistics)
 
     @property
     def trained(self) -> list[Stretch]:
@@ -63,10 +68,18 @@ class Layout:
         return [each for each in self.stretches if each.grad_dtype is not None]
 
     def pushed(self) -> list[Form]:
-        """Describes the raw tensors of a push: gradients as they are, or encoded."""
+        """Describes the raw tensors of a push: gradients as they are, or encoded, and what it adds to statistics."""
         if self.codec.lossless:
-            return [each.grad_form for each in self.trained]
-        return [Form(torch.uint8, self.codec.encoded_bytes(each.numel)) for each in self.trained]
+            return [each.grad_form for each in self.trained] + self._beside
+        return [Form(torch.uint8, self.codec.encoded_bytes(each.numel)) for each in self.trained] + self._beside
+
+    def pulled(self) -> list[Form]:
+        """Describes the raw tensors of a pull: weights and statistics."""
+        return [each.form for each in self.stretches] + self._beside
+
+    @property
+    def _beside(self) -> list[Form]:
+        return [Form(torch.float64, self.statistics)] if self.statistics else []
 
     def to_json(self) -> dict[str, object]:
         stretches = [
@@ -78,7 +91,7 @@ class Layout:
             ]
             for each in self.stretches
         ]
-        return {"chunks": stretches, "codec": self.option}
+        return {"chunks": stretches, "codec": self.option, "statistics": self.statistics}
 
     @classmethod
     def from_json(cls, table: dict[str, object]) -> Layout:
@@ -93,7 +106,7 @@ class Layout:
                 )
                 for numel, dtype, grad_dtype, slots in table["chunks"]  # type: ignore[attr-defined]
             )
-            found = cls(stretches, table["codec"])  # type: ignore[arg-type]
+            found = cls(stretches, table["codec"], int(table["statistics"]))  # type: ignore[arg-type, call-overload]
             _ = found.codec
         except (ValueError, TypeError, KeyError) as error:
             raise Malformed(f"no layout of weights: {error}") from None

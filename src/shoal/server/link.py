@@ -55,6 +55,7 @@ class Link:
 
     shapes: of the parameters that the server has, by name.
     tables: rows and width of its tables, by name.
+    statistics: those of BatchNorm that were pulled last (fp64, flat); None where the server has none.
     """
 
     def __init__(self, address: Address, key: bytes, incarnation: str, timeout: float, shared: bool) -> None:
@@ -65,6 +66,7 @@ class Link:
         self._about: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.tables: dict[str, tuple[int, int]] = {}
+        self.statistics: Tensor | None = None
         self._sequence: Counter[str] = Counter()
 
     def join(self, rank: int) -> int:
@@ -74,7 +76,8 @@ class Link:
         self.tables = {name: (each["rows"], each["width"]) for name, each in self._about.items() if name != WEIGHTS}
         if WEIGHTS in self._about:
             self._layout = Layout.from_json(self._about[WEIGHTS])
-            self._weights = [torch.empty(each.numel, dtype=each.dtype) for each in self._layout.stretches]
+            self._weights = [torch.empty(form.numel, dtype=form.dtype) for form in self._layout.pulled()]
+            self.statistics = self._weights[-1] if self._layout.statistics else None
             self._gradients = [torch.zeros(each.numel, dtype=each.grad_dtype) for each in self._layout.trained]
             self._codecs, self._encoded = _encoders(self._layout)
             self.shapes = {slot.name: tuple(slot.shape) for each in self._layout.stretches for slot in each.slots}
@@ -86,7 +89,7 @@ class Link:
             return 0
         version = self._ask(lambda session: self._pulled(session, WEIGHTS, self._weights))
         with torch.no_grad():
-            for stretch, flat in zip(self._layout.stretches, self._weights, strict=True):
+            for stretch, flat in zip(self._layout.stretches, self._weights, strict=False):
                 for slot in stretch.slots:
                     parameters[slot.name].copy_(slot.view(flat))
         return version
@@ -100,8 +103,11 @@ class Link:
 
         return self._ask(asked)
 
-    def push(self, gradients: Mapping[str, Tensor | None], version: int, about: About) -> Taken:
-        """Brings the gradients of the parameters that the server has."""
+    def push(
+        self, gradients: Mapping[str, Tensor | None], version: int, about: About, term: Tensor | None = None
+    ) -> Taken:
+        """Brings the gradients of the parameters that the server has. `term`: what their forwards add to its
+        statistics, None for nothing."""
         if not self.shapes:
             return Taken(version, 0, 1.0)
         untouched: list[str] = []
@@ -118,6 +124,8 @@ class Link:
             raw = self._encoded
             for codec, flat, encoded in zip(self._codecs, self._gradients, raw, strict=True):
                 codec.encode(flat, encoded)
+        if self.statistics is not None:
+            raw = [*raw, torch.zeros_like(self.statistics) if term is None else term]
         return self._push(WEIGHTS, version, untouched, about, *raw)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
@@ -211,4 +219,4 @@ def _encoders(layout: Layout) -> tuple[list[Codec], list[Tensor]]:
     if layout.codec.lossless:
         return [], []
     codecs: list[Codec] = [ErrorFeedback(layout.codec, each.numel) for each in layout.trained]
-    return codecs, [torch.empty(form.numel, dtype=form.dtype) for form in layout.pushed()]
+    return codecs, [torch.empty(layout.codec.encoded_bytes(each.numel), dtype=torch.uint8) for each in layout.trained]

@@ -18,6 +18,7 @@ from shoal.comm import World
 from shoal.comm.reductions import finish
 from shoal.elastic.records import Malformed
 from shoal.engine import Engine
+from shoal.module.batchnorm import RunningStatistics
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.optim.groups import GroupRule
 from shoal.optim.lr import Schedule
@@ -48,7 +49,8 @@ class Weights:
     ) -> None:
         self.engine, self._clip, self._kept, self._about = engine, clip, kept, about
         self._chunks = engine.parts.chunks
-        self.layout = Layout.of(self._chunks, option)
+        self._statistics = RunningStatistics(engine.module)
+        self.layout = Layout.of(self._chunks, option, self._statistics.numel)
         self._codec, self._pushed = self.layout.codec, self.layout.pushed()
         self._free: list[list[Tensor]] = []
         self.norm: float | None = None
@@ -89,14 +91,16 @@ class Weights:
             return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
 
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradients of a push, flat as the chunks; without a codec they are views of it."""
-        pairs = list(zip(self.layout.trained, raw, strict=True))
+        """Returns the gradients of a push, flat as the chunks, and what it adds to statistics; without a codec they are
+        views of it."""
+        beside = [each.view(torch.float64) for each in raw[len(self.layout.trained) :]]
+        pairs = list(zip(self.layout.trained, raw, strict=False))
         if self._codec.lossless:
-            return [data.view(stretch.grad_form.dtype) for stretch, data in pairs]
+            return [data.view(stretch.grad_form.dtype) for stretch, data in pairs] + beside
         found = [torch.empty(stretch.numel, dtype=stretch.grad_dtype) for stretch, _ in pairs]
         for (_, data), out in zip(pairs, found, strict=True):
             self._codec.decode(data, out)
-        return found
+        return found + beside
 
     def problem(self, gradients: Sequence[Tensor]) -> str:
         """Returns why no update can be made of these gradients, or ""."""
@@ -111,6 +115,9 @@ class Weights:
         counts = [each.count for each in update.gradients]
         for index, chunk in enumerate(chunk for chunk in self._chunks if chunk.trainable):
             _mean(chunk.gradient, [each.tensors[index] for each in update.gradients], counts)
+        for each in update.gradients if self.layout.statistics else ():  # as if their forwards had come one by one
+            self._statistics.begin()
+            self._statistics.commit(each.tensors[-1])
         self.rate = float(engine.optimizer.torch.param_groups[0]["lr"]) * update.weight
         untouched = first.untouched.intersection(*(each.untouched for each in rest))
         if any(counts):
@@ -144,10 +151,12 @@ class Weights:
         return ""
 
     def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
-        """Returns the weights, in the memory that an earlier call has returned where it is given."""
-        into = into or [torch.empty(each.numel, dtype=each.dtype) for each in self.layout.stretches]
-        for chunk, room in zip(self._chunks, into, strict=True):
+        """Returns weights and statistics, in the memory that an earlier call has returned where it is given."""
+        into = into or [torch.empty(form.numel, dtype=form.dtype) for form in self.layout.pulled()]
+        for chunk, room in zip(self._chunks, into, strict=False):
             room.copy_(chunk.data)
+        if self.layout.statistics:
+            into[-1].copy_(self._statistics.values())
         return into
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:

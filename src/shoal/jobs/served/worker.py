@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm import World
 from shoal.data import Batch, Cursor
@@ -25,6 +26,7 @@ from shoal.jobs.served.settings import check_served, shares
 from shoal.jobs.served.table import SYNC
 from shoal.launch.identity import Identity
 from shoal.launch.local import signals
+from shoal.module.batchnorm import RunningStatistics
 from shoal.server import Client, connect
 from shoal.server.link import About
 from shoal.server.messages import END, EVALUATE, TRAIN
@@ -68,6 +70,7 @@ class _Worker:
         self.engine = make_engine(settled.job, settled.model, settled.total, world, optimizer=Still)
         self.engine.optimizer.torch.register_step_pre_hook(self._keep)
         self._gradients: dict[str, Tensor | None] = {}
+        self._statistics = RunningStatistics(self.engine.module)
         self._buffers = {name: value.clone() for name, value in self._persistent().items()}
         self._version = -1
 
@@ -99,6 +102,7 @@ class _Worker:
             return
         load = partial(_load, self._data)
         batch = Batch(step, self._cursor.epoch(step), ids, load)
+        self._statistics.begin()
         while True:
             self.engine.step_index = step
             result = self.engine.step(batch)
@@ -107,14 +111,18 @@ class _Worker:
         if result.tokens:
             gradients |= self._gradients
         self._check_buffers()
+        term = self._statistics.term(1, after=0).cpu()
+        self._statistics.restore()  # the server has what was pulled, and adds the term
         loss = result.loss if result.tokens else 0.0
-        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}))
+        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}), term)
 
     @torch.no_grad()
     def _pull(self, client: Client) -> None:
         self._version = int(client.pull(self._masters()))  # type: ignore[arg-type]  # of one server
         for chunk in self.engine.parts.chunks:
             chunk.publish()
+        if client.statistics is not None:
+            self._statistics.put(client.statistics)
 
     def _masters(self) -> dict[str, Tensor]:
         """Returns the weights by name, in the precision in which they are kept."""
@@ -137,8 +145,11 @@ class _Worker:
         return found
 
     def _persistent(self) -> dict[str, Tensor]:
+        """Returns the buffers that a checkpoint has, without BatchNorm's, of which the server knows."""
         module = self.engine.module
-        return {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+        kept = {name: value for name, value in module.named_buffers() if name in module.state_dict()}
+        of = {name: module.get_submodule(name.rpartition(".")[0]) for name in kept}
+        return {name: value for name, value in kept.items() if not isinstance(of[name], _BatchNorm)}
 
     def _check_buffers(self) -> None:
         """Raises UserError where a forward changes what a checkpoint has beside the parameters."""
@@ -148,8 +159,8 @@ class _Worker:
         for name, before in self._buffers.items():
             if not torch.equal(now[name], before):
                 raise UserError(
-                    f"the model's forward changes the buffer {name}, which no parameter server keeps: leave ps out of "
-                    "the roles, or take a model without such buffers (LayerNorm or GroupNorm in place of BatchNorm)"
+                    f"the model's forward changes the buffer {name}; a parameter server keeps such only of BatchNorm. "
+                    "Leave ps out of the roles, or take a model without it"
                 )
         self._buffers.clear()
 
