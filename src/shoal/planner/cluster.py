@@ -67,10 +67,13 @@ class Link:
         if ranks <= 1 or not (payload or calls):
             return 0.0
         share = (ranks - 1) / ranks
-        rounds, part = {"all_reduce": (2 * (ranks - 1), 2 * share), "exchange": (1, 1.0), "send": (1, 1.0)}.get(
-            operation, (1 if operation == "all_to_all" else ranks - 1, share)
-        )
-        return calls * min(rounds, TREE) * self.latency + part * payload / self.bandwidth
+        part = {"all_reduce": 2 * share, "exchange": 1.0, "send": 1.0}.get(operation, share)
+        return calls * self.rounds(operation, ranks) * self.latency + part * payload / self.bandwidth
+
+    def rounds(self, operation: str, ranks: int) -> int:
+        """How many messages follow each other in a collective."""
+        once = operation in ("all_to_all", "exchange", "send")
+        return min(1 if once else (1 + (operation == "all_reduce")) * (ranks - 1), TREE)
 
 
 TREE = 16

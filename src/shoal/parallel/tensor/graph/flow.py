@@ -56,7 +56,7 @@ class Flow:
         self.uses: list[Use] = []
         self.views: dict[int, Tensor] = {}  # parameters by tensors that are transposed, or split off
         for op in trace.ops:
-            self._follow(op)
+            self.follow(op)
 
     def dims(self, tensor: Tensor) -> list[Dim]:
         """Returns the dims of a tensor; new ones if it was not made in the trace."""
@@ -108,7 +108,8 @@ class Flow:
         self.uses.append(Use(op, parameter, rows, columns, x))
         return new(_size(rows)) if id(op) in self.heads else rows
 
-    def _follow(self, op: Op) -> None:
+    def follow(self, op: Op) -> None:
+        """Notes the dims of the results of `op`, and joins those of its inputs as it does."""
         handler = self._handlers.get(op.name)
         if handler is not None:
             handler(self, op, op.bound())
