@@ -35,6 +35,8 @@ class Plan:
     pp, dp, cp, tp: the degrees of pipeline, data, context and tensor parallelism.
     shard: the number of data-parallel ranks that share one copy of the state (default: all `dp`).
     ep: the number of ranks that experts are spread over; divides dp x cp.
+    shares: of a batch's samples, for each of the `dp` ranks one number, relative to the others: [3, 1] deals three
+        microbatches of four to the first; by default all have as many.
     context: how attention sees whole rows under `cp`, "ulysses" or "ring".
     zero: the ZeRO stage, 0 to 3.
     stages: how `pp` cuts the model: the number of blocks of each stage, or the names of its modules; by default the
@@ -54,6 +56,7 @@ class Plan:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    shares: Sequence[float] = ()
     context: str = "ulysses"
     zero: int = 0
     exchange: Option = "allreduce"
@@ -78,6 +81,7 @@ class Plan:
                 f'plan.buddy = {self.buddy!r:.100}: give the number of steps between two snapshots, "auto", or 0 for '
                 "none"
             )
+        self._check_shares()
         if self.dp * self.cp > 1:  # else the number of ranks may not be known yet
             self.check_groups()
         option_name(self.exchange, "exchange")
@@ -102,12 +106,27 @@ class Plan:
                 f"ranks, so it is one of {fits}"
             )
         self._check_shard()
+        if self.shares and len(self.shares) != self.dp:
+            raise UserError(
+                f"plan.shares = {list(self.shares)!r:.100} are {len(self.shares)} numbers, and dp = {self.dp} ranks "
+                "share a batch's samples: give one for each, or leave shares out"
+            )
         each = self.copy_size
         if each % self.ep and self.ep % each:
             raise UserError(
                 f"plan.ep = {self.ep} and plan.shard = {self.shard}: {each} ranks share one copy of the state, which "
                 "ep has to divide or to be a multiple of"
             )
+
+    def _check_shares(self) -> None:
+        """Keeps `shares` as a tuple. Raises UserError for what is no share."""
+        given: Any = self.shares
+        right = isinstance(given, Sequence) and not isinstance(given, str)
+        if not right or not all(type(each) in (int, float) and 0 <= each < math.inf for each in given):
+            raise UserError(f"plan.shares = {given!r:.100}: give each of the dp ranks a number from 0 on: [3, 1]")
+        if given and not any(given):
+            raise UserError(f"plan.shares = {given!r:.100}: one of the ranks has to have samples")
+        object.__setattr__(self, "shares", tuple(given))
 
     def _check_shard(self) -> None:
         if self.shard is None:
@@ -179,7 +198,8 @@ class Plan:
         """Returns this plan with the fields of `change`, where "none" ends a field that is None by default (`memory`).
 
         Without dp among them, that is what the other degrees leave of the ranks. Stages that are numbers or names of
-        parts are cut anew where `pp` or the schedule changes. Raises UserError for an unknown field.
+        parts are cut anew where `pp` or the schedule changes, and shares are even where dp changes. Raises UserError
+        for an unknown field.
         """
         self._known(change)
         default = Plan()
@@ -191,8 +211,10 @@ class Plan:
         if given.get("pp") == 1 or (cut_anew and not isinstance(self.stages, str | Mapping)):
             given.setdefault("stages", None)
         if "dp" not in change:
-            others = replace(self, **(given | {"ep": 1, "shard": None}))
+            others = replace(self, **(given | {"ep": 1, "shard": None, "shares": ()}))
             given["dp"] = max(1, ranks // others.size)
+        if given["dp"] != self.dp:
+            given.setdefault("shares", ())
         return replace(self, **given)
 
     def fitted(self, ranks: int) -> Plan:

@@ -102,6 +102,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "deferred": {"dp": 4, "zero": 1, "memory": {"update": "deferred", "activations": 0.5}},
     "disk": {"dp": 4, "zero": 3, "memory": {"disk": "a directory"}},
     "recompute": {"dp": 4, "zero": 3, "recompute": "full"},
+    "blocks": {"dp": 2, "pp": 2, "zero": 1, "recompute": {"name": "blocks", "full": 3, "selective": "5-6"}},
+    "shares": {"dp": 4, "zero": 1, "shares": [1, 4, 2, 2]},
     "topk": {"dp": 4, "exchange": {"name": "topk", "ratio": 0.1}},
     "local": {"dp": 4, "exchange": {"name": "local_sgd", "every": 2}},
     "ep2": {"dp": 4, "ep": 2},
@@ -109,7 +111,8 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 TEXT = ["dp", "zero3", "tp2", "pp2", "hybrid", "pp2-tp2", "cp2", "host", "tp2-zero3", "pp4-zbv", "zero1", "disk"]
 TEXT += ["dp", "2bw", "zero2", "deferred", "2bw", "disk", "disk", "recompute", "topk", "topk", "zero1", "local"]
-TEXT += ["local", "pp2", "dp", "tp2-zero3", "zero3", "pp4-zbv", "host", "hybrid", "zero1"]
+TEXT += ["local", "pp2", "dp", "tp2-zero3", "zero3", "pp4-zbv", "host", "hybrid", "zero1", "blocks", "zero3", "blocks"]
+TEXT += ["shares", "pp2", "shares", "dp"]
 EXPERTS = ["dp", "ep2", "zero3", "ep2-zero2", "tp2", "ep2", "pp2", "ep2-zero2", "dp"]
 STATISTICS = ["dp", "zero3", "pp2", "zero1"]
 ROWS = [("gpt-deep", "bf16" if place % 3 == 2 else "fp32", *pair) for place, pair in enumerate(pairwise(TEXT))]

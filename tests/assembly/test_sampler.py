@@ -106,7 +106,7 @@ def _other_plans(world: World) -> Any:
     if left is None:
         engine.leave()
         return None
-    engine.replan(Plan(dp=2), world=left)
+    engine.replan(Plan(dp=2, shares=(3, 1)), world=left)
     assert (sampler.replicas, sampler.rank, sampler.step) == (2, world.rank - 1, 2)
     train(engine, sampler, seen)
     return weights(engine)

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from shoal import Engine, Plan, UserError
 from shoal.comm import World
 from shoal.comm.simulation import simulate_world
 from shoal.models import GPT, MLP, GPTConfig, causal_lm, regression
+from shoal.module.chosen_blocks import as_ranges, chosen_blocks
 from shoal.module.compiling import recomputable
 from shoal.module.recompute import Recompute
 from tests.exchange import teacher
@@ -59,6 +62,12 @@ def test_what_is_kept():
     assert full < 0.2 * everything
     half, which = kept({"name": "blocks", "every": 2})
     assert which == [0, 2] and full < half < everything
+    assert kept({"name": "blocks", "full": 2})[1] == kept({"name": "blocks", "full": "0-1"})[1] == [0, 1]
+    mixed, which = kept({"name": "blocks", "full": [3], "selective": 2})
+    some, _ = kept({"name": "blocks", "selective": 2})
+    assert which == [0, 1, 3] and mixed < some < everything
+    whole, every = kept("selective")
+    assert kept({"name": "blocks", "selective": LAYERS}) == (whole, every)
     budget, which = kept({"name": "budget", "keep": 0.5})
     assert 1 <= len(which) < LAYERS and budget < 0.75 * everything
     assert kept({"name": "budget", "keep": 1})[1] == [] and kept({"name": "budget", "keep": 0})[1] == list(
@@ -73,6 +82,13 @@ def test_what_is_kept():
         ({"name": "blocks"}, "give either which = [places] or every = 2"),
         ({"name": "blocks", "every": -1}, "give either which = [places] or every = 2"),
         ({"name": "blocks", "which": [9]}, "which = [9]: the model has the blocks 0 to 3"),
+        ({"name": "blocks", "full": "0-4"}, "full = '0-4': the model has the blocks 0 to 3"),
+        ({"name": "blocks", "full": 5}, "full = 5: give 0 to 4 of the model's 4 blocks"),
+        ({"name": "blocks", "full": 2, "selective": 3}, "selective = 3: give 0 to 2"),
+        ({"name": "blocks", "full": "0-2", "selective": [2]}, "both name block 2"),
+        ({"name": "blocks", "full": "0 to 2"}, "full = '0 to 2': give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": True}, "full = True: give a number of blocks, a list of places, or ranges"),
+        ({"name": "blocks", "full": 2, "every": 2}, "give either which = [places] or every = 2"),
         (
             {"name": "selective", "save": ["matmull"]},
             "save = ['matmull']: give a list of matmul, attention, convolution",
@@ -85,6 +101,18 @@ def test_wrong_options_are_refused_by_name(option, message):
     with pytest.raises(UserError) as error:
         Recompute(recomputable(gpt()), option)
     assert message in str(error.value)
+
+
+@given(st.sets(st.integers(0, 40)), st.sets(st.integers(0, 40)), st.integers(0, 41))
+def test_blocks_by_ranges_are_those_by_places(whole, some, number):
+    whole, some = sorted(whole), sorted(some - whole)
+    if not whole and not some:
+        return
+    assert chosen_blocks(41, (), 0, as_ranges(whole), as_ranges(some)) == (whole, some)
+    assert chosen_blocks(41, (), 0, whole, some) == (whole, some)
+    left = [place for place in range(41) if place not in whole]
+    if number <= len(left) and (number or whole):
+        assert chosen_blocks(41, (), 0, whole, number) == (whole, left[:number])
 
 
 def test_a_model_without_repeated_parts_is_told():

@@ -38,6 +38,9 @@ PLANS: dict[str, dict] = {
     "recompute": {"recompute": "full"},
     "selective": {"recompute": "selective", "zero": 1},
     "budget-hosts": {"recompute": {"name": "budget", "keep": 0.5}, "zero": 3},
+    "shares": {"shares": [3, 1, 2, 0.5], "zero": 1},
+    "shares-zero2": {"shares": [0, 4, 1, 0.1], "zero": 2},  # a rank without a microbatch
+    "shares-hosts": {"shares": [3, 1, 2, 0.5], "zero": 3},
 }
 COLUMNS = (
     [case for case in CASES if case not in MESH_ONLY],
@@ -66,7 +69,14 @@ ROWS = [row for row in product(*COLUMNS) if goes_together(*row)]
 MOST = ("gpt-rotary-dropout", "unused-frozen", "resnet-batchnorm")
 """The cases that differ most meet every plan in the covering array; the others all sizes, precisions and
 accumulations."""
-COVERING = set(pairwise(ROWS, lambda pair: (pair[0], pair[2]) != (0, 4) or pair[1] in MOST))
+UNEVEN = {
+    ("gpt-rotary-dropout", 4, "bf16", 1, "shares-hosts"),
+    ("resnet-batchnorm", 2, "fp32", 3, "shares"),
+    ("auxiliary", 3, "fp32", 3, "shares-zero2"),
+    ("unused-frozen", 2, "fp64", 1, "shares-zero2"),
+}
+EVENLY = [row for row in ROWS if "shares" not in PLANS[row[4]]]
+COVERING = UNEVEN | set(pairwise(EVENLY, lambda pair: (pair[0], pair[2]) != (0, 4) or pair[1] in MOST))
 # Loss, gradient norm, and the step-1 gradient relative to its parameter's largest. bf16: a master that crosses a
 # rounding
 # boundary shows the forward another weight, by up to 2^-8 of it.
@@ -86,6 +96,8 @@ def run(world, case: str, precision: str, accumulation: int, plan: str = "replic
         world = apart(world)
     with TemporaryDirectory() as directory:
         options = PLANS[plan] | ({"memory": {"disk": directory}} if plan == "disk" else {})
+        if "shares" in options and world.size > 1:
+            options = {**options, "shares": options["shares"][: world.size]}
         running = engine(case, precision, accumulation, world=world, plan=Plan(dp=world.size, **options))
         try:
             return train(running, CASES[case].data(), steps)

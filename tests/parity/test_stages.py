@@ -22,6 +22,7 @@ from tests.parity.test_mesh import TOLERANCE, WIDER, state_of
 from tests.parity.test_parity import compare
 from tests.pool import run_ranks
 
+SOME_BLOCKS = {"name": "blocks", "full": "0, 3", "selective": [1]}
 PLANS: dict[str, dict[str, Any]] = {
     "pp2": {"pp": 2},
     "pp4": {"pp": 4},
@@ -59,7 +60,14 @@ PLANS: dict[str, dict[str, Any]] = {
     "recompute": {"pp": 2, "dp": 2, "recompute": "full"},
     "recompute-zb": {"pp": 2, "recompute": "full", "schedule": "zbv"},
     "selective": {"pp": 2, "recompute": "selective"},
+    "blocks-zero3-hosts": {"dp": 2, "pp": 2, "zero": 3, "recompute": SOME_BLOCKS, "schedule": "interleaved"},
+    "blocks-zb": {"pp": 2, "recompute": SOME_BLOCKS, "schedule": "zbv"},
+    "blocks-offload": {"pp": 2, "memory": {"activations": 0.5}, "recompute": SOME_BLOCKS},
+    "shares": {"dp": 2, "pp": 2, "shares": [3, 1], "schedule": "interleaved"},
+    "shares-zero3-hosts": {"dp": 2, "pp": 2, "shares": [1, 5], "zero": 3},
+    "shares-ep2": {"dp": 2, "pp": 2, "shares": [3, 1], "ep": 2},
     "compiled": {"pp": 2, "compile": "aot_eager"},
+    "compiled-blocks": {"pp": 2, "compile": "aot_eager", "recompute": {"name": "blocks", "full": [1]}},
     "compiled-zb": {"pp": 2, "compile": "aot_eager", "schedule": "zb1p"},
     "selective-zb": {"pp": 2, "recompute": "selective", "schedule": "zb1p"},
 }
@@ -86,7 +94,8 @@ def goes_together(case: str, plan: str, precision: str, accumulation: int) -> bo
     )
     if case == "moe-deep" and stages > 4:
         return False  # four blocks
-    if "recompute" in options and options.get("recompute") == "selective" and case in ("resnet-batchnorm", "lstm-deep"):
+    selective = options.get("recompute") == "selective" or options.get("recompute") == SOME_BLOCKS
+    if selective and case in ("resnet-batchnorm", "lstm-deep"):
         return False
     if case in ("resnet-batchnorm", "lstm-deep") and (precision in ("bf16", "fp16") or "compile" in options):
         return False  # slow on a CPU, and nothing else of them is special to stages
@@ -133,7 +142,10 @@ COVERING = (
     | {(case, "pp2", "fp32", 3) for case in MODELS[:5]}
     | {("gpt-deep", "dp2-pp2", "fp16", 3)}
     | {(*row, *turn) for row, turn in in_turn(SPLIT, [row[2:] for row in ROUTED[:3]])}
-) - {("gpt", "compiled", "fp32", 1)}  # a whole backward of compiled blocks is in test_unflushed.py, a split one here
+) - {
+    ("gpt", "compiled", "fp32", 1),
+    ("gpt", "compiled-blocks", "fp32", 1),
+}  # a whole backward of compiled blocks is in test_unflushed.py, a split one here
 
 
 def run(world, case: str, precision: str, accumulation: int, plan: str) -> Trace:

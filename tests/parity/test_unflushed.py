@@ -114,8 +114,8 @@ ROWS: list[tuple[str, dict[str, Any], int, int]] = [
     ("gpt", {"pp": 2, "schedule": "2bw"}, 8, 2),
     ("gpt", {"pp": 4, "schedule": "2bw"}, 4, 2),  # fewer microbatches than stages
     ("gpt", {"pp": 2, "dp": 2, "schedule": "2bw"}, 8, 2),
-    ("gpt", {"pp": 2, "dp": 2, "zero": 1, "schedule": "2bw"}, 8, 2),
-    ("gpt", {"pp": 2, "schedule": "2bw", "recompute": "full"}, 8, 2),
+    ("gpt", {"pp": 2, "dp": 2, "zero": 1, "schedule": "2bw", "shares": [3, 1]}, 8, 2),
+    ("gpt", {"pp": 2, "schedule": "2bw", "recompute": {"name": "blocks", "full": 1, "selective": [1]}}, 8, 2),
     ("short", {"pp": 2, "schedule": "2bw", "compile": "aot_eager"}, 8, 2),
     ("lstm", {"pp": 4, "schedule": "2bw"}, 8, 2),
     ("moe", {"pp": 2, "dp": 2, "schedule": "2bw"}, 8, 2),

@@ -67,7 +67,10 @@ def test_bert_and_models_of_transformers():
         assert deep is not None and equal(deep, own)
 
 
-@pytest.mark.parametrize("recompute", [{"name": "blocks", "every": 2}, {"name": "budget", "keep": 0.6}], ids=str)
+UNLIKE = [{"name": "blocks", "every": 2}, {"name": "blocks", "full": 2}, {"name": "budget", "keep": 0.6}]
+
+
+@pytest.mark.parametrize("recompute", UNLIKE, ids=str)
 def test_recompute_that_treats_blocks_differently(recompute):
     deep, own = both(GPT, Plan(recompute=recompute))
     assert deep is None or equal(deep, own)

@@ -138,7 +138,8 @@ def test_other_optimizers(optimizer):
         check(predicted(plan, "fp32", optimizer, Place()), held(None, plan, "fp32", optimizer))
 
 
-RECOMPUTE = ["none", "full", {"name": "blocks", "every": 2}, {"name": "selective"}, {"name": "budget", "keep": 0.6}]
+RECOMPUTE = ["none", "full", {"name": "blocks", "every": 2}, {"name": "selective"}]
+RECOMPUTE += [{"name": "blocks", "full": 1, "selective": [3]}, {"name": "budget", "keep": 0.6}]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=str)
@@ -253,6 +254,7 @@ STAGES = [
     {"pp": 2, "dp": 1, "buddy": 1},
     {"pp": 2, "dp": 2, "zero": 1, "schedule": "interleaved"},
     {"pp": 2, "dp": 1, "recompute": "full", "memory": {}},
+    {"pp": 2, "dp": 1, "recompute": {"name": "blocks", "full": "0, 3", "selective": [1]}, "memory": {}},
     {"pp": 2, "dp": 1, "schedule": "2bw"},
     {"pp": 2, "dp": 1, "schedule": "2bw", "precision": "bf16"},
     {"pp": 2, "tp": 2, "dp": 1, "memory": {}},

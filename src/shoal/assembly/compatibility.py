@@ -20,7 +20,7 @@ from shoal.exchange.named import algorithm
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.optim.groups import needs_whole_parameters
 from shoal.parallel.tensor import check_rules
-from shoal.plan import Plan, option_name
+from shoal.plan import Plan, option_name, option_parameters
 from shoal.precision import Precision
 
 FAR = 10**9
@@ -106,6 +106,13 @@ class Exchange:
         return self.plan.zero >= 2 or self.plan.memory is not None
 
     @property
+    def weighs_alike(self) -> bool:
+        """Whether replicas count alike in what is exchanged, whatever samples they have had."""
+        its = self.its
+        averages = its.holds(FAR) in (Holds.MEAN, Holds.LOCAL_MEAN, Holds.INDEPENDENT)
+        return averages or its.trains_apart or its.own_optimizers or its.updates_itself
+
+    @property
     def parts_rows(self) -> bool:
         """Whether ranks that share rows would train apart."""
         return bool(getattr(self.its, "ranks", 1) % self.plan.cp)
@@ -131,6 +138,11 @@ EXCHANGES: tuple[tuple[Callable[[Exchange], Any], str], ...] = (
         NOT_WITH
         + "{asked.shards}: each replica's optimizer goes by its own gradients, so each needs all of its state; "
         'of = "gradients" combines gradients instead',
+    ),
+    (
+        lambda asked: asked.plan.shares and asked.weighs_alike,
+        NOT_WITH + "plan.shares: it weighs replicas alike, however many samples each has: leave shares out, or take an "
+        "exchange that sums gradients",
     ),
     (lambda asked: asked.plan.cp > 1 and asked.its.of_whole_rows, NOT_WITH + "plan.cp: {asked.its.of_whole_rows}"),
     (
@@ -249,7 +261,10 @@ def check_dropout(dropout: str) -> None:
 
 def check_recompute(plan: Plan) -> None:
     """Raises UserError where the operations that are to be kept are inside compiled blocks."""
-    if plan.compile and option_name(plan.recompute, "recompute") == "selective":
+    name = option_name(plan.recompute, "recompute")
+    if plan.compile and (
+        name == "selective" or (name == "blocks" and option_parameters(plan.recompute).get("selective"))
+    ):
         raise UserError(
             'plan.recompute = "selective" sees no operations inside compiled blocks: take another, or compile = false'
         )
@@ -272,27 +287,3 @@ def check_gradients_by_name(plan: Plan, recipe: Recipe, exchange: Algorithm, flu
     what, why = _first(by_name), _first(reasons)
     if what is not None and why is not None:
         raise UserError(f"{what} takes gradients that all ranks have alike, and {why}: leave one of them out")
-
-
-def check_loop(plan: Plan, microbatches: int, precision: Precision) -> None:
-    """Raises UserError where a loop of the caller's cannot do what the engine's does."""
-    if microbatches > 1 and precision.grad == torch.bfloat16:
-        raise UserError(
-            f"loop({microbatches}): gradients of several microbatches are sums, which bf16 would round: give the "
-            f"engine global_batch = {microbatches} x microbatch"
-        )
-    if plan.pipelined:
-        raise UserError(
-            "plan.pp > 1 runs forwards and backwards by a schedule: train with engine.step, not with a loop of your own"
-        )
-    if plan.cp > 1:
-        raise UserError(
-            "plan.cp > 1 shares out the tokens of batches that the engine loads: train with engine.step, not with a "
-            "loop of your own"
-        )
-
-
-def check_objective(plan: Plan) -> None:
-    """Raises UserError where no rank can compute the loss as a function of all parameters."""
-    if plan.pipelined:
-        raise UserError("plan.pp > 1: no rank has all parameters, of which the objective is a function")

@@ -20,7 +20,14 @@ from shoal.module.ahead import build_ahead
 from shoal.module.alike import make_alike
 from shoal.module.batchnorm import synchronise
 from shoal.module.build import Built
-from shoal.module.compiling import blocks, compile_blocks, nothing_to_recompute, recomputable
+from shoal.module.compiling import (
+    blocks,
+    compile_blocks,
+    nothing_to_recompute,
+    numbered_parts,
+    numbers_of,
+    recomputable,
+)
 from shoal.module.random import Randomness, attention
 from shoal.module.recompute import Recompute, without_caches
 from shoal.native.heap import keep_freed_memory
@@ -122,6 +129,7 @@ def localize(
     """
     plan, mesh, world = ranks.plan, ranks.mesh, ranks.world
     # of the whole model, before it is cut into stages
+    numbered = numbered_parts(model.built.module)
     cuts = cuts_of(model.built.module, plan.tp, rules, confirming(mesh, world))
     pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
@@ -150,19 +158,22 @@ def localize(
     set_products(module, precision, world.device)
     if plan.compile:
         compile_blocks(module, plan.compile)
-    recompute = _recompute(module, ranks, axes, randomness)
+    recompute = _recompute(module, numbered, ranks, axes, randomness)
     cast_at_the_border(module, precision)
     return Local(ranks, model, built, layouts, tuple(axes), parallelized, pipeline, apart, tied, randomness, recompute)
 
 
-def _recompute(module: nn.Module, ranks: Ranks, axes: Sequence[Axis], randomness: Randomness) -> Recompute | None:
+def _recompute(
+    module: nn.Module, numbered: Mapping[str, int], ranks: Ranks, axes: Sequence[Axis], randomness: Randomness
+) -> Recompute | None:
     if option_name(ranks.plan.recompute, "recompute") == "none":
         return None
     check_recompute(ranks.plan)
     parts = recomputable(module)
     if not anywhere(axes, bool(parts)):
         raise nothing_to_recompute()
-    return Recompute(parts, ranks.plan.recompute, [randomness.again] if randomness.keyed else [])
+    again = [randomness.again] if randomness.keyed else []
+    return Recompute(parts, ranks.plan.recompute, again, numbers_of(module, parts, numbered), len(numbered))
 
 
 def anywhere(axes: Iterable[Axis], here: bool) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.assembly.arguments import check_batch, check_dataset, check_max_batches
 from shoal.assembly.batches import batches
 from shoal.assembly.changing import Changing
-from shoal.assembly.compatibility import check_loop, check_objective
+from shoal.assembly.own_loops import check_loop, check_objective
 from shoal.assembly.parts import Parts, parts_of
 from shoal.assembly.verify import check_verify, held
 from shoal.comm import World
@@ -152,10 +152,10 @@ class Running(Changing):
         ranks change."""
         check_dataset(dataset, indexed=True)
         order, runner = cursor or Cursor(len(dataset), self.global_batch, self.seed), self._trainer.runner
-        sampler = self.state(name, ElasticSampler(order, runner.dealing.ranks, runner.dealing.rank))
+        sampler = self.state(name, ElasticSampler(order, *runner.dealing.place))
 
         def resize(old: World, new: World) -> None:
-            sampler.resize(self._trainer.runner.dealing.ranks, self._trainer.runner.dealing.rank)
+            sampler.resize(*self._trainer.runner.dealing.place)
 
         self.on_resize(resize)
         return sampler

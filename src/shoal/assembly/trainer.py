@@ -129,7 +129,8 @@ def _runner(
     forward = _forward(local, memory, recipe)
     streams = forward.streams
     of_group = (group.rank // streams, group.size // streams, partners_in(group, partners, streams))
-    dealing = Dealing(microbatch, recipe.even, recipe.sync_bn, *of_group, lockstep=lockstep(local, memory))
+    together, shares = lockstep(local, memory), tuple(ranks.plan.shares)
+    dealing = Dealing(microbatch, recipe.even, recipe.sync_bn, *of_group, together, shares)
     clipping = ClipSettings(recipe.clip, recipe.keep_gradients, recipe.norms_every, local.layouts)
     if pipeline is None or versions is None:
         groups = StepGroups(group, partners, local.axes)

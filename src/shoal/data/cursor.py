@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from heapq import heapify, heapreplace
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +72,25 @@ def share_start(number: int, rank: int, ranks: int) -> int:
     out even."""
     each, more = divmod(number, ranks)
     return rank * each + min(rank, more)
+
+
+@lru_cache(maxsize=1024)
+def share_starts(number: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Returns where each rank's share begins of `number` things, and their end, where ranks take them in the ratio of
+    `shares` (not all 0): such that the rank which has most for its share has as little as can be, exactly. Of equal
+    ones the first have more, as by `share_start`."""
+    if len(set(shares)) == 1:
+        return tuple(share_start(number, rank, len(shares)) for rank in range(len(shares) + 1))
+    weights = [Fraction(share) for share in shares]
+    each = [int(number * weight / sum(weights)) for weight in weights]  # in none of the best has a rank less
+    pairs = enumerate(zip(each, weights, strict=True))
+    waiting = [((have + 1) / weight, rank) for rank, (have, weight) in pairs if weight]
+    heapify(waiting)
+    for _ in range(number - sum(each)):
+        _, rank = waiting[0]
+        each[rank] += 1
+        heapreplace(waiting, ((each[rank] + 1) / weights[rank], rank))
+    return (0, *accumulate(each))
 
 
 def permute(positions: NDArray[np.uint64], size: int, key: tuple[int | str, ...]) -> NDArray[np.uint64]:

@@ -14,7 +14,7 @@ sample is padded, repeated or dropped, and the place is a number of global batch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from ..errors import UserError
 from .balanced import BalancedCursor
-from .cursor import Cursor, share_start
+from .cursor import Cursor, share_starts
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -32,22 +32,27 @@ class ElasticSampler(Sampler[list[int]]):
 
     order: of the samples, in global batches
     replicas, rank: the number of replicas, and the one to sample for; changed by `resize`
+    shares: of each replica, relative to each other; by default all have as much
     epoch, step: the place: `step` global batches of `epoch` are recorded
 
     Parts may differ by a sample. A replica without a sample gets the first one of the global batch, which does not
     count: its `weight` is 0.
     """
 
-    def __init__(self, order: Cursor | BalancedCursor, replicas: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, order: Cursor | BalancedCursor, replicas: int = 1, rank: int = 0, shares: Sequence[float] = ()
+    ) -> None:
         self.order, self.epoch, self.step = order, 0, 0
         self._changes = 0  # of the place or the replicas, by which iterations under way are out of date
-        self.resize(replicas, rank)
+        self.resize(replicas, rank, shares)
 
-    def resize(self, replicas: int, rank: int) -> None:
+    def resize(self, replicas: int, rank: int, shares: Sequence[float] = ()) -> None:
         """Goes on with another number of replicas, or another rank. Iterate the loader again afterwards."""
         if not 0 <= rank < replicas:
             raise UserError(f"rank is {rank} of {replicas} replicas: ranks run from 0 to {replicas - 1}")
-        self.replicas, self.rank = replicas, rank
+        if shares and (len(shares) != replicas or min(shares) < 0 or not any(shares)):
+            raise UserError(f"shares are {list(shares)}: give a number for each of {replicas} replicas, not all 0")
+        self.replicas, self.rank, self._shares = replicas, rank, tuple(shares) or (1,) * replicas
         self._changes += 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -106,7 +111,7 @@ class ElasticSampler(Sampler[list[int]]):
         return self.order.ids(self.epoch * self.order.steps_per_epoch + step)
 
     def _part(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        first, last = (share_start(len(samples), rank, self.replicas) for rank in (self.rank, self.rank + 1))
+        first, last = share_starts(len(samples), self._shares)[self.rank : self.rank + 2]
         return samples[first:last]
 
     def _about(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.assembly.assembled import Assembled
-from shoal.assembly.compatibility import check_loop
+from shoal.assembly.own_loops import check_loop
 from shoal.checkpoint.whole import put_whole, whole_state
 from shoal.device import moving_calls
 from shoal.doors.schedules import Schedule

@@ -21,6 +21,7 @@ from shoal.pipeline import samples_to_fill
 from shoal.plan import Plan
 from shoal.planner import Subject, with_stages
 from shoal.precision import precision
+from shoal.training.microbatches import largest_share
 
 SEQUENCE = 256
 WARMUP_SHARE, WARMUP_MOST = 0.05, 1000
@@ -177,10 +178,10 @@ def _put_schedule(job: Job, origins: Origins, total: int | None) -> tuple[Job, O
 
 def microbatches_of(job: Job) -> tuple[int, int]:
     """Returns the number of samples in a microbatch, and the most microbatches that a rank has in a step."""
-    train, ranks = job.train, job.plan.sample_ranks
+    train = job.train
     if train.microbatch is not None:
-        return train.microbatch, math.ceil(math.ceil(train.global_batch / train.microbatch) / ranks)
-    share = math.ceil(train.global_batch / ranks)
+        return train.microbatch, largest_share(math.ceil(train.global_batch / train.microbatch), job.plan)
+    share = largest_share(train.global_batch, job.plan)
     return (microbatch := samples_to_fill(job.plan, share)), math.ceil(share / microbatch)
 
 

@@ -13,7 +13,7 @@ from shoal.jobs.choose import Settled, microbatches_of
 from shoal.jobs.optimizers import optimizer_named
 from shoal.models import build
 from shoal.optim.groups import decay_matrices_only
-from shoal.plan import Plan
+from shoal.plan import Plan, option_name
 from shoal.planner import (
     DISK,
     HOST,
@@ -117,7 +117,7 @@ class Forecast:
         """Predicts one place of the pipeline; without stages, a deep model by a shallow one that says all."""
         ranks = min(self._machine.ranks, plan.stage_size) if plan.pipelined else self._machine.ranks
         job, values = self._settled.job, self._settled.model.values
-        own = None if plan.pipelined else family(job.model, values)
+        own = None if plan.pipelined or _names_blocks(plan) else family(job.model, values)
         if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
             deep = self._deepened(job.model, own.depth, plan)
             if deep is not None:
@@ -133,9 +133,9 @@ class Forecast:
 
     def largest(self) -> Largest | None:
         """Finds the largest model under the job's own plan; not of a pipeline, whose stages would all have to be run
-        dry for each size."""
+        dry for each size, nor where `recompute` names blocks, which other sizes have not."""
         job, plan = self._settled.job, self._settled.job.plan
-        if plan.pipelined:
+        if plan.pipelined or _names_blocks(plan):
             return None
         found = family(job.model, self._settled.model.values)
         if found is None:
@@ -192,3 +192,8 @@ class Forecast:
         shallow = {**table, key: SHALLOW}
         blocks = alike_blocks(build(shallow).factory, build(table).factory, self._precision)
         return None if blocks is None else deepened(self.recording(shallow, plan), blocks)
+
+
+def _names_blocks(plan: Plan) -> bool:
+    """Whether some blocks are computed again and others are not."""
+    return option_name(plan.recompute, "recompute") == "blocks"

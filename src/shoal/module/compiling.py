@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,6 +29,23 @@ def recomputable(module: nn.Module) -> list[nn.Module]:
         parts = [part for sequence in _outermost(module, nn.Sequential) for part in _parts(sequence)]
         found = [part for part in parts if not isinstance(part, StandIn)]
     return found
+
+
+def numbered_parts(module: nn.Module) -> dict[str, int]:
+    """Returns the numbers of the parts of a whole model by name: for `numbers_of`, once it has been cut."""
+    names = {id(part): name for name, part in module.named_modules()}
+    return {name: place for place, name in enumerate(dict.fromkeys(names[id(part)] for part in recomputable(module)))}
+
+
+def numbers_of(module: nn.Module, parts: Sequence[nn.Module], numbered: Mapping[str, int]) -> list[int]:
+    """Returns the number of each of the `parts` of a stage's module in the whole model; a layer of a Sequential that is
+    one part there has that one's."""
+    names = {id(part): name for name, part in module.named_modules()}
+
+    def number(name: str) -> int:
+        return numbered[name] if name in numbered or not name else number(name.rpartition(".")[0])
+
+    return [number(names[id(part)]) for part in parts]
 
 
 def nothing_to_recompute() -> UserError:

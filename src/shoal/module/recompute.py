@@ -1,7 +1,9 @@
 """`plan.recompute`: the activations that backward computes again instead of keeping them. The results do not change.
 
     "full"                                        only the input of every block is kept
-    {name = "blocks", which = [0, 2]}             only the input of these blocks; or every = 2: of every second one
+    {name = "blocks", full = 12, selective = 8}   only the input of the first 12 blocks, of the next 8 the results of
+                                                  some operations too; or places, see chosen_blocks
+    {name = "blocks", every = 2}                  only the input of every second block
     {name = "selective", save = ["matmul", ...]}  inside every block, only the results of these operations are kept
     {name = "budget", keep = 0.5}                 as few blocks are recomputed as needed to keep this fraction of
                                                   the bytes that backward would keep
@@ -23,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shoal.errors import UserError, check_choice
 from shoal.module.buffers import buffers_replaced
+from shoal.module.chosen_blocks import Places, chosen_blocks
+from shoal.module.meter import Meter, in_functorch
 from shoal.plan import Option, check_parameters, option_name, option_parameters
 
 _aten = torch.ops.aten
@@ -48,6 +51,8 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     "convolution": (_aten.convolution.default,),
 }
 """The operations that `selective` can save, by name."""
+SAVE = ("matmul", "attention")
+"""Those that it saves by itself."""
 
 Contexts = tuple[AbstractContextManager[Any], Callable[[], AbstractContextManager[Any]]]
 """That of a first forward, and a maker of that of each forward which repeats it."""
@@ -69,16 +74,26 @@ def without_caches(module: nn.Module) -> None:
 class Recompute:
     """Lets the forwards of `blocks` be computed again in backward, as a plan's `recompute` says.
 
-    blocks: the repeated parts of the model
+    blocks: the repeated parts of the model that are here
     option: the plan's `recompute`
     again: make the contexts of a second forward, all of which it runs in
+    places: the number of each of `blocks` among the `number` that the whole model has; None where these are all
 
     Raises UserError for a wrong `option`. With "budget", call `decide` after the first step.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], option: Option, again: Sequence[Again] = ()) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        option: Option,
+        again: Sequence[Again] = (),
+        places: Sequence[int] | None = None,
+        number: int | None = None,
+    ) -> None:
         self.again = list(again)
         self._blocks = [_Block(block, self.again) for block in blocks]
+        self._places = range(len(blocks)) if places is None else places
+        self._number = len(blocks) if number is None else number
         self._decide: Callable[[], None] | None = None
         name, parameters = option_name(option, "recompute"), option_parameters(option)
         kinds: dict[str, Callable[..., None]] = {
@@ -100,6 +115,11 @@ class Recompute:
         """Indices of the blocks that are recomputed."""
         return [place for place, block in enumerate(self._blocks) if block.flag]
 
+    @property
+    def whole(self) -> list[nn.Module]:
+        """The blocks of which all is computed again."""
+        return [block.module for block in self._blocks if block.flag and block.whole]
+
     def decide(self, agree: Callable[[list[int]], list[int]]) -> None:
         """Chooses, once and after a step, the blocks that a budget recomputes. `agree` returns the first rank's
         choice."""
@@ -115,28 +135,24 @@ class Recompute:
     def _full(self) -> None:
         self._some(every=1)
 
-    def _some(self, which: Sequence[int] = (), every: int = 0) -> None:
-        if bool(which) == bool(every) or every < 0:
-            raise UserError("plan.recompute: of blocks give either which = [places] or every = 2 (every second one)")
-        chosen = list(range(0, len(self._blocks), every)) if every else sorted(set(which))
-        if any(place not in range(len(self._blocks)) for place in chosen):
-            raise UserError(
-                f"plan.recompute: which = {list(which)}: the model has the blocks 0 to {len(self._blocks) - 1}"
-            )
-        for place in chosen:
-            self._blocks[place].wrap()
+    def _some(
+        self,
+        which: Sequence[int] = (),
+        every: int = 0,
+        full: Places = (),
+        selective: Places = (),
+        save: Sequence[str] = SAVE,
+    ) -> None:
+        whole, some = chosen_blocks(self._number, which, every, full, selective)
+        contexts = _keeping(save)
+        for place, block in zip(self._places, self._blocks, strict=True):
+            if place in whole or place in some:
+                block.wrap(None if place in whole else contexts)
 
-    def _selective(self, save: Sequence[str] = ("matmul", "attention")) -> None:
-        unknown = [name for name in save if name not in OPERATIONS]
-        if unknown or isinstance(save, str):
-            raise UserError(f"plan.recompute: save = {save!r}: give a list of {', '.join(OPERATIONS)}")
-        saved = {operation for name in save for operation in OPERATIONS[name]}
-
-        def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
+    def _selective(self, save: Sequence[str] = SAVE) -> None:
+        contexts = _keeping(save)
         for block in self._blocks:
-            block.wrap(partial(_selective_contexts, policy))
+            block.wrap(contexts)
 
     def _budget(self, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 <= keep <= 1:
@@ -145,7 +161,7 @@ class Recompute:
         for block in self._blocks:
             block.wrap()
             kinds.setdefault(block.kind, []).append(block)
-        meters = {kind: _Meter(alike[0]) for kind, alike in kinds.items()}
+        meters = {kind: Meter(alike[0]) for kind, alike in kinds.items()}
 
         def decide() -> None:
             """Recomputes the blocks that save the most bytes, until little enough is kept; a kind that did not run
@@ -160,10 +176,10 @@ class Recompute:
 
 
 class _Block:
-    """A block whose forward is recomputed in backward if `flag` is set at the first one."""
+    """A block whose forward is recomputed in backward if `flag` is set at the first one; `whole`: all of it."""
 
     def __init__(self, module: nn.Module, again: Sequence[Again]) -> None:
-        self.module, self.flag = module, False
+        self.module, self.flag, self.whole = module, False, True
         self._again = again
         self._own = vars(module).get("forward")  # a forward set on the instance, such as a compiled one
         self._changing: set[str] | None = None  # names of buffers that a forward changes; None before the first
@@ -175,12 +191,12 @@ class _Block:
 
     def wrap(self, contexts: Callable[[], Contexts] | None = None) -> None:
         """Replaces the block's forward; `contexts` makes the contexts of a first forward and of its repetitions."""
-        self.flag = True
+        self.flag, self.whole = True, contexts is None
 
         @wraps(type(self.module).forward)
         def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = partial(self._own or partial(type(module).forward, module), **kwargs)
-            if not self.flag or module is not self.module or not torch.is_grad_enabled() or _in_functorch():
+            if not self.flag or module is not self.module or not torch.is_grad_enabled() or in_functorch():
                 return run(*args)
             first, second = contexts() if contexts is not None else (nullcontext(), nullcontext)
             found = self._buffers(self._changing)
@@ -216,46 +232,6 @@ class _Block:
         return buffers_replaced(self.module, {name: copy.clone() for name, (_, copy) in found.items()})
 
 
-class _Meter:
-    """Measures the first forward of `block`, which runs without recomputation.
-
-    Then `kept` are the bytes that backward keeps of it, without parameters; `saves` are those that are not its inputs,
-    which are kept in any case.
-    """
-
-    def __init__(self, block: _Block) -> None:
-        self.kept = self.saves = 0
-        self._block = block
-        self._hook = block.module.register_forward_pre_hook(self._before, with_kwargs=True)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or _in_functorch():
-            return
-        self._hook.remove()
-        self._block.flag = False
-        weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-        given: set[int] = set()
-        tree_map_only(Tensor, lambda tensor: given.add(tensor.untyped_storage()._cdata), (args, kwargs))
-        sizes: dict[int, int] = {}
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or (Tensor.detach, _same)
-
-        def pack(tensor: Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                sizes[storage._cdata] = storage.nbytes()
-            return outer[0](tensor)
-
-        def after(*_: Any) -> None:
-            stack.close()
-            self._block.flag = True
-            self.kept = sum(sizes.values())
-            self.saves = sum(size for storage, size in sizes.items() if storage not in given)
-
-        stack = ExitStack()
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, outer[1]))
-        stack.callback(module.register_forward_hook(after, always_call=True).remove)
-
-
 class _Anew(AbstractContextManager[None]):
     """A context that makes and enters new contexts, one inside the other, each time it is entered."""
 
@@ -271,6 +247,19 @@ class _Anew(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)
+
+
+def _keeping(save: Sequence[str]) -> Callable[[], Contexts]:
+    """Returns what makes the contexts of a block of which the results of the operations `save` are kept."""
+    unknown = [name for name in save if name not in OPERATIONS]
+    if unknown or isinstance(save, str):
+        raise UserError(f"plan.recompute: save = {save!r}: give a list of {', '.join(OPERATIONS)}")
+    saved = {operation for name in save for operation in OPERATIONS[name]}
+
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(_selective_contexts, policy)
 
 
 def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
@@ -289,12 +278,3 @@ def _selective_contexts(policy: Callable[..., CheckpointPolicy]) -> Contexts:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """True if both are equal; in a dry run, where nothing has values, always."""
     return isinstance(one, FakeTensor) or torch.equal(one, other)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _in_functorch() -> bool:
-    """True inside a transform of torch.func, which allows no hooks on saved tensors."""
-    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -75,9 +75,10 @@ def parts_of(subject: Subject, optimizer: OptimizerFactory, measured: bool, devi
             seen = _Seen(ready, units)
             run(ready, subject, seen.through)
             resting = [_resting(ready, unit, subject, optimizer) for unit in units]
-        again = option_name(subject.plan.recompute, "recompute") == "full"
+            recompute = ready.local.recompute
+            again = {id(block) for block in recompute.whole} if recompute is not None else set()
         times = [
-            (flops, (2.0 + (again and unit.is_block)) * flops) for flops, unit in zip(seen.flops, units, strict=True)
+            (flops, (2.0 + (id(unit.module) in again)) * flops) for flops, unit in zip(seen.flops, units, strict=True)
         ]
         if measured:
             times = _times(units, seen.calls, device)

@@ -75,8 +75,8 @@ def evaluate(
     device = forward.randomness.device
     measured = _Measured(forward, (forward.loss, *measures), accumulate.runs_once)
     whole = replace(dealing, all_run=False, partners=range(dealing.ranks))
-    share, first = whole.cut(range(data.samples)), replace(whole, rank=0).cut(range(data.samples)).microbatches
-    runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, first[0] if first else ())
+    share, stand_in = whole.cut(range(data.samples)), range(min(data.samples, dealing.size))
+    runs = with_idle(share.microbatches, share.most if dealing.lockstep else 0, stand_in)
     told = started
 
     def tell(done: int) -> None:

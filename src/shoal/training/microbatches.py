@@ -1,23 +1,26 @@
 """How the samples of a global batch, or of an evaluation, become the microbatches of each rank.
 
 There is one cut of the batch into microbatches of a fixed size, which never depends on the number of ranks, and each
-rank runs a contiguous run of them. Where no size is given the ranks have shares as even as can be, and each share is
-cut by itself.
+rank runs a contiguous run of them: as many as the others, or in the ratio of `plan.shares`. Where no size is given
+samples are dealt out so, and each share is cut by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import nn
 
 from shoal.comm import Group
-from shoal.data.cursor import share_start
+from shoal.data.cursor import share_starts
 from shoal.errors import ArgumentError
 from shoal.models.moe import Router
 from shoal.module.batchnorm import has_batch_statistics
+from shoal.plan import Plan
 
 Run = tuple[Sequence[int], bool]
 """A microbatch's samples, and whether it counts."""
@@ -50,6 +53,7 @@ class Dealing:
     - `all_run`: a rank without samples runs a microbatch of none, as SyncBN needs
     - `partners`: the ranks that update together, side by side
     - `lockstep`: all ranks run as many microbatches, since they meet in their forwards
+    - `shares`: of each rank, relative to each other
     """
 
     size: int
@@ -59,30 +63,32 @@ class Dealing:
     ranks: int
     partners: range
     lockstep: bool = False
+    shares: tuple[float, ...] = ()
+
+    @property
+    def place(self) -> tuple[int, int, tuple[float, ...]]:
+        """The number of ranks, the number of this one, and their shares."""
+        return self.ranks, self.rank, self.shares
 
     def cut(self, ids: Sequence[int]) -> Share:
         """Gives this rank its share of the batch `ids`."""
-        samples, rank, first, last = len(ids), self.rank, self.partners[0], self.partners[-1] + 1
-        mine = microbatches(ids[self._sample(samples, rank) : self._sample(samples, rank + 1)], self.size)
-        if not mine and self.even and self.all_run:
+        rank, first, last = self.rank, self.partners[0], self.partners[-1] + 1
+        shares, least = self.shares or (1,) * self.ranks, int(self.even and self.all_run)
+        starts, numbers = _dealt(len(ids), 1 if self.even else self.size, self.size, shares, least)
+        mine = microbatches(ids[starts[rank] : starts[rank + 1]], self.size)
+        if not mine and least:
             mine = [ids[:0]]
-        after = self._before(samples, last) - self._before(samples, rank + 1)
-        most = self._before(samples, first + 1) - self._before(samples, first)
-        return Share(mine, after, most, self._sample(samples, last) - self._sample(samples, first))
+        return Share(mine, sum(numbers[rank + 1 : last]), max(numbers[first:last]), starts[last] - starts[first])
 
-    def _sample(self, samples: int, rank: int) -> int:
-        """The first sample of `rank`: the number of samples that ranks before it have."""
-        if self.even:
-            return share_start(samples, rank, self.ranks)
-        return min(samples, share_start(-(-samples // self.size), rank, self.ranks) * self.size)
 
-    def _before(self, samples: int, rank: int) -> int:
-        """The number of microbatches that ranks before `rank` have."""
-        if not self.even:
-            return share_start(-(-samples // self.size), rank, self.ranks)
-        each, more = divmod(samples, self.ranks)
-        larger, smaller = (max(-(-share // self.size), int(self.all_run)) for share in (each + 1, each))
-        return min(rank, more) * larger + max(0, rank - more) * smaller
+@lru_cache(maxsize=64)
+def _dealt(
+    samples: int, unit: int, size: int, shares: tuple[float, ...], least: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Deals `samples` out in pieces of `unit`. Returns the first sample of each rank, and their number at the end, and
+    the number of microbatches of each, at least so many."""
+    starts = tuple(min(samples, start * unit) for start in share_starts(-(-samples // unit), shares))
+    return starts, tuple(max(-(-(end - start) // size), least) for start, end in pairwise(starts))
 
 
 def partners_in(group: Group, partners: Group, streams: int = 1) -> range:
@@ -97,10 +103,16 @@ def with_idle(mine: Sequence[Sequence[int]], number: int, stand_in: Sequence[int
     return [(ids, True) for ids in mine] + [(stand_in, False)] * (number - len(mine))
 
 
+def largest_share(number: int, plan: Plan) -> int:
+    """The most of `number` samples, or microbatches, that a rank of `plan` has."""
+    starts = share_starts(number, tuple(plan.shares) or (1,) * plan.sample_ranks)
+    return max(end - start for start, end in pairwise(starts))
+
+
 def choose_microbatch(
-    given: int | None, global_batch: int, ranks: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
+    given: int | None, global_batch: int, whole: int, module: nn.Module, sync_bn: bool, part: Callable[[int], int] = int
 ) -> int:
-    """Chooses the samples of a forward: as `given`, else `part` of a rank's whole share.
+    """Chooses the samples of a forward: as `given`, else `part` of a rank's `whole` share.
 
     Raises UserError where that would change what the model computes.
     """
@@ -108,7 +120,6 @@ def choose_microbatch(
         raise ArgumentError("global_batch", f" = {global_batch}: a step needs at least one sample")
     if given is not None and not 1 <= given <= global_batch:
         raise ArgumentError("microbatch", f" = {given}: give 1 to global_batch ({global_batch}) samples")
-    whole = -(-global_batch // ranks)
     if (sync_bn or given is None) and (what := _routed_by_microbatch(module)) is not None:
         raise ArgumentError(
             "microbatch",
