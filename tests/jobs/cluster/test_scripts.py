@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -61,6 +62,20 @@ def test_sigterm_reaches_the_ranks_which_end_in_their_own_time(
     commands("shoal", 'trap "sleep 0.2; echo saved; exit 143" TERM; echo began; while :; do sleep 0.01; done')
     path = tmp_path / "script.sh"
     path.write_text(local_script(request_of(nodes=1, finish=finish, setup="[]")))
+    process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "began\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "saved\n" and process.returncode == 143
+
+
+def test_ranks_whose_time_limit_ends_before_it_can_pass_on_a_signal_are_told_and_waited_for(
+    request_of, commands: Put, tmp_path
+) -> None:
+    commands("shoal", 'trap "sleep 0.5; echo saved; exit 143" TERM; echo began; while :; do sleep 0.01; done')
+    leads = "import os, subprocess, sys; os.setpgid(0, 0); subprocess.run(sys.argv[3:])"
+    commands("timeout", f"exec {sys.executable} -c '{leads}' \"$@\"")  # SIGTERM ends it, without its child
+    path = tmp_path / "script.sh"
+    path.write_text(local_script(request_of(nodes=1, setup="[]")))
     process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "began\n"
     process.send_signal(signal.SIGTERM)

@@ -12,14 +12,20 @@ from shoal.jobs.cluster.table import Cluster
 
 _LISTEN = """\
 child= early=
-trap 'if [ -n "$child" ]; then kill -TERM "$child" || :; else early=1; fi' TERM INT  # bash would keep the signal"""
+tell() { kill -TERM -- "-$child" 2>/dev/null || kill -TERM "$child" 2>/dev/null || :; }
+trap 'if [ -n "$child" ]; then tell; else early=1; fi' TERM INT  # bash would keep the signal"""
 _FORWARD = """\
 child=$!
-[ -z "$early" ] || kill -TERM "$child" || :
+[ -z "$early" ] || tell
 wait "$child" && code=0 || code=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child" && code=0 || code=$?; done
+while kill -0 -- "-$child" 2>/dev/null; do sleep 0.1; done
 [ "$code" -eq 0 ] || exit "$code\""""
-"""Before and after the command that trains: signals are passed on to it, also one that comes while it starts."""
+"""Before and after the command that trains: signals are passed on to it, also one that comes while it starts.
+
+`timeout` leads a process group, which is told as a whole and waited for: a signal that comes before it has noted its
+child's number ends it alone, and the ranks would go on without anybody.
+"""
 
 
 def script(cluster: Cluster, command: Sequence[str], directory: Path | None = None) -> str:
@@ -29,9 +35,9 @@ def script(cluster: Cluster, command: Sequence[str], directory: Path | None = No
     directory: where it runs; by default where it is started.
     """
     run = shlex.join([*limited(cluster), *command])
-    if not cluster.finish:
+    if not cluster.finish and cluster.seconds is None:
         return "\n".join([*beginning(cluster, directory), f"exec {run}", ""])
-    return "\n".join([*beginning(cluster, directory), _LISTEN, f"{run} &", _FORWARD, *cluster.finish, ""])
+    return "\n".join([*beginning(cluster, directory), _LISTEN, f"{run} &", _FORWARD, *(cluster.finish or []), ""])
 
 
 def beginning(cluster: Cluster, directory: Path | None) -> list[str]:
