@@ -83,11 +83,11 @@ def policies(rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
 
 def rows(rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
     """Rows pulled and pushed a second in each round, by carrier."""
-    found = {}
-    for name, shared in (("shared memory", True), ("sockets", False)):
-        print(f"rows, {name}", flush=True)
-        with ProcessGroup(contenders.idle, {}, size=2) as group:
-            found[name] = group.call(partial(contenders.rows, count, WIDTH, AT_ONCE, rounds, shared))[1]
+    print("rows", flush=True)
+    with ProcessGroup(contenders.idle, {}, size=2) as group:
+        found: dict[str, dict[str, list[float]]] = group.call(
+            partial(contenders.rows, count, WIDTH, AT_ONCE, rounds)
+        )[1]
     return found
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -145,33 +146,41 @@ def throughput(trial: int, name: str, workers: int, straggler: bool, seconds: fl
     return ((after.pushes - after.dropped) - (before.pushes - before.dropped)) / took
 
 
-def rows(count: int, width: int, at_once: int, rounds: int, shared: bool) -> dict[str, list[float]]:
-    """Rows a second that one client pulls and pushes, in each round, in rank 1; the server's table is of `count` rows,
-    all written. Their numbers are drawn evenly, `at_once` a call."""
+def rows(count: int, width: int, at_once: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Rows a second that one client pulls and pushes, in each round, by carrier, in rank 1. The carriers take turns at
+    one table of `count` rows, all written: its memory is given by the system as it is touched, to whoever comes first.
+    Their numbers are drawn evenly, `at_once` a call; what a turn of one carrier asks for the next asks for again."""
     store = _store()
     if _is_server():
         table = Table(count, width, lambda chosen: torch.ones(len(chosen), width))
         options = Options(tables={"table": table})
         with ParameterServer({}, partial(torch.optim.SGD, lr=1e-3), Async(), options=options) as server:
-            store.set(f"rows {shared}", f"{server.address} {server.token}")
-            store.wait([f"rows {shared} done"])
+            store.set("rows", f"{server.address} {server.token}")
+            store.wait(["rows done"])
         return {}
-    address, token = store.get(f"rows {shared}").decode().split()
-    found: dict[str, list[float]] = {"pulled": [], "pushed": []}
+    address, token = store.get("rows").decode().split()
+    found: dict[str, dict[str, list[float]]] = {}
     draw = torch.Generator().manual_seed(0)
-    with connect(address, token, shared=shared) as client:
+    with ExitStack() as stack:
+        clients = {
+            name: stack.enter_context(connect(address, token, shared=shared))
+            for name, shared in (("shared memory", True), ("sockets", False))
+        }
         gradients = torch.ones(at_once, width)
-        for _ in range(rounds + 1):
+        for number in range(rounds + 1):
             ids = torch.randint(count, (at_once,), generator=draw)
-            began = time.perf_counter()
-            _, version = client.pull_rows("table", ids)
-            pulled = time.perf_counter()
-            client.push_rows("table", ids, gradients, version)
-            pushed = time.perf_counter()
-            found["pulled"].append(at_once / (pulled - began))
-            found["pushed"].append(at_once / (pushed - pulled))
-    store.set(f"rows {shared} done", "1")
-    return {what: each[1:] for what, each in found.items()}
+            for name in sorted(clients, reverse=bool(number % 2)):
+                began = time.perf_counter()
+                _, version = clients[name].pull_rows("table", ids)
+                pulled = time.perf_counter()
+                clients[name].push_rows("table", ids, gradients, version)
+                pushed = time.perf_counter()
+                if number:
+                    both = found.setdefault(name, {"pulled": [], "pushed": []})
+                    both["pulled"].append(at_once / (pulled - began))
+                    both["pushed"].append(at_once / (pushed - pulled))
+    store.set("rows done", "1")
+    return found
 
 
 def _work(store: TCPStore, trial: int, rank: int, pause: float) -> None:

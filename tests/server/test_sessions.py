@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +39,7 @@ class Silence:
 
 
 KINDS = kinds((Echo, Silence))
+BIG = torch.zeros(1 << 24, dtype=torch.uint8)
 
 
 @contextmanager
@@ -100,6 +102,66 @@ def test_a_client_that_goes_ends_its_session_alone_and_later_ones_join(shared):
             session.send(Echo("on"), torch.ones(4))
             assert session.receive(10.0) == Echo("on") and session.tensors()[0].sum() == 4
             session.close()
+
+
+def does_not_send(session: Session) -> None:
+    """Announces a tensor that never comes."""
+    session._carrier.send(encode(Echo("half")) + b'\n[["uint8",1000]]', ())
+
+
+def does_not_read(session: Session) -> None:
+    """Asks for more than fits between the two, and reads none of it."""
+    session._carrier.end_of_test = threading.Thread(target=session.send, args=(Echo(""), BIG), daemon=True)
+    session._carrier.end_of_test.start()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("stops", [does_not_send, does_not_read])
+def test_a_client_that_lives_but_has_stopped_is_given_up_and_named(shared, stops):
+    """As SIGSTOP leaves it: its process is there, and does nothing more."""
+    with echoing(seconds=0.3) as (address, said):
+        stopped, other = (call(address, KEY, KINDS, 30.0, shared) for _ in range(2))
+        stops(stopped)
+        until(lambda: said)
+        assert said[0].startswith("shoal: 127.0.0.1:") and said[0].endswith("has been silent for too long")
+        other.send(Echo("on"), torch.ones(4))
+        assert other.receive(10.0) == Echo("on") and other.tensors()[0].sum() == 4
+        with pytest.raises(SessionLost, match="has ended"):
+            stopped.receive(10.0)
+            stopped.tensors()
+        for session in (stopped, other):
+            session.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_session_that_is_ended_from_another_thread_ends_at_both_ends_at_once(shared):
+    with echoing() as (address, said):
+        session = call(address, KEY, KINDS, 30.0, shared)
+        session.send(Silence())
+        began, ender = time.monotonic(), threading.Timer(0.05, session.end)
+        ender.start()
+        with pytest.raises(SessionLost, match="has ended"):
+            session.receive(30.0)
+        until(lambda: any("has ended" in line for line in said))
+        assert time.monotonic() - began < 5.0
+        session.close()
+
+
+def of_garbage(draw: random.Random, session: Session) -> None:
+    """What one with the token might write to shared memory."""
+    body, carrier = encode(Echo("x")) + b"\n", session._carrier
+    view = carrier._usable()
+    counters = view.memory[:1024].view(torch.int64)
+    kinds_of_garbage = [
+        lambda: carrier.send(draw.randbytes(draw.randrange(100)), ()),
+        lambda: carrier.send(body + b'[["float64", 99999999999999]]', ()),
+        lambda: carrier.send(body + b"[" * 5000, ()),
+        lambda: carrier.send(b'{"kind": "Unknown"}\n', ()),
+        lambda: carrier.send(b"", [torch.full((8,), 1 << 40)]),  # bytes that stand where a length should
+        lambda: carrier._c.shoal_pipe_send(view.address, b"x" * (1 << 17), 1 << 17, None, 0),  # longer than a body
+        lambda: counters.copy_(torch.tensor([draw.randrange(-(1 << 62), 1 << 62) for _ in range(len(counters))])),
+    ]
+    draw.choice(kinds_of_garbage)()
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -171,6 +233,14 @@ def bad_frames(draw: random.Random, key: bytes) -> bytes:
 
 
 def one_try(draw: random.Random, address: Address) -> None:
+    if draw.random() < 0.2:
+        session = call(address, KEY, KINDS, 10.0)
+        of_garbage(draw, session)
+        with pytest.raises((SessionLost, Malformed)):  # it is hung up on
+            while session.receive(10.0):
+                session.skip()
+        session.close()
+        return
     if draw.random() < 0.3:
         with socket.create_connection(address, 5.0) as end:
             end.sendall(draw.randbytes(draw.randrange(200)))

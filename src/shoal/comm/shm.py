@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shoal.comm.shm_allocate import Allocations
 from shoal.comm.shm_reductions import reduction
-from shoal.comm.shm_segment import MOST_TEXT, Meet, meeting_in, open_segment
+from shoal.comm.shm_segment import MOST_TEXT, meeting_in, open_segment
 from shoal.comm.shm_watch import FAILED, LEFT, Look, Watch
 from shoal.comm.turns import Turns
 from shoal.native import library
@@ -56,14 +56,10 @@ class Shared:
 
         `timeout`: how long an operation waits for a rank that lives.
         """
-        return cls.meeting(meeting_in(dist.PrefixStore("segment", store), rank, size), rank, size, timeout)
-
-    @classmethod
-    def meeting(cls, meet: Meet, rank: int, size: int, timeout: timedelta) -> Shared | None:
-        """Opens the shared memory as `open` does, for ranks that meet without a store."""
         kernels = library()
         num_bytes = kernels.shoal_shm_bytes(size) if kernels else 0
         obstacle = "" if kernels else f"rank {rank} has no C compiler for the kernels"
+        meet = meeting_in(dist.PrefixStore("segment", store), rank, size)
         segment = open_segment(meet, rank, num_bytes, obstacle)
         if segment is None or kernels is None:
             return None

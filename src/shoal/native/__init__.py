@@ -55,6 +55,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "shoal_shm_broadcast": (_INT, _POINTER, _POINTER, _INT, _INT),
     "shoal_shm_mail": (_INT, _POINTER, _POINTER, _INT),
     "shoal_shm_has_come": (_INT, _POINTER, _INT, _INT, _POINTER),
+    "shoal_pipe_bytes": (_INT,),
+    "shoal_pipe_open": (None, _POINTER, _POINTER, _INT, _POINTER),
+    "shoal_pipe_send": (_INT, _POINTER, ctypes.c_char_p, _INT, _POINTER, _INT),
+    "shoal_pipe_take": (_INT, _POINTER, _POINTER, _INT),
+    "shoal_pipe_fill": (_INT, _POINTER, _POINTER, _INT),
+    "shoal_pipe_end": (None, _POINTER),
     "shoal_tcp_swap": (_INT, _POINTER, _INT, _INT),
 }
 """The result and the arguments of each function of the C files."""

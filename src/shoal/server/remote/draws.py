@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.device import is_accelerator
 from shoal.errors import UserError
 from shoal.module.random import name_key
 
@@ -26,10 +28,12 @@ _DRAWING = (
 _NAMES = frozenset(_DRAWING.split())
 _ATTENTION = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Those of which only a dropout draws, and where in their arguments it stands."""
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 def forward_seed(seed: int, forward: int) -> int:
-    """Returns the seed of a forward's draws: they are those after `torch.manual_seed` of it, on the CPU."""
+    """Returns the seed of a forward's draws: on each device they are those of a generator with it, on the CPU those
+    after `torch.manual_seed` of it."""
     return name_key(f"{seed}/{forward}") % _MOST
 
 
@@ -54,9 +58,10 @@ class ForwardDraws:
 
 
 class _Drawing(TorchDispatchMode):
-    """Gives operations of this thread that draw on the CPU, and have no generator, that of `generator()`."""
+    """Gives operations of this thread that draw, and have no generator, that of `generator(device)`. Raises UserError
+    for one that takes none."""
 
-    def __init__(self, generator: Callable[[], torch.Generator]) -> None:
+    def __init__(self, generator: Callable[[torch.device], torch.Generator]) -> None:
         super().__init__()
         self._generator = generator
 
@@ -64,10 +69,16 @@ class _Drawing(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        drawing = _with_generator(func)
-        if drawing is None or given.get("generator") is not None or not _on_cpu(args, given):
+        drawing, device = _with_generator(func), _device(args, given)
+        if device.type == "meta" or given.get("generator") is not None:
             return func(*args, **given)
-        return drawing(*args, **given | {"generator": self._generator()})
+        if func is torch.ops.aten.native_dropout.default and is_accelerator(device):
+            return _dropout(self._generator(device), *args, **given)
+        if drawing is not None:
+            return drawing(*args, **given | {"generator": self._generator(device)})
+        if is_accelerator(device) and torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, given):
+            raise _unseeded(func.name(), device)
+        return func(*args, **given)
 
 
 class _Functions(TorchFunctionMode):
@@ -87,6 +98,8 @@ class _Functions(TorchFunctionMode):
         drops = at is not None and given.get("training", True) and given.get("dropout_p", [*args, *[0.0] * 99][at]) > 0
         if not drops and name not in _NAMES:
             return func(*args, **given)
+        if name in _RECURRENT and is_accelerator(device := _device(args, given)) and _recurrent_drops(args):
+            raise _unseeded(name, device)  # their kernels keep what they draw from, whatever the seed is
         with self._drawing:
             return func(*args, **given)
 
@@ -101,18 +114,56 @@ def _with_generator(func: Any) -> Any:
     return getattr(func.overloadpacket, name, None)
 
 
-def _on_cpu(args: Sequence[Any], given: Mapping[str, Any]) -> bool:
-    if args and isinstance(args[0], torch.Tensor):
-        return args[0].device.type == "cpu"
-    return torch.device(given.get("device") or "cpu").type == "cpu"
+def _device(args: Sequence[Any], given: Mapping[str, Any]) -> torch.device:
+    first = next((each for each in args if isinstance(each, Tensor)), None)
+    return first.device if first is not None else torch.device(given.get("device") or "cpu")
 
 
-def _from(seed: int) -> Callable[[], torch.Generator]:
-    made = torch.Generator().manual_seed(seed)
-    return lambda: made
+def _recurrent_drops(args: Sequence[Any]) -> bool:
+    """Returns whether a recurrent layer drops; dropout and mode stand one further behind for packed sequences."""
+    dropout, training = args[5:7] if isinstance(args[5], float) else args[6:8]
+    return bool(training) and dropout > 0.0
 
 
-def _again() -> NoReturn:
+def _unseeded(name: str, device: torch.device) -> UserError:
+    return UserError(
+        f"{name} on {device} draws in a kernel that takes no seed: give shoal.remote no seed, or set the dropout of "
+        "attention and of recurrent layers to 0"
+    )
+
+
+def _may_draw(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> bool:
+    """Returns whether a call may draw: kernels of attention do so for a dropout above 0 alone."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    at = names.index("dropout_p")
+    return float(args[at] if at < len(args) else given.get("dropout_p", 0.0)) > 0.0
+
+
+def _dropout(generator: torch.Generator, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Computes aten's native_dropout, the form that accelerators have, which takes no generator: the result, and what
+    was kept."""
+    if train is False or p == 0.0:
+        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+    kept = torch.empty_like(input, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator)
+    return (input * kept * (1.0 / (1.0 - p)) if p < 1.0 else torch.zeros_like(input)), kept
+
+
+def _from(seed: int) -> Callable[[torch.device], torch.Generator]:
+    """Returns what gives each device's generator, all of them with this seed."""
+    made: dict[torch.device, torch.Generator] = {}
+
+    def of(device: torch.device) -> torch.Generator:
+        device = torch.empty(0, device=device).device  # with its index
+        if device not in made:
+            made[device] = torch.Generator(device).manual_seed(seed)
+        return made[device]
+
+    return of
+
+
+def _again(device: torch.device) -> NoReturn:
     raise UserError(
         "a module draws in its backward, where torch.utils.checkpoint runs its forward again: a seed does not repeat "
         "draws. Give shoal.remote no seed, or recompute nothing that draws"

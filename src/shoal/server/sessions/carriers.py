@@ -1,4 +1,4 @@
-"""What carries the messages of a session: TCP, or memory that both processes share.
+"""What carries the messages of a session: TCP, or memory that both processes share (memory.py).
 
 A message is a body of at most MOST_BODY bytes and raw tensors, whose sizes the body tells. Tensors go in pieces, and
 each of them must move within the time that a carrier is given.
@@ -7,7 +7,6 @@ each of them must move within the time that a carrier is given.
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from shoal.comm.hello import fill
 from shoal.comm.sealed import HEAD, Seal
-from shoal.comm.shm import Shared
 from shoal.elastic.records import Malformed
 
 MOST_BODY = 1 << 16
@@ -27,8 +25,6 @@ BODY_SECONDS = 5.0
 """Seconds within which a body must be complete once it has begun."""
 
 _TOGETHER = 1 << 16  # bytes up to which a message is one call of the kernel
-_CELL = 512  # bytes of the first part of a body in shared memory
-_LENGTH = struct.Struct("!I")
 
 
 class Carrier(Protocol):
@@ -96,53 +92,6 @@ class Stream:
     def end(self) -> None:
         with suppress(OSError):  # the other end has closed it already
             self._end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.end()
-        self._end.close()
-
-
-class Mail:
-    """A carrier through shared memory, which only the two processes can write. `end`: the connection by which they
-    met; it stays open."""
-
-    name = "shared memory"
-
-    def __init__(self, shared: Shared, end: socket.socket) -> None:
-        self._shared, self._end, self._peer = shared, end, 1 - shared.rank
-        self._out, self._in = torch.zeros(_CELL, dtype=torch.uint8), torch.zeros(_CELL, dtype=torch.uint8)
-        self._out_bytes, self._in_bytes = bytes_of(self._out), bytes_of(self._in)
-
-    def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
-        assert len(body) <= MOST_BODY, f"a body of {len(body):,} bytes"
-        room = _CELL - _LENGTH.size
-        first, rest = body[:room], bytearray(body[room:])
-        self._out_bytes[: _LENGTH.size + len(first)] = _LENGTH.pack(len(body)) + first
-        self._shared.send(self._out, self._peer)
-        if rest:
-            self._shared.send(torch.frombuffer(rest, dtype=torch.uint8), self._peer)
-        for tensor in tensors:
-            for piece in _cut(tensor):
-                self._shared.send(piece, self._peer)
-
-    def receive(self, seconds: float | None) -> bytes:
-        self._shared.recv(self._in, self._peer)
-        (size,) = _LENGTH.unpack(self._in_bytes[: _LENGTH.size])
-        if size > MOST_BODY:
-            raise Malformed(f"a body of {size:,} bytes; the most is {MOST_BODY:,}")
-        body = bytes(self._in_bytes[_LENGTH.size : _LENGTH.size + size])
-        if len(body) == size:
-            return body
-        rest = torch.empty(size - len(body), dtype=torch.uint8)
-        self._shared.recv(rest, self._peer)
-        return body + bytes(bytes_of(rest))
-
-    def fill(self, flat: Tensor) -> None:
-        for piece in _cut(flat):
-            self._shared.recv(piece, self._peer)
-
-    def end(self) -> None:
-        self._shared.close()
 
     def close(self) -> None:
         self.end()

@@ -15,26 +15,24 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 
 from shoal.comm import hello
 from shoal.comm.connect import this_host
 from shoal.comm.processes import process_table
 from shoal.comm.sealed import Seal
-from shoal.comm.shm import Shared
 from shoal.comm.signed import derived
 from shoal.comm.tcp import keep_alive
 from shoal.elastic.records import Malformed, decode, encode, kinds
 from shoal.errors import LaunchError
 from shoal.native import library
 from shoal.server.sessions.address import Address
-from shoal.server.sessions.carriers import Carrier, Mail, Stream
+from shoal.server.sessions.carriers import Carrier, Stream
+from shoal.server.sessions.memory import Memory
 from shoal.server.sessions.session import Session, SessionLost
 
 HELLO_SECONDS = 5.0
 """Seconds within which a client must have proved itself."""
 
-ENDLESS = timedelta(days=10_000)
 _MOST_TEXT = 4096
 
 
@@ -87,7 +85,7 @@ def call(
         opened = decode(stream.receive(seconds), _KINDS)
         if not isinstance(opened, Opened):
             raise Malformed(f"{type(opened).__name__} before Opened")
-        return Session(_carried(stream, end, opened.shared, 1, timedelta(seconds=seconds)), reads, peer)
+        return Session(_carried(stream, end, opened.shared, 1, seconds), reads, peer)
     except hello.Stranger as error:
         end.close()
         raise LaunchError(f"{peer} does not know this client's token: give both the same") from error
@@ -111,7 +109,7 @@ def answer(end: socket.socket, key: bytes, reads: Mapping[str, type], seconds: f
         raise Malformed(f"{type(opens).__name__} before Opens")
     shared = opens.place != "" and opens.place == _place() and library() is not None
     stream.send(encode(Opened(shared)), ())
-    return Session(_carried(stream, end, shared, 0, ENDLESS), reads, peer)
+    return Session(_carried(stream, end, shared, 0, seconds), reads, peer)
 
 
 def _stream(end: socket.socket, key: bytes, seconds: float, *, calls: bool) -> Stream:
@@ -124,7 +122,7 @@ def _stream(end: socket.socket, key: bytes, seconds: float, *, calls: bool) -> S
     return Stream(end, Seal(own, names[0]), Seal(own, names[1]), seconds)
 
 
-def _carried(stream: Stream, end: socket.socket, shared: bool, rank: int, timeout: timedelta) -> Carrier:
+def _carried(stream: Stream, end: socket.socket, shared: bool, rank: int, seconds: float) -> Carrier:
     """Returns what carries the session: shared memory where both ends want and can have it."""
     if not shared:
         return stream
@@ -136,8 +134,7 @@ def _carried(stream: Stream, end: socket.socket, shared: bool, rank: int, timeou
             raise Malformed("no meeting in shared memory")
         return [text, met.text] if rank == 0 else [met.text, text]
 
-    found = Shared.meeting(meet, rank, 2, timeout)
-    return stream if found is None else Mail(found, end)
+    return Memory.meeting(meet, rank, end, seconds) or stream
 
 
 def _place() -> str:

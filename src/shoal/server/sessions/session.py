@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -59,19 +59,25 @@ class Session:
     def send(self, record: Any, *tensors: Tensor) -> None:
         """Sends a record and contiguous tensors on the CPU. Raises SessionLost."""
         flats = [tensor.detach().view(-1) for tensor in tensors]
-        forms = json.dumps([[_NAMES[flat.dtype], flat.numel()] for flat in flats]).encode("ascii") if flats else b""
-        with self._named():
-            self._carrier.send(encode(record) + b"\n" + forms, flats)
+        body = encode(record) + b"\n"
+        if flats:
+            body += _described(flats)
+        try:
+            self._carrier.send(body, flats)
+        except (OSError, RuntimeError) as error:
+            raise self._lost(error) from error
 
     def receive(self, seconds: float | None = None) -> Any:
         """Returns the next record, waiting `seconds` at most; its tensors are described by `forms`, and are to be read
         (`fill`, `tensors`, `skip`) before the next one. Raises Malformed or SessionLost."""
         assert not self.forms, "tensors of the last message have not been read"
-        with self._named():
+        try:
             body = self._carrier.receive(seconds)
+        except (OSError, RuntimeError) as error:
+            raise self._lost(error) from error
         record, _, forms = body.partition(b"\n")
         found = decode(record, self._kinds)
-        self.forms = _forms(forms)
+        self.forms = list(_forms(forms))
         return found
 
     def fill(self, *into: Tensor) -> None:
@@ -79,11 +85,13 @@ class Session:
         where they are not."""
         for tensor in into:
             flat = tensor.view(-1)
-            if not self.forms or self.forms[0] != Form.of(flat):
+            if not self.forms or self.forms[0] != (flat.dtype, flat.numel()):
                 raise Malformed(f"{self.forms[:1] or 'no more tensors'} instead of {Form.of(flat)}")
             del self.forms[0]
-            with self._named():
+            try:
                 self._carrier.fill(flat)
+            except (OSError, RuntimeError) as error:
+                raise self._lost(error) from error
 
     def tensors(self, forms: Sequence[Form] | None = None) -> list[Tensor]:
         """Reads all raw tensors into new memory. `forms`: what they must be; who leaves it out has looked."""
@@ -106,21 +114,24 @@ class Session:
         """Ends the session and gives back what it holds, for the thread that uses it."""
         self._carrier.close()
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise SessionLost(f"{self.peer} has been silent for too long") from error
-        except (OSError, RuntimeError) as error:
-            raise SessionLost(f"the session with {self.peer} has ended: {error}") from error
+    def _lost(self, error: Exception) -> SessionLost:
+        if isinstance(error, TimeoutError):
+            return SessionLost(f"{self.peer} has been silent for too long")
+        return SessionLost(f"the session with {self.peer} has ended: {error}")
 
 
-def _forms(text: bytes) -> list[Form]:
+def _described(flats: Sequence[Tensor]) -> bytes:
+    """Returns the JSON of tensors' dtypes and sizes."""
+    return ("[" + ",".join([f'["{_NAMES[flat.dtype]}",{flat.numel()}]' for flat in flats]) + "]").encode("ascii")
+
+
+@lru_cache(64)
+def _forms(text: bytes) -> tuple[Form, ...]:
+    """Reads the description of a message's tensors. Messages of one kind repeat theirs."""
     if not text:
-        return []
+        return ()
     try:
-        forms = [Form(_DTYPES[name], numel) for name, numel in json.loads(text)]
+        forms = tuple(Form(_DTYPES[name], numel) for name, numel in json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no description of tensors: {error}") from None
     if any(type(form.numel) is not int or form.numel < 0 for form in forms):
