@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -54,6 +55,25 @@ def processes(run_dir: Path, role: str) -> list[int]:
         if "shoal.jobs" in words and str(run_dir.parent) in words and f'"type": "{role}"' in variables:
             found.append(int(each.name))
     return found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("policy", ["sync", "async", "batch:3"])
+def test_servers_and_workers_of_a_job_that_are_killed_lose_nothing(policy, start, shoal, job_file, tmp_path):
+    """Twenty kills of whichever of two servers and three workers: every step is there once, of all its samples."""
+    run_dir, draw = tmp_path / "run", random.Random(1)
+    some = ("--set", "train.steps=3000", "--set", "run.save_every=100", "--set", "server.restarts=100")
+    process = start("train", job_file, "--roles", "ps=2,worker=3", *some, "--set", f"server.policy={policy}")
+    reached(run_dir, 5, process)
+    for _ in range(20):
+        if process.poll() is None and (found := processes(run_dir, "ps") + processes(run_dir, "worker")):
+            os.kill(draw.choice(found), signal.SIGKILL)
+        time.sleep(4.0 + 4.0 * draw.random())
+    _, err = process.communicate(timeout=500)
+    assert process.returncode == 0, err
+    seen = read(run_dir)
+    assert [each.step for each in seen.steps] == list(range(1, 3001))
+    assert shoal("train", job_file, "--nproc", 1, "--set", "train.steps=3001").code == 0
 
 
 @pytest.mark.matrix

@@ -184,7 +184,14 @@ def test_a_damaged_line_is_counted_and_a_new_file_is_read_anew(tmp_path: Path) -
     assert follower.read() and (follower.records, follower.damaged) == ([run_record()], 0)
 
 
-def test_a_parameter_server_is_shown(tmp_path):
+@pytest.mark.parametrize(
+    "servers, named, table",
+    [
+        ([], "server staleness:2, clients", "<td>gone</td>"),
+        ([1234, 900], "servers staleness:2 on 2 of 1,234, 900 parameters, clients", "<td>1,234</td><td>900</td>"),
+    ],
+)
+def test_parameter_servers_are_shown(tmp_path, servers, named, table):
     record = ServerRecord(
         step=9,
         policy="staleness:2",
@@ -194,13 +201,18 @@ def test_a_parameter_server_is_shown(tmp_path):
         scaled=0,
         staleness={"0": 6, "2": 3},
         lags={"0": 9},
+        servers=servers,
     )
     log = MetricsLog(tmp_path / "metrics.jsonl")
     log.write(record)
     log.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
     seen = "\n".join(shown(View("run", ("trains", ""), True, records, (), ()), 200))
-    line = "server staleness:2, clients (gradients) 0 (5); 9 gradients, 1 dropped, 0 scaled; staleness 0: 6, 2: 3"
+    line = f"{named} (gradients) 0 (5); 9 gradients, 1 dropped, 0 scaled; staleness 0: 6, 2: 3"
     assert line in seen
     page = render("run", records, [], [])
-    assert "<td>gone</td>" in page and "Under the policy staleness:2, 9 gradients have made 9 updates" in page
+    assert (
+        "<td>gone</td>" in page
+        and table in page
+        and "Under the policy staleness:2, 9 gradients have made 9 updates" in page
+    )

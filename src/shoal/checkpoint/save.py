@@ -137,10 +137,10 @@ def _publish(job: Job, parts: list[dcp.Written]) -> None:
             files[name] = record
     write_manifest(tmp, Manifest(job.step, len(parts), time.time(), files, job.extra))
     directory.publish(job.path)
-    _retire(job.path.parent, job.step, job.keep)
+    retire(job.path.parent, job.step, job.keep)
 
 
-def _retire(parent: Path, step: int, keep: int) -> None:
+def retire(parent: Path, step: int, keep: int) -> None:
     """Deletes checkpoints older than `step`, except the `keep - 1` newest sound ones.
 
     Those of later steps stay (someone went back on purpose, and may want them); damaged ones do not count as kept.

@@ -40,7 +40,7 @@ def start_job(path: Path, assignments: Sequence[str], roles: str | None = None) 
         raise UserError(f"--roles {roles}: {outside.source} has started this process already. Leave --roles out")
     nproc = 1 if within else ranks_here(job)
     if "ps" in counts:
-        check_served(job, counts["ps"], nproc)
+        check_served(job, nproc)
     elif not within:
         spread(job, origins, nproc)
     if nproc == 1 and not counts:

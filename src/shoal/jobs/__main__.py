@@ -16,6 +16,7 @@ with imports():
     from shoal.jobs.evaluator import follow
     from shoal.jobs.live import LiveRank
     from shoal.jobs.read import load_job
+    from shoal.jobs.served.follow import follow as follow_first
     from shoal.jobs.served.serve import serve
     from shoal.jobs.served.worker import work
     from shoal.jobs.train import train
@@ -31,8 +32,11 @@ def run(path: str, assignments: list[str]) -> int:
     if (supervised := control()) is not None:
         return _told(LiveRank(path, assignments, supervised).to_its_end())
     place = discover()
-    with tell_what_is_under_way(place.serves is not None or (place.rank == 0 and not place.servers)):
+    with tell_what_is_under_way(place.serves == 0 or (place.rank == 0 and not place.servers)):
         job, origins = load_job(path, assignments)
+        if place.serves:
+            stopped = follow_first(job, origins, place)
+            return 128 + stopped if stopped else 0
         if place.serves is not None:
             return _told(serve(job, origins, place))
         if place.evaluates:

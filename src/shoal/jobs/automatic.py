@@ -85,7 +85,7 @@ def is_small(settled: Settled, memory: int) -> bool:
     with in_section("train"):
         numbers = precision(settled.job.train.precision)
     each = numbers_of(numbers, optimizer_named(settled.job.train.optimizer, settled.job.train.lr))
-    if (module := _without_values(settled)) is None:
+    if (module := without_values(settled)) is None:
         return True
     elements = sum(parameter.numel() for parameter in module.parameters())
     nbytes = elements * (each.weight + each.gradient + each.master + each.state)
@@ -94,11 +94,11 @@ def is_small(settled: Settled, memory: int) -> bool:
 
 def keeps_microbatch(settled: Settled) -> bool:
     """Whether what is computed depends on the size of a microbatch, which then is not the planner's."""
-    module = _without_values(settled)
+    module = without_values(settled)
     return module is None or has_batch_statistics(module)
 
 
-def _without_values(settled: Settled) -> nn.Module | None:
+def without_values(settled: Settled) -> nn.Module | None:
     """Makes the job's model on the meta device; None where it cannot be made without values."""
     try:
         with torch.device("meta"):

@@ -1,12 +1,12 @@
-"""Starts a parameter server and its workers on this host, each as a task of a TF_CONFIG cluster, and again where one is
-killed.
+"""Starts parameter servers and their workers on this host, each as a task of a TF_CONFIG cluster, and again where one
+is killed.
 
-    launcher --+-- ps          output straight to the terminal
+    launcher --+-- ps          output straight to the terminal; further ones into files
                +-- worker 0    output kept in a file; started again a few times if it is killed, then let go
                ...
                +-- evaluator   is waited for at the end
 
-They find each other at the server's address. Each is in a session of its own, and is killed by the kernel if the
+They find each other at the servers' addresses. Each is in a session of its own, and is killed by the kernel if the
 launcher dies.
 """
 
@@ -35,16 +35,18 @@ _TERM_GRACE = 2.0
 
 
 def launch_served(program: list[str], roles: Mapping[str, int], run_dir: Path, restarts: int = RESTARTS) -> int:
-    """Runs `program` once for each task of a cluster on this host; returns the exit code of its parameter server.
+    """Runs `program` once for each task of a cluster on this host; returns the exit code of its first parameter
+    server.
 
     program: the arguments for `python`, as for `launch`.
-    roles: the number of tasks by role (see `tf_config.parse_roles`), one of them "ps".
-    run_dir: keeps the output of all but the server in run_dir/logs.
-    restarts: how often the server, and each worker, is started again that was killed or has crashed. A worker that is
-        no longer started is let go; the error of a task, as of a job that does not fit, ends all.
+    roles: the number of tasks by role (see `tf_config.parse_roles`), among them "ps".
+    run_dir: keeps the output of all but the first server in run_dir/logs.
+    restarts: how often each server, and each worker, is started again that was killed or has crashed. A worker that is
+        no longer started is let go; without one of the servers, and after the error of a task, as of a job that does
+        not fit, all ends.
 
-    SIGINT and SIGTERM go to the server, which ends the workers. The exit code is then 128 + n, unless the checkpoint
-    that it writes failed.
+    SIGINT and SIGTERM go to the first server, which ends the workers and the other servers. The exit code is then
+    128 + n, unless the checkpoint that it writes failed.
     """
     cluster = tf_config.local_cluster(roles)
     order = ("ps", *tf_config.TRAINERS, "evaluator")
@@ -58,10 +60,10 @@ def launch_served(program: list[str], roles: Mapping[str, int], run_dir: Path, r
         all_tasks: list[_Task] = []
         try:
             for task in tasks:
-                log = None if task[0] == "ps" else logs / f"{task[0]}{task[1]}.log"
+                log = None if task == ("ps", 0) else logs / f"{task[0]}{task[1]}.log"
                 given = {**variables, tf_config.VARIABLE: tf_config.written(cluster, task)}
                 given["SHOAL_FAILURE_FILE"] = str(folder / f"{task[0]}{task[1]}.json")
-                all_tasks.append(_Task(program, task, given, log, restarts))
+                all_tasks.append(_Task(program, task, given, log, restarts, several=roles[task[0]] > 1))
             return _watch(all_tasks[0], all_tasks[1:], received)
         finally:
             for each in all_tasks:
@@ -78,9 +80,10 @@ class _Task:
         variables: Mapping[str, str],
         log: Path | None,
         restarts: int,
+        several: bool,
     ) -> None:
         role, number = task
-        self.role, self.name = role, role if role in ("ps", "evaluator") else f"{role} {number}"
+        self.role, self.name = role, f"{role} {number}" if several or role == "worker" else role
         self._program, self._variables, self._log, self._left = program, variables, log, restarts
         self._number = number
         self.gone = False
@@ -149,6 +152,10 @@ def _watch(server: _Task, others: list[_Task], received: list[int]) -> int:
         for each in others:
             ended = each.look()
             if ended is None or each.role == "evaluator":
+                continue
+            if each.role == "ps":
+                if ended:
+                    return ended
                 continue
             if each.is_fatal(ended) or (ended and all(worker.gone for worker in workers)):
                 failed = failed or ended

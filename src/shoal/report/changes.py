@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -64,6 +64,7 @@ class ServerRecord:
     clients: of each its number `client`, its `pushes` in this attempt, and whether it is `here`.
     pushes, dropped, scaled: gradients taken, dropped, and given a smaller learning rate because of their lag.
     staleness, lags: how often each was seen, by its number as a text.
+    servers: how many parameters each server has.
     """
 
     step: int
@@ -74,3 +75,4 @@ class ServerRecord:
     scaled: int
     staleness: dict[str, int]
     lags: dict[str, int]
+    servers: list[int] = field(default_factory=list)

@@ -165,8 +165,11 @@ def _server(record: ServerRecord) -> Text:
     here = ", ".join(f"{each['client']} ({each['pushes']})" for each in record.clients if each["here"]) or "none"
     stale = ", ".join(f"{value}: {count}" for value, count in record.staleness.items()) or "none yet"
     lost = f", {record.dropped} dropped, {record.scaled} scaled" if record.dropped or record.scaled else ""
+    several = len(record.servers) > 1
+    name = "servers" if several else "server"
+    shares = f" on {len(record.servers)} of {', '.join(f'{each:,}' for each in record.servers)} parameters" * several
     return _labelled(
-        "server", f"{record.policy}, clients (gradients) {here}; {record.pushes} gradients{lost}; staleness {stale}"
+        name, f"{record.policy}{shares}, clients (gradients) {here}; {record.pushes} gradients{lost}; staleness {stale}"
     )
 
 

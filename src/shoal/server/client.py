@@ -121,9 +121,19 @@ class Client:
     def push_work(
         self, gradients: Mapping[str, Tensor | None], version: int, about: About, term: Tensor | None = None
     ) -> Taken:
-        """Brings the gradients of work that a server has given, by name; None for those that are untouched. `term`: see
-        Link.push."""
+        """Brings the gradients of work that the first server has given, by name; None for those that are untouched.
+        `term`: see Link.push. The other servers are its followers: they get theirs before it decides."""
+        if self._threads is not None:
+            list(self._threads.map(lambda link: link.push(gradients, version, About(about.count)), self._links[1:]))
         return self._links[0].push(gradients, version, about, term)
+
+    def pull_work(self, parameters: Mapping[str, Tensor]) -> int:
+        """Copies the weights into `parameters` for such work; returns the first server's version. What its followers
+        have is at least as new."""
+        version = self._links[0].pull(parameters)
+        if self._threads is not None:
+            list(self._threads.map(lambda link: link.pull(parameters), self._links[1:]))
+        return version
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""

@@ -22,8 +22,10 @@ from shoal.server.messages import (
     WEIGHTS,
     Admitted,
     Ask,
+    Done,
     Join,
     Leave,
+    Order,
     Pull,
     Push,
     Refused,
@@ -137,10 +139,21 @@ class Link:
         """Brings the gradients of rows that this server has, each once and in ascending order."""
         return self._push(table, version, [], About(), rows, gradients)
 
-    def close(self) -> None:
-        """Leaves the server."""
+    def order(self, order: Order) -> Done:
+        """Tells a follower what to do, until it has done it."""
+
+        def ordered(session: Session) -> Done:
+            session.send(order)
+            return self._answer(session, Done)
+
+        return self._ask(ordered)
+
+    def close(self, last: Order | None = None) -> None:
+        """Leaves the server, after a `last` order if there is one."""
         if self._session is not None:
             with suppress(SessionLost):  # it is gone already
+                if last is not None:
+                    self._session.send(last)
                 self._session.send(Leave())
             self._drop()
 

@@ -105,6 +105,68 @@ class Refused:
     late: bool
 
 
+@dataclass(frozen=True)
+class Begin:
+    """The first of several servers tells a follower to go on with a line: the training of one job on so many servers,
+    since a checkpoint that others may have made.
+
+    version: of that checkpoint, whose path is `source`; "" where training begins.
+    fresh: whether the line may begin here too; else the follower must have what it was told before.
+    """
+
+    line: str
+    version: int
+    source: str
+    fresh: bool
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Asks a follower for the squared norm of the mean of `pushes`: of each the client's rank, its incarnation, and the
+    number of the push. `version`: of the update that is made of them."""
+
+    version: int
+    pushes: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Has a follower make the update `version`. dropped: pushes that no update is made of. weight: the factor for the
+    learning rate; factor: that by which the mean gradient is clipped."""
+
+    version: int
+    pushes: list[list[Any]]
+    dropped: list[list[Any]]
+    weight: float
+    factor: float
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Has a follower write a checkpoint of the update `version`. decided: of each client its rank, its incarnation, and
+    the number of its last push that was decided upon. since: the version of the newest checkpoint of all servers."""
+
+    version: int
+    decided: list[list[Any]]
+    since: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Tells a follower that nothing more will come."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A follower has done what it was told. version: of its newest update, -1 where it knows of no line yet. row: the
+    digits that are not 0 of the sum that was asked for (see chunks.exact), each with its value."""
+
+    version: int
+    row: list[list[float]]
+
+
+Order = Begin | Sum | Apply | Keep | Finish
+"""What the first of several servers tells the others."""
 TRAIN, EVALUATE, WAIT, END = "train", "evaluate", "wait", "end"
-FROM_CLIENT = kinds((Join, Pull, Push, Ask, Leave))
-TO_CLIENT = kinds((Admitted, Values, Taken, Work, Refused))
+FROM_CLIENT = kinds((Join, Pull, Push, Ask, Leave, Begin, Sum, Apply, Keep, Finish))
+TO_CLIENT = kinds((Admitted, Values, Taken, Work, Refused, Done))

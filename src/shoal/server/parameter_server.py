@@ -15,10 +15,23 @@ from shoal.elastic.records import Malformed
 from shoal.errors import ShoalError
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.plan import Option
+from shoal.server.follower import Follower
 from shoal.server.held import Given, Held
 from shoal.server.keeping import Keeping, NotDone
 from shoal.server.layout import described
-from shoal.server.messages import FROM_CLIENT, WEIGHTS, Admitted, Ask, Join, Leave, Pull, Push, Refused, Values
+from shoal.server.messages import (
+    FROM_CLIENT,
+    WEIGHTS,
+    Admitted,
+    Ask,
+    Join,
+    Leave,
+    Order,
+    Pull,
+    Push,
+    Refused,
+    Values,
+)
 from shoal.server.options import Options
 from shoal.server.part import Part
 from shoal.server.policies import Policy
@@ -71,7 +84,7 @@ class ParameterServer(Serving):
         super().__init__(token)
         options = options or Options()
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
-        parts: dict[str, Part] = {}
+        parts: dict[str, Part | Follower] = {}
         if mine := options.names_of(params):
             held = Held(params, mine, buffers=options.share.index == 0)
             weights = Weights.of(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
@@ -82,14 +95,16 @@ class ParameterServer(Serving):
         self._serve_parts(parts, address, options.seconds, options.say)
 
     @classmethod
-    def of(cls, part: Part, address: str, token: str | None, seconds: float = 60.0, say: Say = to_stderr) -> Self:
+    def of(
+        cls, part: Part | Follower, address: str, token: str | None, seconds: float = 60.0, say: Say = to_stderr
+    ) -> Self:
         """Serves weights that are made already. token: None for the user's secret."""
         server = cls.__new__(cls)
         Serving.__init__(server, token or find_secret().decode())
         server._serve_parts({WEIGHTS: part}, address, seconds, say)
         return server
 
-    def _serve_parts(self, parts: dict[str, Part], address: str, seconds: float, say: Say) -> None:
+    def _serve_parts(self, parts: dict[str, Part | Follower], address: str, seconds: float, say: Say) -> None:
         self._parts = parts
         self._guard = threading.Lock()
         self._here: dict[int, tuple[str, Session]] = {}
@@ -162,10 +177,14 @@ class ParameterServer(Serving):
         self, session: Session, rank: int, incarnation: str, asked: object, rooms: dict[str, list[Tensor]]
     ) -> None:
         """Answers a request; what others have not done in time, or what does not fit, is told to the client."""
-        if not isinstance(asked, Pull | Push | Ask) or (name := getattr(asked, "part", WEIGHTS)) not in self._parts:
+        part = self._parts.get(getattr(asked, "part", WEIGHTS))
+        orders = isinstance(asked, Order) and isinstance(part, Follower)
+        if part is None or not (orders or isinstance(asked, Pull | Push | Ask)):
             raise Malformed(f"{type(asked).__name__}, which nothing here answers")
-        part = self._parts[name]
         try:
+            if isinstance(asked, Order) and isinstance(part, Follower):
+                session.send(part.ordered(asked))
+                return
             if isinstance(asked, Ask):
                 session.send(part.deal(rank, min(max(asked.seconds, 0.0), _MOST_WAIT), asked.found))
                 return
@@ -174,6 +193,7 @@ class ParameterServer(Serving):
                 session.fill(*raw)
                 session.send(part.push(rank, incarnation, asked, raw))
                 return
+            assert isinstance(asked, Pull)
             numbers = part.values.asked(session.forms)
             session.fill(*numbers)
             room = rooms.setdefault(asked.part, [])

@@ -31,6 +31,7 @@ class Holding(Protocol):
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]: ...
     def problem(self, gradients: Sequence[Tensor]) -> str: ...
     def update(self, update: Update) -> None: ...
+    def dropped(self, push: Gradient) -> None: ...
     def asked(self, forms: Sequence[Form]) -> list[Tensor]: ...
     def wrong(self, asked: Sequence[Tensor]) -> str: ...
     def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]: ...
@@ -203,6 +204,8 @@ class Part:
 
     def _take(self, push: Gradient) -> Taken:
         outcome = self.ledger.take(push)
+        if not outcome.weight:
+            self.values.dropped(push)
         if outcome.update is not None:
             self.values.update(outcome.update)
         if self._dealt is not None:
@@ -217,6 +220,7 @@ class Part:
     def _skip(self, push: Gradient) -> Taken:
         """Enters a push of a ticket that is done already."""
         self.ledger.skip(push.rank, push.sequence)
+        self.values.dropped(push)
         return Taken(self.ledger.version, self.ledger.version - push.version, 0.0)
 
     def _is_due(self, journal: Journal) -> bool:

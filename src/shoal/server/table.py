@@ -19,7 +19,7 @@ from shoal.elastic.records import Malformed
 from shoal.errors import CheckpointError, UserError
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.parallel.layout import Box
-from shoal.server.ledger import Update
+from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
 from shoal.server.sessions import Form
 from shoal.server.shares import Rows, Share
@@ -108,6 +108,9 @@ class TableRows:
             if isinstance(value, Tensor) and value.shape == touched.shape:
                 self._state.setdefault(key, torch.zeros_like(self._values))[index] = value
         touched.grad = None
+
+    def dropped(self, push: Gradient) -> None:
+        """Does nothing: a push that no update is made of is nowhere else."""
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the numbers of rows that are asked for. Raises Malformed where `forms` are none."""

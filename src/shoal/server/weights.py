@@ -5,6 +5,7 @@ They lie in the engine's chunks, its optimizer updates them, and its checkpoints
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from shoal.optim.groups import GroupRule
 from shoal.optim.lr import Schedule
 from shoal.plan import Option, Plan
 from shoal.server.layout import Layout
-from shoal.server.ledger import Update
+from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
 from shoal.server.sessions import Form
 
@@ -111,34 +112,53 @@ class Weights:
     def update(self, update: Update) -> None:
         """Makes an update with the mean of the gradients, by their counts. Where nothing counts it only counts as a
         step, as in an engine."""
-        engine, first, rest = self.engine, update.gradients[0], update.gradients[1:]
+        self.mean(update)
+        self.apply(update, self.clipped(self.squares()) if self.clips else torch.tensor(1.0))
+
+    def dropped(self, push: Gradient) -> None:
+        """Does nothing: a push that no update is made of is nowhere else."""
+
+    def mean(self, update: Update) -> None:
+        """Computes the mean of the gradients, by their counts."""
         counts = [each.count for each in update.gradients]
         for index, chunk in enumerate(chunk for chunk in self._chunks if chunk.trainable):
             _mean(chunk.gradient, [each.tensors[index] for each in update.gradients], counts)
+
+    def squares(self) -> Tensor:
+        """Returns the squared norm of the mean, as an exact sum (see chunks.exact)."""
+        pieces = [piece for chunk in self._chunks if chunk.trainable for piece in chunk.norm_pieces()]
+        return sum_of_squares(pieces, self.engine.device)
+
+    @property
+    def clips(self) -> bool:
+        return self._clip is not None
+
+    def clipped(self, squares: Tensor) -> Tensor:
+        """Returns by what the mean is clipped, whose squared norm is given."""
+        assert self._clip is not None
+        norm = value_of(squares).sqrt()
+        self.norm = float(norm)
+        return (self._clip / (norm + 1e-6)).clamp(max=1.0)
+
+    @torch.no_grad()
+    def apply(self, update: Update, factor: Tensor) -> None:
+        """Makes the update with `factor` times the mean that was computed."""
+        engine, first, rest = self.engine, update.gradients[0], update.gradients[1:]
         for each in update.gradients if self.layout.statistics else ():  # as if their forwards had come one by one
             self._statistics.begin()
             self._statistics.commit(each.tensors[-1])
         self.rate = float(engine.optimizer.torch.param_groups[0]["lr"]) * update.weight
         untouched = first.untouched.intersection(*(each.untouched for each in rest))
-        if any(counts):
+        if any(each.count for each in update.gradients):
             with at_rate(engine.optimizer.torch, update.weight):
                 engine.optimizer.turn = engine.step_index
-                engine.optimizer.apply(self._factor(), None, sorted(untouched & engine.optimizer.known.keys()))
+                engine.optimizer.apply(factor, None, sorted(untouched & engine.optimizer.known.keys()))
                 engine.optimizer.settle()
         if engine.scheduler is not None:
             engine.scheduler.step()
         engine.step_index += 1
         if self._codec.lossless:  # the gradients are the memory in which they came
             self._free += [each.tensors for each in update.gradients]
-
-    def _factor(self) -> Tensor:
-        """Returns by what the mean gradient is clipped."""
-        if self._clip is None:
-            return torch.tensor(1.0)
-        pieces = [piece for chunk in self._chunks if chunk.trainable for piece in chunk.norm_pieces()]
-        norm = value_of(sum_of_squares(pieces, self.engine.device)).sqrt()
-        self.norm = float(norm)
-        return (self._clip / (norm + 1e-6)).clamp(max=1.0)
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for what a pull of weights brings, which is nothing. Raises Malformed for anything else."""
@@ -170,6 +190,11 @@ class Weights:
     def to_json(self) -> dict[str, object]:
         """Describes the weights for clients."""
         return self.layout.to_json()
+
+    @property
+    def shares(self) -> list[int]:
+        """How many parameters each server has."""
+        return [sum(math.prod(layout.shape) for layout in self.engine.layouts.values())]
 
     def close(self) -> None:
         self.engine.close()

@@ -61,17 +61,16 @@ def test_an_unknown_key_is_refused_with_the_one_that_was_meant(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "job, servers, message",
+    "job, message",
     [
-        (JOB, 2, "Give ps=1"),
-        (replace(JOB, plan=Plan(tp=2)), 1, "plan.tp = 2 with a parameter server.*Leave plan.tp out"),
-        (replace(JOB, run=Run(verify_every=2)), 1, "run.verify_every with a parameter server"),
-        (replace(JOB, server=Server(policy="batch:5")), 1, "a step has 5 shares.*Give at least 5"),
+        (replace(JOB, plan=Plan(tp=2)), "plan.tp = 2 with a parameter server.*Leave plan.tp out"),
+        (replace(JOB, run=Run(verify_every=2)), "run.verify_every with a parameter server"),
+        (replace(JOB, server=Server(policy="batch:5")), "a step has 5 shares.*Give at least 5"),
     ],
 )
-def test_jobs_that_are_refused(job, servers, message):
+def test_jobs_that_are_refused(job, message):
     with pytest.raises(UserError, match=message):
-        check_served(job, servers, 2)
+        check_served(job, 2)
 
 
 def test_tickets_share_out_the_samples_of_each_step():

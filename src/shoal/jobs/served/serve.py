@@ -6,7 +6,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from shoal.jobs.names import DIRECTORY
 from shoal.jobs.record import Recorder
 from shoal.jobs.served.policy import policy_of
 from shoal.jobs.served.settings import check_served, shares
+from shoal.jobs.served.several import JOURNALS, Line, share_of, spread_weights
 from shoal.jobs.served.watch import Recording
 from shoal.jobs.stop import STOPPED
 from shoal.jobs.train import about, make_directory
@@ -36,12 +37,11 @@ from shoal.report.metrics import RunRecord, last_recorded
 from shoal.server import ParameterServer
 from shoal.server.keeping import Dealt, Keeping
 from shoal.server.part import Part
+from shoal.server.spread import Spread
 from shoal.server.tickets import Tickets
 from shoal.server.weights import Weights
 
 GRACE = 5.0
-JOURNALS = "server"
-"""The folder of the journals in a run directory."""
 _LOOK_SECONDS = 0.05
 _TELL_SECONDS = 5.0  # between two records of clients and staleness
 _LEAVE_SECONDS = 5.0  # for the workers to hear that there is nothing more
@@ -54,7 +54,7 @@ def serve(job: Job, origins: Origins, place: Identity) -> Outcome:
 
     SIGINT and SIGTERM end the run once the steps that are begun are complete, with a checkpoint and the report.
     """
-    check_served(job, len(place.servers), place.size)
+    check_served(job, place.size)
     if job.server.policy is None:
         job, origins = put(job, origins, "server", policy="async")
     settled = settle(job, origins, Sizes(1, 1))
@@ -72,10 +72,16 @@ class _Serving:
         self._run_dir = Path(job.run.dir)
         remembered = about(settled)
         checkpoint, said = resume.find(job, remembered, world.everyone)
-        self._engine = engine = make_engine(job, settled.model, settled.total, world)
+        self._engine = engine = make_engine(job, share_of(settled, 0, len(place.servers)), settled.total, world)
         make_directory(settled, world, engine)
         restored = resume.restore(job, engine, checkpoint)
         self._before, self._began = float(restored.user.get("seconds", 0.0)), time.monotonic()
+
+        def user() -> Mapping[str, Any]:
+            return {"seconds": self._before + time.monotonic() - self._began, "job": remembered}
+
+        line = Line.found(job, restored, checkpoint, len(place.servers))
+        weights = self._make_weights(place, line, user)
         self._recorder = Recorder(
             self._run_dir,
             job.run.trackers,
@@ -84,21 +90,26 @@ class _Serving:
             total=settled.total,
             flops_per_sample=None,
         )
-        self._recorder.start(self._about(world))
-        for line in filter(None, [restored.where]):
-            self._recorder.note(line)
-        for line in [*said, *restored.said]:
-            self._recorder.warning(line)
-
-        def user() -> Mapping[str, Any]:
-            return {"seconds": self._before + time.monotonic() - self._began, "job": remembered}
-
-        weights = Weights(engine, job.server.codec or "fp32", job.train.clip or None, job.run.keep, user)
+        self._recorder.start(self._about(world, sum(weights.shares)))
+        if restored.where:
+            self._recorder.note(restored.where)
+        for warning in [*said, *restored.said]:
+            self._recorder.warning(warning)
         cursor = Cursor(len(settled.model.prepare_data(settled.data.train)), job.train.global_batch, job.train.seed)
         recorded, _ = last_recorded(self._run_dir / "metrics.jsonl")
         self._watch = Recording(self._recorder, self._run_dir, weights, cursor, recorded if checkpoint else 0)
         self._part = self._make_part(weights, restored)
+        if isinstance(weights, Spread):
+            weights.check()
+        if line.is_new:
+            self._part.save()
         self._server = ParameterServer.of(self._part, place.servers[0], None, say=self._recorder.note)
+
+    def _make_weights(self, place: Identity, line: Line, user: Callable[[], Mapping[str, Any]]) -> Weights:
+        if len(place.servers) > 1:
+            return spread_weights(self._job, self._engine, place, line, user)
+        job = self._job
+        return Weights(self._engine, job.server.codec or "fp32", job.train.clip or None, job.run.keep, user)
 
     def _make_part(self, weights: Weights, restored: resume.Restored) -> Part:
         job, engine = self._job, self._engine
@@ -174,13 +185,13 @@ class _Serving:
             print(f"warning: the report of {self._run_dir} cannot be written: {error}", flush=True)
             return None
 
-    def _about(self, world: World) -> RunRecord:
+    def _about(self, world: World, parameters: int) -> RunRecord:
         return RunRecord(
             host=world.host,
             device=f"CPU ({platform.machine()})",
             world=self._workers,
             versions={"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()},
-            parameters=sum(math.prod(layout.shape) for layout in self._engine.layouts.values()),
+            parameters=parameters,
             peak_flops=0.0,
             config=describe(self._job, self._settled.origins),
             total=self._settled.total,

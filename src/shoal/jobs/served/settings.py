@@ -11,13 +11,8 @@ _OWN = ("recompute", "compile")
 """What of a plan concerns a single process."""
 
 
-def check_served(job: Job, servers: int, workers: int) -> None:
+def check_served(job: Job, workers: int) -> None:
     """Raises UserError for a job that parameter servers and workers cannot train."""
-    if servers != 1:
-        raise UserError(
-            f"{servers} parameter servers: those of a job keep its checkpoints, which one server writes. Give ps=1, or "
-            "make several of your own by shoal.ParameterServer"
-        )
     for key, value in job.plan.to_dict().items():
         if key not in _OWN:
             raise UserError(

@@ -89,6 +89,7 @@ class Recording:
                     scaled=ledger.scaled,
                     staleness={str(value): stale[value] for value in sorted(stale)},
                     lags={str(value): ledger.lags[value] for value in sorted(ledger.lags)},
+                    servers=self._weights.shares,
                 )
             )
 

@@ -47,12 +47,12 @@ class Still(torch.optim.Optimizer):
 
 def work(job: Job, origins: Origins, place: Identity) -> int:
     """Trains as worker `place.rank` of a job; returns the number of the signal that ended it, 0 for none."""
-    check_served(job, len(place.servers), place.size)
+    check_served(job, place.size)
     settled = settle(job, origins, Sizes(1, 1))
     found = accelerators()
     worker = _Worker(settled, place.size, found[place.rank % len(found)] if found else None)
     timeout = TIMEOUT if job.server.timeout is None else job.server.timeout
-    with signals() as received, connect(place.servers[0], rank=place.rank, timeout=timeout) as client:
+    with signals() as received, connect(place.servers, rank=place.rank, timeout=timeout) as client:
         worker.to_the_end(client, received)
     worker.engine.close()
     return received[0] if received else 0
@@ -118,7 +118,7 @@ class _Worker:
 
     @torch.no_grad()
     def _pull(self, client: Client) -> None:
-        self._version = int(client.pull(self._masters()))  # type: ignore[arg-type]  # of one server
+        self._version = client.pull_work(self._masters())
         for chunk in self.engine.parts.chunks:
             chunk.publish()
         if client.statistics is not None:
