@@ -42,6 +42,7 @@ class Plan:
     stages: how `pp` cuts the model: the number of blocks of each stage, or the names of its modules; by default the
         elements of the weight matrices are balanced. In a job also "counted" (operations), "measured" (times), or a
         table with one of these names and the `memory` of a rank.
+    placements: how `tp` cuts layers, by patterns of their names, e.g. {"**.mlp.up": "column"} (see parallel.tensor).
     exchange, schedule, recompute, memory: a name, or a table with a name and parameters.
     buddy: a snapshot of the state that only one rank has goes to another rank's memory after so many steps, and the
         reduced gradients of each step between, so that no single failure loses it; "auto", or 0 for never.
@@ -59,6 +60,7 @@ class Plan:
     shares: Sequence[float] = ()
     context: str = "ulysses"
     zero: int = 0
+    placements: Mapping[str, str] | None = None
     exchange: Option = "allreduce"
     schedule: Option = "1f1b"
     stages: Sequence[int] | Sequence[Sequence[str]] | Option | None = None
@@ -92,10 +94,8 @@ class Plan:
         for field, only, what in _ONLY:
             value = getattr(self, field)
             if value not in only:
-                raise UserError(
-                    f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes "
-                    f"{', '.join(map(repr, only))}"
-                )
+                known = ", ".join(map(repr, only))
+                raise UserError(f"plan.{field} = {value!r} is not implemented yet ({what}); this version takes {known}")
 
     def check_groups(self) -> None:
         """Raises UserError where `ep` or `shard` do not divide the ranks along dp and cp evenly."""
@@ -192,7 +192,7 @@ class Plan:
     def division(self) -> tuple[Any, ...]:
         """The fields that decide which part of the model, and of a microbatch, a rank has: of its memory for one, all
         but recompute, ZeRO and `memory` depends on these."""
-        return self.tp, self.cp, self.ep, self.context, self.pp, self.schedule, self.stages
+        return self.tp, self.placements, self.cp, self.ep, self.context, self.pp, self.schedule, self.stages
 
     def changed(self, change: Mapping[str, Any], ranks: int) -> Plan:
         """Returns this plan with the fields of `change`, where "none" ends a field that is None by default (`memory`).

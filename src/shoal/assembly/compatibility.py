@@ -19,7 +19,7 @@ from shoal.exchange import Algorithm, Holds
 from shoal.exchange.named import algorithm
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.optim.groups import needs_whole_parameters
-from shoal.parallel.tensor import check_rules
+from shoal.parallel.tensor import check_placements, check_rules
 from shoal.plan import Plan, option_name, option_parameters
 from shoal.precision import Precision
 
@@ -75,6 +75,7 @@ def check(plan: Plan, recipe: Recipe, module: nn.Module, options: list[dict[str,
         if conflicts(asked):
             raise UserError(why.format(asked=asked))
     check_rules(module, recipe.tensor_rules or {})
+    check_placements(module, plan.placements or {})
 
 
 @dataclass(frozen=True)

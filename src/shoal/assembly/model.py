@@ -130,7 +130,7 @@ def localize(
     plan, mesh, world = ranks.plan, ranks.mesh, ranks.world
     # of the whole model, before it is cut into stages
     numbered = numbered_parts(model.built.module)
-    cuts = cuts_of(model.built.module, plan.tp, rules, confirming(mesh, world))
+    cuts = cuts_of(model.built.module, plan.tp, rules, confirming(mesh, world), plan.placements)
     pipeline = cut_into_stages(model.built, plan, mesh, world) if in_stages else None
     elsewhere = [] if pipeline is None else pipeline.split.elsewhere
     parallelized = Parallelized(model.built, plan, mesh, world, cuts, attention, elsewhere)

@@ -21,7 +21,7 @@ from shoal.errors import ShoalError, UserError
 from shoal.module.build import Built
 from shoal.module.random import keyed_functional
 from shoal.optim.groups import GroupRule
-from shoal.parallel.tensor import Rules, check_rules
+from shoal.parallel.tensor import Rules, check_placements, check_rules
 from shoal.plan import Plan
 from shoal.precision import Precision
 from shoal.training.loss import Loss
@@ -83,6 +83,7 @@ def prepared(built: Built, subject: Subject) -> Iterator[Prepared]:
     mode.allow_non_fake_inputs = True
     world, rules, precision = SilentWorld(subject.rank, subject.plan.size), subject.tensor_rules, subject.precision
     check_rules(module, rules or {})
+    check_placements(module, subject.plan.placements or {})
     model = whole_model(built, subject.param_groups)
     # what changes only how products are computed stays out: compiled blocks run as they are written, fp8 needs its GPU
     among, plain = ranks(replace(subject.plan, compile=False), world), replace(precision, fp8=False)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 
 from shoal.parallel.tensor.graph.find import found_in
 from shoal.parallel.tensor.graph.found import Found
+from shoal.parallel.tensor.pins import Placements, check_found, cut_of, is_whole, placed_by_rules
 from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.rules import Rules, UnknownStyle, kind_of, rules_for
 
@@ -24,10 +26,17 @@ class Cuts:
     experts: Rules = field(default_factory=dict)
 
 
-def cuts_of(module: nn.Module, ranks: int, given: Rules | None, region: Region | None = None) -> Cuts:
+def cuts_of(
+    module: nn.Module,
+    ranks: int,
+    given: Rules | None,
+    region: Region | None = None,
+    placements: Placements | None = None,
+) -> Cuts:
     """Returns how the layers of `module`, as it was built, are cut among `ranks` along tp.
 
     region: of these ranks, who confirm together what is found; None: it is not confirmed
+    placements: what a plan says of layers, which has to go with the rules. Raises UserError for what cannot be so
     given: rules of the user, laid over those that are known; where nothing is known of the model and
         they name only what stays "whole", the rest is found from its graph
     """
@@ -43,8 +52,16 @@ def cuts_of(module: nn.Module, ranks: int, given: Rules | None, region: Region |
             raise
         rules = given
     if rules and not (pinned and rules == given):
-        return Cuts(rules, None, experts)
-    found = found_in(module, ranks, lambda name: _is_pinned(name, given), region)
+        return Cuts(placed_by_rules(module, rules, placements) if placements else rules, None, experts)
+
+    def stays_whole(name: str) -> bool:
+        return _is_pinned(name, given) or is_whole(name, placements or {})
+
+    if not placements:
+        found = found_in(module, ranks, stays_whole, region)
+    else:
+        found = found_in(module, ranks, stays_whole, region, partial(cut_of, placements=placements))
+        check_found(module, found, placements, lambda: found_in(module, ranks, partial(_is_pinned, given=given)))
     return Cuts({**found.rules, **given}, found)
 
 

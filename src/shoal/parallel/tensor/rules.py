@@ -152,18 +152,21 @@ def check_rules(module: nn.Module, given: Rules) -> None:
     """Raises UserError for a rule with an unknown kind, or with a pattern that matches no module."""
     names = [name for name, _ in whole_model(module)]
     for pattern, kind in given.items():
-        if any("**" in part and part != "**" for part in pattern.split(".")):
-            raise UserError(
-                f"tensor_rules[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name"
-            )
         check_choice(f"tensor_rules[{pattern!r}] = {kind!r} is none of", kind, KINDS)
         if kind in ("sequence", "overlap") and pattern:
             raise UserError(f'tensor_rules[{pattern!r}] = "{kind}": it is said of the whole model, tensor_rules[""]')
-        if not any(matches(pattern, name) for name in names):
-            raise UserError(
-                f"tensor_rules[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any "
-                f"number of them).{did_you_mean(pattern, names)}"
-            )
+        check_pattern("tensor_rules", pattern, names)
+
+
+def check_pattern(where: str, pattern: str, names: list[str]) -> None:
+    """Raises UserError for a pattern of the table `where` that matches none of `names`, those of all modules."""
+    if any("**" in part and part != "**" for part in pattern.split(".")):
+        raise UserError(f"{where}[{pattern!r}]: ** stands for whole parts of a name, with dots around it: **.name")
+    if not any(matches(pattern, name) for name in names):
+        raise UserError(
+            f"{where}[{pattern!r}]: the model has no module of such a name (* is one part of a name, ** any "
+            f"number of them).{did_you_mean(pattern, names)}"
+        )
 
 
 def kind_of(name: str, rules: Rules) -> str:

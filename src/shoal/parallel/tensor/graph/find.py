@@ -18,7 +18,7 @@ from shoal.parallel.tensor.graph.found import Found, Parts
 from shoal.parallel.tensor.graph.inputs import traced
 from shoal.parallel.tensor.graph.local import Local
 from shoal.parallel.tensor.graph.roles import Roles
-from shoal.parallel.tensor.graph.select import followed, selected
+from shoal.parallel.tensor.graph.select import Pinned, followed, selected
 from shoal.parallel.tensor.graph.trace import Trace, fake_mode
 from shoal.parallel.tensor.graph.units import units_of
 from shoal.parallel.tensor.piece import Piece
@@ -26,18 +26,25 @@ from shoal.parallel.tensor.region import Region
 from shoal.parallel.tensor.slicing import cut_among
 
 
-def found_in(module: nn.Module, ranks: int, stays_whole: Callable[[str], bool], region: Region | None = None) -> Found:
+def found_in(
+    module: nn.Module,
+    ranks: int,
+    stays_whole: Callable[[str], bool],
+    region: Region | None = None,
+    wanted: Callable[[str], str | None] = lambda name: None,
+) -> Found:
     """Returns how `module`, as it was built, is cut among `ranks`; what is found nothing for stays whole.
 
     stays_whole: says of a module's name that its parameters are not to be cut
     region: of the ranks that confirm it together, each with its part; None: it is not confirmed
+    wanted: how a layer is to be cut, if that can be, before all others: "column", "row" or "vocabulary"
     """
     mode = fake_mode(module)
-    found = [_cut_of(trace, mode, ranks, stays_whole, region) for trace in _traces("", module, mode)]
+    found = [_cut_of(trace, mode, ranks, stays_whole, region, wanted) for trace in traces_of("", module, mode)]
     return _together(found)
 
 
-def _traces(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trace]:
+def traces_of(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trace]:
     """Yields a trace of `module`, or of the parts of it that run by themselves, if it does not."""
     if not any(True for _ in module.parameters()) or not list(module.children()):
         return
@@ -46,11 +53,16 @@ def _traces(name: str, module: nn.Module, mode: FakeTensorMode) -> Iterator[Trac
         yield whole
         return
     for key, child in module.named_children():
-        yield from _traces(f"{name}.{key}".lstrip("."), child, mode)
+        yield from traces_of(f"{name}.{key}".lstrip("."), child, mode)
 
 
 def _cut_of(
-    trace: Trace, mode: FakeTensorMode, ranks: int, stays_whole: Callable[[str], bool], region: Region | None
+    trace: Trace,
+    mode: FakeTensorMode,
+    ranks: int,
+    stays_whole: Callable[[str], bool],
+    region: Region | None,
+    wanted: Callable[[str], str | None],
 ) -> Found:
     root = trace.calls[0]
     parameters = list(root.module.parameters())
@@ -70,8 +82,20 @@ def _cut_of(
             wrong = _unconfirmed(found.units(), found.found(local, {}), region, verdicts)
         return wrong
 
-    chosen, roles, bad = selected(flow, ranks, whole, fits)
+    chosen, roles, bad = selected(flow, ranks, whole, _pinned(flow, wanted), fits)
     return _Describing(flow, roles, chosen, ranks).found(local, bad)
+
+
+def _pinned(flow: Flow, wanted: Callable[[str], str | None]) -> Pinned:
+    """Returns the atoms that are to be cut, and those that are not, so that layers are cut as they are `wanted`."""
+    cut, others = set[Atom](), set[Atom]()
+    for use in flow.uses:
+        what = wanted(use.op.call.name)
+        if what is not None:
+            mine, its = (use.columns, use.rows) if what == "row" else (use.rows, use.columns)
+            cut |= set(leaves(mine))
+            others |= set(leaves(its))
+    return Pinned(frozenset(cut), frozenset(others - cut))
 
 
 def _unconfirmed(

@@ -4,6 +4,7 @@ dim."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 from torch import Tensor
@@ -20,6 +21,14 @@ LEAST = 0.01
 """Share of all parameters from which on an embedding or a head is worth the sum of its outputs."""
 _EXACT = 14
 """Atoms that exclude each other of which all choices are tried."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Atoms that are cut before all others, and those that are not."""
+
+    cut: frozenset[Atom] = frozenset()
+    others: frozenset[Atom] = frozenset()
 
 
 def followed(trace: Trace, parameters: Sequence[Tensor], to_the_end: bool) -> Flow:
@@ -56,16 +65,17 @@ def selected(
     flow: Flow,
     ranks: int,
     whole: Collection[int],
+    pinned: Pinned,
     fits: Callable[[Roles, frozenset[Atom]], dict[Atom, str]],
 ) -> tuple[frozenset[Atom], Roles, dict[Atom, str]]:
     """Returns the atoms to cut among `ranks`, what modules have to do for them, and why other atoms cannot be cut.
 
-    whole: ids of parameters that stay whole
+    whole: ids of parameters that stay whole; `pinned`: atoms about which a user has decided
     fits: tries the modules with their parts, and returns the atoms for which they do not run, and why
     """
     bad: dict[Atom, str] = {}
     while True:
-        weights = _candidates(flow, ranks, whole, bad)
+        weights = _candidates(flow, ranks, whole, pinned, bad)
         chosen = frozenset(_independent(weights, _conflicts(flow, weights)))
         roles = roles_of(flow, chosen)
         wrong = dict(roles.bad) or (fits(roles, chosen) if chosen else {})
@@ -74,7 +84,9 @@ def selected(
         bad |= wrong
 
 
-def _candidates(flow: Flow, ranks: int, whole: Collection[int], bad: Collection[Atom]) -> dict[Atom, int]:
+def _candidates(
+    flow: Flow, ranks: int, whole: Collection[int], pinned: Pinned, bad: Collection[Atom]
+) -> dict[Atom, int]:
     """Returns the atoms that may be cut, with the number of elements of the parameters that have them."""
     weights: dict[Atom, int] = {}
     used = {id(use.weight) for use in flow.uses}
@@ -83,16 +95,23 @@ def _candidates(flow: Flow, ranks: int, whole: Collection[int], bad: Collection[
     refused: set[Atom] = set()
     uneven = _vocabularies(flow)
     for key, parameter in flow.parameters.items():
-        here = {leaf for dim in flow.dims(parameter) for leaf in leaves(dim)}
+        here = dict.fromkeys(leaf for dim in flow.dims(parameter) for leaf in leaves(dim))  # alike on all ranks
         if key in whole:
-            refused |= here
+            refused.update(here)
         for atom in here:
-            if atom.blocked or atom in bad or atom.size < ranks or (atom.size % ranks and atom not in uneven):
+            if (
+                atom in pinned.others
+                or atom.blocked
+                or atom in bad
+                or atom.size < ranks
+                or (atom.size % ranks and atom not in uneven)
+            ):
                 continue
             alone = key in used and key not in products
-            if alone and parameter.numel() < LEAST * total and atom in set(leaves(flow.dims(parameter)[0])):
-                continue  # a small table that is only looked up
-            weights[atom] = weights.get(atom, 0) + parameter.numel()
+            small = alone and parameter.numel() < LEAST * total and atom in set(leaves(flow.dims(parameter)[0]))
+            if small and atom not in pinned.cut:
+                continue  # a table that is only looked up
+            weights[atom] = weights.get(atom, 0) + parameter.numel() + (total if atom in pinned.cut else 0)
     return {atom: weight for atom, weight in weights.items() if atom not in refused}
 
 
