@@ -3,8 +3,7 @@
     python -m benchmarks.planner
 
 Seconds are CPU seconds of this process: of the traces, once a model, and of each search. Nothing is trained. The
-published rows are those of torchtitan's table of December 2024 that neither compile nor compute in float8
-(github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md): H100 of 96 GB at 2.4 TB/s and 500 W.
+published rows stand in `planner_published`, each with its source.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,29 +19,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
+from benchmarks import planner_published as published
 from shoal.models import build
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Subject
 from shoal.planner.ask import legal_degrees
-from shoal.planner.cluster import Cluster, cluster_of
-from shoal.planner.degrees import Spread
+from shoal.planner.cluster import cluster_of
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.profile import Profile, deepened, profile
-from shoal.planner.search import Search, search
-from shoal.planner.task import Choice, Numbers, Task
+from shoal.planner.search import search
+from shoal.planner.task import Task
 from shoal.precision import precision
 
-ADAMW = Numbers(torch.bfloat16, 2, 4, 4, 8)
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
 MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
     "llama-70b": (
         {**LLAMA, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
         80,
-        8192,
-    ),
-    "llama-8b": (
-        {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-        32,
         8192,
     ),
     "deepseek-v3": ({"model_type": "deepseek_v3"}, 61, 4096),
@@ -55,8 +48,6 @@ ASKED = (
     ("deepseek-v3", "h100x2048", 4096),
 )
 """Model, machine, rows of a global batch."""
-PUBLISHED = (("h100x8", 16, 5762, 82.4), ("h100x128", 256, 5605, 67.0))
-"""Llama-8B under FSDP, two rows a microbatch, selective recompute: devices, rows, tokens a second of a device, GiB."""
 
 
 def traced(name: str) -> tuple[Profile, dict[str, Any]]:
@@ -73,7 +64,7 @@ def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, An
     """Searches, and returns what was found."""
     cluster = cluster_of(machine, MACHINES, BETWEEN)
     legal = legal_degrees(found[1], found[0], MODELS[name][2], cluster.per_host)
-    task = Task(found[0], cluster, rows, ADAMW, legal=legal)
+    task = Task(found[0], cluster, rows, published.ADAMW, legal=legal)
     began = time.process_time()
     answer = search(task)
     seconds = time.process_time() - began
@@ -95,34 +86,40 @@ def asked(name: str, machine: str, rows: int, found: tuple[Profile, dict[str, An
     }
 
 
-def predicted(found: tuple[Profile, dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is predicted of the published rows; the device as published, all else as in `machines`."""
+def predicted() -> list[dict[str, Any]]:
+    """What is predicted of the published rows."""
+    profiles = {
+        name: published.traced(model, ("parts",) if name.startswith("gpt-") else ())
+        for name, model in published.MODELS.items()
+    }
     rows = []
-    for machine, batch, tokens, gib in PUBLISHED:
-        cluster = of_the_table(cluster_of(machine, MACHINES, BETWEEN))
-        asked = Search(Task(found[0], cluster, batch, ADAMW))
-        choice = Choice(Spread(copies=cluster.size), 2, 3, None, "selective")
-        estimate = asked.simulated(asked.estimate(choice))
-        rate = batch * MODELS["llama-8b"][2] / estimate.seconds / cluster.size
+    for row in published.ROWS:
+        estimate, rate = published.estimated(row, profiles[row.model])
         rows.append(
             {
-                "devices": cluster.size,
-                "published_tokens": tokens,
+                "row": row.name,
+                "source": row.source,
+                "plan": row.choice.plan({}).to_dict(),
+                "microbatch": row.choice.microbatch,
+                "published_tokens": row.rate,
                 "predicted_tokens": rate,
-                "error": tokens / rate - 1,
-                "published_gib": gib,
+                "error": row.rate / rate - 1,
+                "published_gib": row.gib,
                 "predicted_gib": estimate.bytes / 2**30,
             }
         )
     return rows
 
 
-def of_the_table(cluster: Cluster) -> Cluster:
-    """The cluster with the memory that the table's devices have."""
-    hosts = tuple(
-        replace(host, device=replace(host.device, memory=96 * 10**9, bandwidth=2.4e12)) for host in cluster.hosts
-    )
-    return replace(cluster, hosts=hosts)
+def mean_errors(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Mean absolute errors of the predicted seconds, by source and device, and together; of memory, where published."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for key in (f"{row['source']} {row['row'].split()[-1]}", "together"):
+            found.setdefault(key, []).append(abs(row["error"]))
+        if row["published_gib"]:
+            found.setdefault("memory", []).append(abs(row["predicted_gib"] / row["published_gib"] - 1))
+    return {key: math.fsum(errors) / len(errors) for key, errors in found.items()}
 
 
 def main() -> None:
@@ -133,7 +130,7 @@ def main() -> None:
         profiles[name] = traced(name)
         traces[name] = time.process_time() - began
     solved = [asked(*each, profiles[each[0]]) for each in ASKED]
-    published = predicted(profiles["llama-8b"])
+    rows = predicted()
     table = Table(title="solved", box=None)
     for heading in ("model", "machine", "trace, s", "search, s", "plan", "step, s"):
         table.add_column(heading)
@@ -142,15 +139,18 @@ def main() -> None:
         table.add_row(row["model"], row["machine"], *times, str(row["plan"]), f"{row['step_seconds']:.3g}")
     console = Console(width=200)
     console.print(table)
-    for row in published:
-        console.print(row)
-    errors = [abs(row["error"]) for row in published]
-    results = {
-        "trace_seconds": traces,
-        "solved": solved,
-        "published": published,
-        "mean_error": math.fsum(errors) / len(errors),
-    }
+    table = Table(title="published", box=None)
+    for heading in ("row", "microbatch", "recompute", "published", "predicted", "error", "GiB", "predicted"):
+        table.add_column(heading)
+    for row in rows:
+        memory = [f"{row['published_gib']:.1f}" if row["published_gib"] else "", f"{row['predicted_gib']:.1f}"]
+        rates = f"{row['published_tokens']:.0f}", f"{row['predicted_tokens']:.0f}", f"{row['error']:+.1%}"
+        table.add_row(row["row"], str(row["microbatch"]), row["plan"].get("recompute", "none"), *rates, *memory)
+    console.print(table)
+    errors = mean_errors(rows)
+    for what, error in errors.items():
+        console.print(f"mean error, {what}: {error:.1%}")
+    results = {"trace_seconds": traces, "solved": solved, "published": rows, "mean_errors": errors}
     record = harness.write_record("planner", {}, results, ["transformers"])
     print(f"record: {record.relative_to(record.parents[2])}")
 

@@ -63,6 +63,9 @@ def test_a_trace_counts_the_products_of_all_blocks(settled: Callable[..., Settle
         assert part.products.value == 2 * 16 * 12 * 32**2  # four matrices for attention, eight for the MLP
         assert part.products.on(Spread(parts=4)) == part.products.value / 4
         assert part.attention.value == 2 * 2 * 16 * 16 * 32 / 2  # causal
+        assert part.spared == pytest.approx(4 / 12)  # the MLP's second matrix, whose result backward does not need
+        weights, moved = 12 * 32**2, 16 * 32 * (1 + 3 + 3 + 1 + 1 + 1 + 1 + 4 + 4 + 1)
+        assert part.operands.value == pytest.approx(4 * (weights + moved), rel=0.05)  # and biases, log-sum-exps
     assert found.parameters == sum(each.numel() for each in own.model.factory().parameters())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ def test_machines_by_name() -> None:
     many = cluster_of("h100x64", MACHINES, BETWEEN)
     assert many.size == 64 and len(many.hosts) == 8
     assert many.link(8, 8) == BETWEEN and many.link(2, 4) == MACHINES["h100"].inside
+    assert many.link(1, 64).bandwidth == 8 * BETWEEN.bandwidth  # all ports of a host
+    assert many.link(4, 16).bandwidth == 2 * BETWEEN.bandwidth
+    assert many.link(1, 64, "all_to_all") == many.link(1, 64, "send") == BETWEEN
+    fast = replace(many, between=Link(0.0, 1e12))
+    assert fast.link(1, 64).bandwidth == MACHINES["h100"].inside.bandwidth  # no faster than inside
     assert cluster_of("910bx16", MACHINES, BETWEEN).hosts[0].device.name == "910b"
     with pytest.raises(UserError, match="is no machine"):
         cluster_of("8xh10", MACHINES, BETWEEN)

@@ -114,3 +114,12 @@ def test_an_explanation_holds_when_it_is_tried() -> None:
     more = search(replace(asked, limit=asked.most + 1e9)).best[0].seconds
     assert told.bought["GB of memory"] == pytest.approx(found.best[0].seconds - more)
     assert told.devices <= 8 and told.rows >= 1
+
+
+def test_communication_that_is_hidden_slows_computing() -> None:
+    plain = cluster(between=1e9)
+    choice = search(task(on=plain, pins={"dp": 8, "zero": 3})).best[0].choice
+    seconds = [
+        Search(task(on=replace(plain, contention=share))).estimate(choice).terms["copies"] for share in (0.0, 0.5, 1.0)
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(seconds[2] - seconds[1]) and seconds[1] > seconds[0]

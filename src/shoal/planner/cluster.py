@@ -76,6 +76,8 @@ class Link:
         return min(1 if once else (1 + (operation == "all_reduce")) * (ranks - 1), TREE)
 
 
+RINGS = ("all_reduce", "reduce_scatter", "all_gather")
+"""Collectives whose bytes several rings can share."""
 TREE = 16
 """Hops of latency at most: beyond, libraries go over trees."""
 
@@ -101,7 +103,8 @@ class Host:
 class Cluster:
     """Hosts in the order of their ranks, and the link of a device to those of other hosts.
 
-    - `overlap`: the share of communication that can go on while a device computes
+    - `overlap`: the share of computing in which communication can go on
+    - `contention`: seconds by which computing takes longer for each second of communication that goes on beside it
     - `step`: seconds of a step beside what is counted
     - `currency`: of prices
     """
@@ -110,6 +113,7 @@ class Cluster:
     hosts: tuple[Host, ...]
     between: Link
     overlap: float = 0.9
+    contention: float = 0.5
     step: float = 0.0
     currency: str = "USD"
     said: tuple[str, ...] = field(default=())
@@ -154,9 +158,15 @@ class Cluster:
         """Of all devices."""
         return sum(host.watts * host.count for host in self.hosts)
 
-    def link(self, stride: int, ranks: int) -> Link:
-        """The link of a group of `ranks`, `stride` apart: that inside of hosts where the group lies within one."""
-        return self._inside if self.per_host % (stride * ranks) == 0 else self.between
+    def link(self, stride: int, ranks: int, operation: str = "all_gather") -> Link:
+        """The link of a group of `ranks`, `stride` apart: that inside of hosts where the group lies within one. Else
+        each of its members in a host has a ring of its own, through its own port, and takes a part of the bytes; what
+        has one receiver goes through one port."""
+        if self.per_host % (stride * ranks) == 0:
+            return self._inside
+        members = max(1, self.per_host // stride) if operation in RINGS else 1
+        bandwidth = min(self._inside.bandwidth, members * self.between.bandwidth) if members > 1 else None
+        return self.between if bandwidth is None else replace(self.between, bandwidth=bandwidth)
 
     @cached_property
     def _inside(self) -> Link:
@@ -212,12 +222,14 @@ def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Clu
         raise UserError(f"no such cluster file: {path} (from {Path.cwd()})") from None
     except (OSError, ValueError) as error:
         raise UserError(f"the cluster file {path} cannot be read: {error}") from error
-    check_names(f"{path} has no key", content, ["hosts", "between", "overlap", "step", "currency"], "Keys")
+    check_names(
+        f"{path} has no key", content, ["hosts", "between", "overlap", "contention", "step", "currency"], "Keys"
+    )
     tables = content.get("hosts")
     if not isinstance(tables, list) or not tables or not all(isinstance(each, Mapping) for each in tables):
         raise UserError(f'{path} describes no hosts: give [[hosts]] with device = "h100", count = 8, number = 2')
     hosts = [host for table in tables for host in _hosts(dict(table), str(path), machines)]
-    others = {key: content[key] for key in ("overlap", "step") if key in content}
+    others = {key: content[key] for key in ("overlap", "contention", "step") if key in content}
     for key, value in others.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise UserError(f"{path}: {key} = {value!r}: give a number that is not negative")

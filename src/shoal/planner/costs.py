@@ -1,10 +1,11 @@
 """Closed forms for what a choice takes: seconds of its terms, and bytes that travel. One `Prices` for each task; what
 depends on the degrees alone is computed once for each.
 
-Products reach a share of the peak that the device is said to reach, all other operations a share of its bandwidth, and
-each operation takes at least a launch: beside its work on a host's cores, at most as long as its work on a device that
-is fed from a queue. Collectives take alpha-beta times over rings (`Link.seconds`). Backward takes twice the products of
-forward, two and a half times its attention, and twice its other traffic.
+Products reach a share of the peak that the device is said to reach, beside which what they read and write passes its
+memory once; all other operations reach a share of its bandwidth, and each operation takes at least a launch: beside its
+work on a host's cores, at most as long as its work on a device that is fed from a queue. Collectives take alpha-beta
+times over rings (`Link.seconds`). Backward takes twice the products of forward, two and a half times its attention, and
+twice its other traffic.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ REDUCED_AT_ONCE = 0.05
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one microbatch of a piece: `compute` and communication by what its ranks divide, in each direction."""
+    """Seconds of one microbatch of a piece: computing and communication by what its ranks divide, in each direction;
+    `again`, `whole`: of what selective and full recompute do a second time."""
 
     forward: float
     backward: float
     again: float
+    whole: float
     sent_forward: tuple[tuple[str, float], ...]
     sent_backward: tuple[tuple[str, float], ...]
 
@@ -42,7 +45,7 @@ class Spent:
         forward = self.forward + sum(seconds for _, seconds in self.sent_forward)
         backward = self.backward + sum(seconds for _, seconds in self.sent_backward)
         if recompute == "full":
-            backward += forward
+            backward += self.whole + sum(seconds for _, seconds in self.sent_forward)
         elif recompute == "selective":
             backward += self.again
         return forward, backward
@@ -134,12 +137,15 @@ class Prices:
         forward = math.fsum(self._seconds(part, spread, rows, device, 1, 1, 1) for part in own)
         backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
         again = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in own)
+        blocks = [part for part in own if part.is_block]
+        whole = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
         sent = [(message, self.carried(message, spread, rows)) for part in own for message in part.messages]
         sent = [(message, seconds) for message, seconds in sent if seconds]
         return Spent(
             forward,
             backward,
             again,
+            whole,
             _summed((kind(message), seconds) for message, seconds in sent),
             _summed((kind(message), seconds * message.again) for message, seconds in sent),
         )
@@ -157,6 +163,7 @@ class Prices:
         """Seconds of a part, with so many times the products, the attention and all else of a forward."""
         reached = device.peak(self.task.numbers.dtype) * device.reaches
         work = rows * products * part.products.on(spread) / reached
+        work += rows * products * part.operands.on(spread) / (device.bandwidth * device.streams)
         work += rows * attention * part.attention.on(spread) / (reached * ATTENTION_REACHES)
         work += rows * rest * part.touched.on(spread) / (device.bandwidth * device.streams)
         launches = max(products, rest) * part.calls.on(spread) * device.launch
@@ -167,7 +174,8 @@ class Prices:
         ranks, calls, payload = sent(message, spread, rows)
         if ranks == 1:
             return 0.0
-        return self._cluster.link(spread.stride(kind(message)), ranks).seconds(message.operation, payload, ranks, calls)
+        link = self._cluster.link(spread.stride(kind(message)), ranks, message.operation)
+        return link.seconds(message.operation, payload, ranks, calls)
 
     def wire(self, place: int, spread: Spread, rows: int) -> dict[str, float]:
         """Bytes of tensors that a microbatch of a piece hands to collectives, forward and backward."""

@@ -42,7 +42,8 @@ def exchanged(
         wire += nbytes
     hidden = cluster.overlap * (window[1] if choice.zero >= 2 else window[0])
     early = total * (1 - REDUCED_AT_ONCE) + gathered
-    waits = total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
+    waits = cluster.contention * min(early, hidden)
+    waits += total * REDUCED_AT_ONCE + gathered * GATHERED_FIRST
     if choice.zero == 3 and prices.slowest.on_host:
         waits += 2 * number * CHUNKS * HOOKS * prices.slowest.launch
     return max(0.0, early - hidden) + waits, {"copies": wire}

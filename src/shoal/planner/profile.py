@@ -4,7 +4,7 @@ ranks beside the one of a single rank (see `trace`)."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.errors import UserError
 from shoal.planner.degrees import TRIED, Spread
@@ -44,7 +44,9 @@ class Message:
 @dataclass(frozen=True)
 class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
-    stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs."""
+    stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes
+    that products and attention read and write; `spared`: the share of products that backward does not need again, as
+    they come after the last tensor that it asks for."""
 
     name: str
     is_block: bool
@@ -60,6 +62,8 @@ class PartProfile:
     trained: Cut
     experts: Cut
     messages: tuple[Message, ...]
+    operands: Cut = field(default_factory=lambda: Cut(0.0, {}))
+    spared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Profile:
         return sum(part.is_block for part in self.parts)
 
 
-QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given")
+QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "given", "operands")
 
 
 def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
@@ -138,6 +142,8 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         elements("trained"),
         Cut(2.0 * halves["experts"].experts[place] if "experts" in halves else 0.0, {"experts": 1.0}),
         tuple(messages),
+        quantities["operands"],
+        seen.last / seen.products if seen.products else 0.0,
     )
 
 

@@ -246,7 +246,7 @@ class Search:
         if spread.stages == 1:
             return 0.0
         sizes = self._cuts(spread, spread.stages * choice.chunks).sizes
-        link = self.task.cluster.link(spread.stride("stages"), spread.stages)
+        link = self.task.cluster.link(spread.stride("stages"), spread.stages, "send")
         return link.seconds("send", max(each.boundary for each in sizes[1:]) * choice.microbatch, 2)
 
     def simulated(self, estimate: Estimate) -> Estimate:

@@ -17,29 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shoal.chunks import Gather
 from shoal.chunks.make import EXPERTS
 from shoal.comm.ledger import Traffic
 from shoal.module.build import Built, build
 from shoal.pipeline.units import Unit, units_of
+from shoal.planner.counts import Counts
 from shoal.planner.dry_run import run
 from shoal.planner.prepare import Prepared, Subject, in_one_line, prepared
-
-_aten = torch.ops.aten
-ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-}
-"""Fused attention."""
-_FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "alias", "split"}
-_FREE |= {"unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "lift_fresh", "empty", "empty_like", "new_empty"}
-"""Operations that compute nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +40,8 @@ class Seen:
     - `results`: bytes of the results of products and attention, which selective recompute keeps beside the inputs
     - `saved`: bytes that backward keeps; `given`: bytes of the inputs that have gradients, which is
       what stays under full recompute, and what travels between stages
+    - `operands`: bytes that products and attention read and write
+    - `last`: those of `products` that come after the last tensor that backward keeps: they are not computed again
     - `sent`: calls and bytes by (operation, group) in the forward
     """
 
@@ -64,6 +53,8 @@ class Seen:
     touched: float
     calls: int
     results: int
+    operands: int
+    last: float
     saved: int
     given: int
     sent: dict[tuple[str, str], Traffic]
@@ -146,7 +137,7 @@ class _Looker:
 
     def __init__(self, ready: Prepared, units: Sequence[Unit]) -> None:
         self.found: list[Seen] = []
-        self._ready, self._units, self._counts = ready, units, _Counts()
+        self._ready, self._units, self._counts = ready, units, Counts()
         self._known: dict[str, Any] = {}
         self._at, self._open = 0, False
         for place, unit in enumerate(units):
@@ -157,17 +148,17 @@ class _Looker:
     def through(self, log: list[Any], forward: Callable[[], Tensor], passing: Gather) -> None:
         """Forward, whose events come to `log`, and backward."""
         self._log, self._read, self._at = log, 0, 0
-        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0, ""] for _ in self._units]
+        self._sums: list[list[Any]] = [[0.0, 0.0, 0.0, 0, 0, 0, 0.0, 0, 0, ""] for _ in self._units]
         self._sent: list[dict[tuple[str, str], Traffic]] = [{} for _ in self._units]
         self._before = dict[tuple[str, str], Traffic]()
         self._known.clear()
-        self._open = True
+        self._open, self._counts.log = True, log
         with self._counts:
             objective = forward()
         self._note()
         self._open = False
         self.found = [
-            Seen(unit.name, unit.is_block, sums[7] or unit.name, *sums[:7], sent)  # type: ignore[call-arg]
+            Seen(unit.name, unit.is_block, sums[9] or unit.name, *sums[:9], sent)  # type: ignore[call-arg]
             for unit, sums, sent in zip(self._units, self._sums, self._sent, strict=True)
         ]
         first: dict[str, Seen] = {}
@@ -182,14 +173,14 @@ class _Looker:
             self._note()
             self._at = place
             given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-            self._sums[place][6] += sum(each.nbytes for each in given if each.requires_grad)
+            self._sums[place][8] += sum(each.nbytes for each in given if each.requires_grad)
 
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of a block, or, where one like it has run, tensors of the same shapes."""
         if not self._open:
             return forward(*args, **kwargs)
         key = _key(unit, (args, kwargs))
-        self._sums[self._at][7] = key
+        self._sums[self._at][9] = key
         if key in self._known:
             return _alike(self._known[key], [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
         out = forward(*args, **kwargs)
@@ -199,10 +190,12 @@ class _Looker:
     def _note(self) -> None:
         """What has come since the last time belongs to the part that ran."""
         sums, counts = self._sums[self._at], self._counts
+        if counts.kept():  # what the last product gives is needed
+            counts.last = 0.0
         events, self._read = self._log[self._read :], len(self._log)
         for place, value in enumerate(counts.all):
             sums[place] += value
-        sums[5] += sum(value for what, value in events if what == "saved")
+        sums[7] += sum(value for what, value in events if what == "saved")
         counts.clear()
         now = _traffic(self._ready)
         for key, each in now.items():
@@ -244,51 +237,3 @@ def _alike(template: Any, inputs: Sequence[Tensor]) -> Any:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], torch.Size)
-
-
-class _Counts(TorchDispatchMode):
-    """Counts what operations compute and touch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.clear()
-
-    def clear(self) -> None:
-        self.products = self.attention = self.touched = 0.0
-        self.calls = self.results = 0
-
-    @property
-    def all(self) -> tuple[float, ...]:
-        """The counts in the order of the fields of Seen."""
-        return self.products, self.attention, self.touched, self.calls, self.results
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return args[0].device
-        out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet.__name__ in _FREE:
-            return out
-        self.calls += 1
-        if packet in ATTENTION:
-            causal = _argument(func, args, kwargs or {}, "is_causal")
-            self.attention += sdpa_flop_count(*(each.shape for each in args[:3])) / (2 if causal else 1)
-        elif packet in flop_registry:
-            self.products += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        else:
-            given = () if packet is _aten.embedding else (args, kwargs)
-            self.touched += _nbytes((given, out))
-            return out
-        self.results += _nbytes(out)
-        return out
-
-
-def _nbytes(values: Any) -> int:
-    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, Tensor))
-
-
-def _argument(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
-    for place, each in enumerate(func._schema.arguments):
-        if each.name == name:
-            return args[place] if place < len(args) else kwargs.get(name, each.default_value)
-    return None

@@ -1,0 +1,259 @@
+"""Question `planner_ranking`: are the plans that the planner ranks first those that are fast?
+
+    python -m benchmarks.planner_ranking [--models gpt,mixtral,resnet] [--links here,slow] [--plans 40] [--rounds 3]
+        [--steps 4] [--seconds 840] [--quick]
+
+A tiny GPT, a tiny Mixtral and a ResNet, each under the plans that the planner's own space has for 4 ranks of this host
+(`--plans`: so many of them, at even distances in the order of the space, with the planner's first choice among them;
+0 for all), with the ranks' own link and behind an emulated slow one. Plans run in turn, round after round; a plan's
+figure is the median over its rounds of the median step. Each set is also judged under a budget of memory, by the plans
+that fit half of what the largest one needs. `--seconds` is divided among the sets: rounds that do not fit are left out,
+but for two.
+
+A set that was run replaces that of the record, results/planner_ranking.json; the others stay, so it may be run in
+pieces. Two predictions are judged: that of the measured rates, and that after one comparison, in which the plain
+data-parallel plan tells how much slower computing is than measured (`shoal plan --compare` keeps the same number).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import harness
+from benchmarks.planner_plans import LINKS, MODELS, RANKS, every, link, run, standing, task_of
+from benchmarks.processes import ProcessGroup
+from benchmarks.targets import Target, judge, print_targets
+from shoal.comm.links import Link
+from shoal.planner.cluster import Cluster
+from shoal.planner.measure import here
+from shoal.planner.task import Estimate, spoken
+
+REGRET, ORDER, ERROR = 0.05, 0.8, 0.05
+BUDGETS = {"": 1.0, " in half the memory": 0.5}
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """The correlation of ranks; equal values share the mean of theirs."""
+    first, second = _ranks(one), _ranks(other)
+    return statistics.correlation(first, second) if len(set(first)) > 1 and len(set(second)) > 1 else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(other < each for other in values) + sum(other == each for other in values) / 2 for each in values]
+
+
+def thinned(found: Sequence[Estimate], number: int) -> list[Estimate]:
+    """So many of `found` at even distances, and the first by prediction; all for 0."""
+    best = min(range(len(found)), key=lambda place: found[place].seconds)
+    if not number or number >= len(found):
+        places = range(len(found))
+    else:
+        places = sorted({best, *(round(place * (len(found) - 1) / (number - 1)) for place in range(number))})
+    return [found[place] for place in places]
+
+
+def measured(
+    group: ProcessGroup, name: str, chosen: Sequence[Estimate], rounds: int, steps: int, seconds: float
+) -> dict[str, Any]:
+    """Runs each plan in turn; milliseconds by plan and round, and why a plan did not run."""
+    samples: list[list[float]] = [[] for _ in chosen]
+    refused: dict[int, str] = {}
+    began = time.monotonic()
+    for number in range(rounds):
+        if number >= 2 and (time.monotonic() - began) * (number + 1) / number > seconds:
+            break
+        for place, each in enumerate(chosen):
+            if place in refused:
+                continue
+            plan, rows = each.choice.plan(MODELS[name].pins).to_dict(), each.choice.microbatch
+            answers = group.call(partial(run, name, plan, rows, steps))
+            if isinstance(answers[0], str):
+                refused[place] = answers[0]
+                continue
+            samples[place].append(statistics.median(sum(of_a_step) / RANKS for of_a_step in zip(*answers, strict=True)))
+    return {"samples": samples, "refused": refused}
+
+
+def rows_of(chosen: Sequence[Estimate], found: dict[str, Any], learnt: Sequence[float]) -> list[dict[str, Any]]:
+    """A row for each plan that ran."""
+    return [
+        {
+            "plan": each.choice.plan({}).to_dict(),
+            "microbatch": each.choice.microbatch,
+            "predicted_ms": 1e3 * each.seconds,
+            "learnt_ms": 1e3 * again,
+            "terms_ms": {what: 1e3 * value for what, value in each.terms.items() if value},
+            "mib": each.bytes / 2**20,
+            "measured_ms": statistics.median(taken),
+            "samples_ms": taken,
+        }
+        for each, again, taken in zip(chosen, learnt, found["samples"], strict=True)
+        if taken
+    ]
+
+
+def judged(rows: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    """How a prediction ranks the plans of `rows`; `spread`: the median over plans of what their rounds differ by."""
+    predicted, taken = [row[key] for row in rows], [row["measured_ms"] for row in rows]
+    first = min(range(len(rows)), key=predicted.__getitem__)
+    spreads = [max(row["samples_ms"]) / min(row["samples_ms"]) - 1 for row in rows]
+    return {
+        "plans": len(rows),
+        "spearman": spearman(predicted, taken),
+        "regret": taken[first] / min(taken) - 1,
+        "error": predicted[first] / taken[first] - 1,
+        "spread": statistics.median(spreads),
+    }
+
+
+def learning(cluster: Cluster, rows: Sequence[dict[str, Any]]) -> float:
+    """How many times longer computing takes than measured, by the plain data-parallel plan; 1 where none ran."""
+    for row in rows:
+        if set(row["plan"]) <= {"dp"}:
+            computing = sum(row["terms_ms"].get(what, 0.0) for what in ("compute", "optimizer"))
+            rest = row["predicted_ms"] - computing
+            return max(0.1, (row["measured_ms"] - rest) / computing)
+    return 1.0
+
+
+def slower(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster whose devices compute so many times slower."""
+    hosts = []
+    for host in cluster.hosts:
+        device = host.device
+        flops = {name: rate / factor for name, rate in device.flops.items()}
+        device = replace(device, flops=flops, bandwidth=device.bandwidth / factor, launch=device.launch * factor)
+        hosts.append(replace(host, device=device))
+    return replace(cluster, hosts=tuple(hosts))
+
+
+def one_set(
+    name: str, link_name: str, group: ProcessGroup, seconds: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """All of one model behind one kind of link."""
+    measured_link: Link = group.call(link)[0]
+    cluster = here(RANKS, RANKS, torch.float32, link=measured_link)
+    task = task_of(name, cluster)
+    found = list(every(name, task))
+    chosen = thinned(found, arguments.plans)
+    taken = measured(group, name, chosen, arguments.rounds, arguments.steps, seconds)
+    rows = rows_of(chosen, taken, [each.seconds for each in chosen])
+    factor = learning(cluster, rows)
+    again = {_key(each): each.seconds for each in every(name, replace(task, cluster=slower(cluster, factor)))}
+    rows = rows_of(chosen, taken, [again[_key(each)] for each in chosen])
+    largest = max(row["mib"] for row in rows)
+    return {
+        "model": name,
+        "link": link_name,
+        "space": len(found),
+        "carrier": str(measured_link),
+        "slower": factor,
+        "refused": {spoken(chosen[place].choice.plan({}).to_dict()): why for place, why in taken["refused"].items()},
+        "judged": {
+            key + budget: judged([row for row in rows if row["mib"] <= share * largest], key)
+            for budget, share in BUDGETS.items()
+            for key in ("predicted_ms", "learnt_ms")
+        },
+        "rows": rows,
+    }
+
+
+def _key(each: Estimate) -> tuple[Any, ...]:
+    choice = each.choice
+    return (
+        choice.spread,
+        choice.microbatch,
+        choice.zero,
+        choice.shard,
+        choice.recompute,
+        choice.schedule,
+        choice.chunks,
+    )
+
+
+def targets() -> list[Target]:
+    """What each set should reach."""
+    found = []
+    for name in MODELS:
+        for link_name in LINKS:
+            for budget in BUDGETS:
+                key, where = f"{name} {link_name}{budget}", f"{name}, link {link_name}{budget}"
+                found += [
+                    Target(f"{key} spearman", f"{where}: correlation of ranks", ORDER, unit=""),
+                    Target(f"{key} regret", f"{where}: the chosen over the fastest", 1 + REGRET, False),
+                    Target(f"{key} error", f"{where}: step of the chosen, off by", ERROR, False, unit=""),
+                ]
+    return found
+
+
+def figures(sets: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the targets judge: the prediction after one comparison."""
+    found = {}
+    for each in sets:
+        for budget in BUDGETS:
+            key, of = f"{each['model']} {each['link']}{budget}", each["judged"][f"learnt_ms{budget}"]
+            found[f"{key} spearman"], found[f"{key} regret"] = of["spearman"], 1 + of["regret"]
+            found[f"{key} error"] = abs(of["error"])
+    return found
+
+
+def print_set(each: dict[str, Any]) -> None:
+    """Prints how one set is ranked."""
+    title = f"{each['model']}, link {each['link']} ({each['carrier']}), computing {each['slower']:.2f} times slower"
+    table = Table(title=title, title_justify="left", box=None)
+    for heading in ("prediction", "plans", "Spearman", "chosen over best", "step of the chosen", "spread of rounds"):
+        table.add_column(heading)
+    for key, of in each["judged"].items():
+        shares = f"{of['regret']:+.1%}", f"{of['error']:+.1%}", f"{of['spread']:.1%}"
+        table.add_row(key, str(of["plans"]), f"{of['spearman']:.3f}", *shares)
+    console = Console(width=160)
+    console.print(table)
+    for plan, why in each["refused"].items():
+        console.print(f"refused: {plan}: {why}", markup=False)
+
+
+def kept(sets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`sets`, and those of the last record that were not run again."""
+    path = harness.RESULTS / "planner_ranking.json"
+    before = json.loads(path.read_text())["results"]["sets"] if path.is_file() else []
+    ran = {(each["model"], each["link"]) for each in sets}
+    return [*(each for each in before if (each["model"], each["link"]) not in ran), *sets]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=harness.several(list(MODELS)), default=list(MODELS))
+    parser.add_argument("--links", type=harness.several(list(LINKS)), default=list(LINKS))
+    parser.add_argument("--plans", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=840.0)
+    arguments = harness.parse(parser, "4 plans, 2 rounds of 2 steps", plans=4, rounds=2, steps=2)
+    sets = []
+    seconds = arguments.seconds / (len(arguments.models) * len(arguments.links))
+    for link_name in arguments.links:
+        with ProcessGroup(standing, {"bits": LINKS[link_name]}, size=RANKS, warm_up=0) as group:
+            for name in arguments.models:
+                sets.append(one_set(name, link_name, group, seconds, arguments))
+                print_set(sets[-1])
+    every_set = sets if arguments.quick else kept(sets)
+    verdicts = judge(targets(), figures(every_set))
+    print_targets(verdicts)
+    if not arguments.quick:
+        record = {"sets": every_set, "targets": verdicts}
+        print(harness.write_record("planner_ranking", vars(arguments), record, ["transformers"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What operations compute and touch, counted as they are called: products by torch's formulas, attention also on a CPU
+and causal masks by half, everything else by the bytes that it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+_aten = torch.ops.aten
+ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+}
+"""Fused attention."""
+_FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "alias", "split"}
+_FREE |= {"unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "lift_fresh", "empty", "empty_like", "new_empty"}
+"""Operations that compute nothing."""
+
+
+class Counts(TorchDispatchMode):
+    """Counts what operations compute and touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.products = self.attention = self.touched = self.last = 0.0
+        self.calls = self.results = self.operands = self._read = 0
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        """The counts in the order of the fields of Seen."""
+        return self.products, self.attention, self.touched, self.calls, self.results, self.operands, self.last
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet.__name__ in _FREE:
+            return out
+        self.calls += 1
+        if packet in ATTENTION:
+            causal = _argument(func, args, kwargs or {}, "is_causal")
+            self.attention += sdpa_flop_count(*(each.shape for each in args[:3])) / (2 if causal else 1)
+        elif packet in flop_registry:
+            work = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            self.products += work
+            self.last = work + (0.0 if self.kept() else self.last)
+        else:
+            given = () if packet is _aten.embedding else (args, kwargs)
+            self.touched += _nbytes((given, out))
+            return out
+        self.results += _nbytes(out)
+        self.operands += _nbytes((args, kwargs, out))
+        return out
+
+    def kept(self) -> bool:
+        """Whether backward has kept something since it was last asked."""
+        new, self._read = self.log[self._read :], len(self.log)
+        return any(what == "saved" for what, _ in new)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, Tensor))
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: Any, name: str) -> Any:
+    for place, each in enumerate(func._schema.arguments):
+        if each.name == name:
+            return args[place] if place < len(args) else kwargs.get(name, each.default_value)
+    return None

@@ -1,0 +1,72 @@
+"""The published rows: what is said of them can be checked by counting, they are predicted, and the search is not slower
+than their plans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache, partial
+
+import pytest
+
+from benchmarks.planner import mean_errors
+from benchmarks.planner_published import MEGATRON, MODELS, ROWS, Published, as_there, estimated, task_of, traced
+from benchmarks.planner_ranking import spearman
+from shoal.planner.profile import Profile
+from shoal.planner.search import Search, search
+
+
+@cache
+def profile_of(name: str) -> Profile:
+    return traced(MODELS[name], ("parts",) if name.startswith("gpt-") else ())
+
+
+QUICK = ("mpt-1b", "gpt-175b")
+EVERY = [
+    row if row.model in QUICK and row.devices == 8 else pytest.param(row, marks=pytest.mark.matrix) for row in ROWS
+]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in MODELS]
+)
+def test_a_model_has_the_parameters_that_were_published(name: str) -> None:
+    published, counted = MODELS[name].parameters, profile_of(name).parameters
+    assert counted == published if published else counted > 0
+
+
+@pytest.mark.parametrize("row", EVERY, ids=lambda row: f"{row.source} {row.name} {row.rows} {row.choice.recompute}")
+def test_the_search_is_not_slower_than_a_published_plan(row: Published) -> None:
+    found = profile_of(row.model)
+    by_hand, rate = estimated(row, found)
+    task = task_of(row, found)
+    best = search(task_of(row, found, limit=max(task.most, by_hand.bytes))).best[0]
+    assert best.seconds <= by_hand.seconds * (1 + 1e-9)
+    assert abs(row.rate / rate - 1) < 0.25
+
+
+def test_blocks_of_a_published_row_end_as_their_system_ends_them() -> None:
+    row = next(row for row in ROWS if row.source == MEGATRON)
+    found = profile_of(row.model)
+    block = next(part for part in found.parts if part.is_block)
+    assert block.spared == pytest.approx(1 / 3)  # the last product of a GELU's MLP: 8 of 24 d^2
+    task = partial(replace, task_of(row, found))
+    ours, theirs = (Search(task(profile=each)) for each in (found, as_there(row, found)))
+    assert theirs.estimate(row.choice).seconds > ours.estimate(row.choice).seconds
+
+
+def test_mean_errors() -> None:
+    rows = [
+        {"row": "a on 8 h100", "source": "x", "error": 0.1, "published_gib": None, "predicted_gib": 1.0},
+        {"row": "b on 8 h100", "source": "x", "error": -0.3, "published_gib": 2.0, "predicted_gib": 3.0},
+    ]
+    found = mean_errors(rows)
+    assert found == {"x h100": pytest.approx(0.2), "together": pytest.approx(0.2), "memory": pytest.approx(0.5)}
+
+
+@pytest.mark.fast
+def test_the_correlation_of_ranks() -> None:
+    assert spearman([1.0, 2.0, 3.0], [10.0, 40.0, 90.0]) == pytest.approx(1)
+    assert spearman([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
+    assert spearman([1.0, 2.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert spearman([1.0, 1.0], [1.0, 2.0]) == 0
