@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,18 +67,31 @@ def test_sigterm_reaches_the_ranks_which_end_in_their_own_time(
     assert process.communicate(timeout=20)[0] == "saved\n" and process.returncode == 143
 
 
-def test_ranks_whose_time_limit_ends_before_it_can_pass_on_a_signal_are_told_and_waited_for(
-    request_of, commands: Put, tmp_path
+@pytest.mark.parametrize("values", [{"time": "9"}, {"time": "9", "finish": "[]"}])
+def test_a_signal_that_comes_while_the_command_starts_is_kept_for_it(
+    request_of, commands: Put, tmp_path, values: dict[str, str]
 ) -> None:
-    commands("shoal", 'trap "sleep 0.5; echo saved; exit 143" TERM; echo began; while :; do sleep 0.01; done')
-    leads = "import os, subprocess, sys; os.setpgid(0, 0); subprocess.run(sys.argv[3:])"
-    commands("timeout", f"exec {sys.executable} -c '{leads}' \"$@\"")  # SIGTERM ends it, without its child
+    commands("timeout", 'echo begins; sleep 0.3; shift 2; exec "$@"')
+    commands("shoal", "sleep 60 & echo $! > left; wait; echo trained")
+    path = tmp_path / "script.sh"
+    path.write_text(local_script(request_of(nodes=1, setup="[]", **values)))
+    process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "begins\n"
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    assert process.poll() is None  # nothing is left behind
+    assert process.communicate(timeout=20)[0] == "" and process.returncode == 143
+
+
+def test_the_exit_code_is_the_command_s_however_soon_it_ends_after_a_signal(request_of, commands: Put, tmp_path):
+    commands("shoal", 'trap "exit 7" TERM; echo began; while :; do read -t 0.01 <> <(:); done')
     path = tmp_path / "script.sh"
     path.write_text(local_script(request_of(nodes=1, setup="[]")))
-    process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "began\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20)[0] == "saved\n" and process.returncode == 143
+    for _ in range(5):
+        process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "began\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=20)[0] == "" and process.returncode == 7
 
 
 def test_a_time_limit_without_a_scheduler(request_of, commands: Put, tmp_path) -> None:

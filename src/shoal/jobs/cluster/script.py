@@ -10,22 +10,26 @@ from shoal.errors import UserError
 from shoal.jobs.cluster.request import Request
 from shoal.jobs.cluster.table import Cluster
 
-_LISTEN = """\
-child= early=
-tell() { kill -TERM -- "-$child" 2>/dev/null || kill -TERM "$child" 2>/dev/null || :; }
-trap 'if [ -n "$child" ]; then tell; else early=1; fi' TERM INT  # bash would keep the signal"""
-_FORWARD = """\
+_FORWARDED = """\
+exec 8<> <(:) 9<> <(:)
+started= early= code=
+trap 'if [ -n "$started" ]; then kill -TERM "$started" 2>/dev/null || :; else early=1; fi' TERM INT
+(trap : TERM INT; {run} && code=0 || code=$?; echo "$code" >&9) &
 child=$!
-[ -z "$early" ] || tell
-wait "$child" && code=0 || code=$?
-while kill -0 "$child" 2>/dev/null; do wait "$child" && code=0 || code=$?; done
-while kill -0 -- "-$child" 2>/dev/null; do sleep 0.1; done
+until [ -n "$started" ] || ! kill -0 "$child" 2>/dev/null; do read -r -t 1 -u 8 started || :; done
+[ -z "$early" ] || kill -TERM "$started" 2>/dev/null || :
+until [ -n "$code" ] || ! kill -0 "$child" 2>/dev/null; do read -r -t 60 -u 9 code || :; done
+[ -n "$code" ] || read -r -t 1 -u 9 code || code=137
+exec 8>&- 9>&-
+trap - TERM INT
 [ "$code" -eq 0 ] || exit "$code\""""
-"""Before and after the command that trains: signals are passed on to it, also one that comes while it starts.
-
-`timeout` leads a process group, which is told as a whole and waited for: a signal that comes before it has noted its
-child's number ends it alone, and the ranks would go on without anybody.
-"""
+"""Runs a command that gets the signals which bash gets meanwhile: bash by itself would keep them until it has ended.
+Pipes tell in which process the command is started (see _STARTS) and what it ended with: `wait` ends early for each
+signal, and a bash that has reaped the command meanwhile does not know its exit code any more."""
+_STARTS = ["bash", "-c", 'echo $$ >&8; exec "$@" 8>&- 9>&-', "starts"]
+"""Tells the process in which a command is started, to which signals go from then on. One that comes before is kept:
+bash would lose it in its copy between fork and exec, and `timeout` would leave a command behind that it has just
+started."""
 
 
 def script(cluster: Cluster, command: Sequence[str], directory: Path | None = None) -> str:
@@ -34,10 +38,11 @@ def script(cluster: Cluster, command: Sequence[str], directory: Path | None = No
     It ends with the first command that fails, with its exit code. SIGTERM reaches the ranks, which save a checkpoint.
     directory: where it runs; by default where it is started.
     """
-    run = shlex.join([*limited(cluster), *command])
-    if not cluster.finish and cluster.seconds is None:
-        return "\n".join([*beginning(cluster, directory), f"exec {run}", ""])
-    return "\n".join([*beginning(cluster, directory), _LISTEN, f"{run} &", _FORWARD, *(cluster.finish or []), ""])
+    limit, begins = limited(cluster), beginning(cluster, directory)
+    if not cluster.finish and not limit:
+        return "\n".join([*begins, f"exec {shlex.join(command)}", ""])
+    run = shlex.join([*limit, *_STARTS, *command])
+    return "\n".join([*begins, _FORWARDED.replace("{run}", run), *(cluster.finish or []), ""])
 
 
 def beginning(cluster: Cluster, directory: Path | None) -> list[str]:
