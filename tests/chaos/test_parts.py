@@ -21,6 +21,7 @@ from shoal.chaos.verdict import batches_of, check_losses, check_samples, read_de
 from shoal.elastic.events import Joined, TookOver
 from shoal.elastic.journal import Journal
 from shoal.errors import UserError
+from shoal.jobs import drill
 from shoal.jobs.drill import Dealt
 from shoal.report.metrics import StepRecord
 
@@ -158,3 +159,27 @@ def test_a_sample_that_is_missing_or_comes_twice_is_noticed(told, good, tmp_path
     assert read_dealt(tmp_path) == told
     assert check_samples(told, 1, {0: [1, 2, 3]}).passed == good
     assert batches_of(told) == ({0: [1, 2, 3]} if told else {})
+
+
+def test_a_step_waits_until_the_next_fault_has_happened_and_longer_the_longer_that_takes(tmp_path, monkeypatch):
+    now, path, waits = [0.0], tmp_path / "pace", dict[int, float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] >= 1000:
+            path.write_text("0.0 inf")
+
+    monkeypatch.setattr(drill.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(drill.time, "sleep", sleep)
+    for step in (0, 99, 100, 120, 500):
+        path.write_text("0.25 100.0")
+        before = now[0]
+        drill._wait(path, step)
+        waits[step] = now[0] - before
+    assert waits == pytest.approx({0: 0.25, 99: 0.25, 100: 1.0, 120: 2.0, 500: drill.LONGEST})
+    now[0] = 998.0
+    path.write_text("0.25 100.0")
+    drill._wait(path, 500)
+    assert now[0] == pytest.approx(1000.0, abs=0.11)  # it is released at once
+    path.unlink()
+    drill._wait(path, 500)

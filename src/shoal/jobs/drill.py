@@ -2,7 +2,8 @@
 the variable it does nothing; every other fault comes from outside.
 
     FOLDER/pace            seconds to wait before each step, so that there is time for faults, and up to which step;
-                           beyond it each takes LONG, so that a run is not over before its faults have happened
+                           those beyond it wait for another pace, so that a run is not over before its faults have
+                           happened: the first ones LONG at most, later ones up to LONGEST, which is no hang yet
     FOLDER/samples-PID-N   a line of JSON for each step that the process PID begins: which samples it trains
     FOLDER/flip-PID        which bit the process PID flips before its next step
 """
@@ -27,8 +28,10 @@ from shoal.engine import Engine
 
 VARIABLE = "SHOAL_DRILL"
 """Names the folder."""
-LONG = 1.0
-"""Seconds to wait before a step which the next fault has not released."""
+LONG, MORE, LONGEST = 1.0, 20, 5.0
+"""Seconds to wait at most before a step which the next fault has not released: the first one; once more for so many
+steps; whatever it is."""
+_LOOK = 0.1
 STEPS_IN_A_FILE = 16
 """Files stay small, since a process whose disk is "full" can write only small ones."""
 WHERE = ("weight", "optimizer", "gradient")
@@ -59,9 +62,7 @@ def drilled(engine: Engine, batches: Iterator[Batch], environ: Mapping[str, str]
         return
     folder = Path(environ[VARIABLE])
     for batch in batches:
-        with suppress(FileNotFoundError):
-            pace, last = map(float, (folder / "pace").read_text().split())
-            time.sleep(pace if batch.step < last else max(pace, LONG))
+        _wait(folder / "pace", batch.step)
         _tell(engine, batch, folder)
         with suppress(FileNotFoundError):
             asked = folder / f"flip-{os.getpid()}"
@@ -69,6 +70,18 @@ def drilled(engine: Engine, batches: Iterator[Batch], environ: Mapping[str, str]
             asked.unlink()
             flip(engine, where, random.Random(int(seed)))
         yield batch
+
+
+def _wait(path: Path, step: int) -> None:
+    """Waits before a step as long as the file says, which may change meanwhile."""
+    began = time.monotonic()
+    with suppress(FileNotFoundError):
+        while True:
+            pace, last = map(float, path.read_text().split())
+            seconds = pace if step < last else max(pace, min(LONGEST, LONG * (1 + (step - last) / MORE)))
+            if (left := began + seconds - time.monotonic()) <= 0:
+                return
+            time.sleep(min(left, _LOOK))
 
 
 def _tell(engine: Engine, batch: Batch, folder: Path) -> None:
