@@ -17,6 +17,7 @@ from shoal.chaos.faults import KINDS, Fault, drawn, read_schedule
 from shoal.chaos.inject import shut_connections
 from shoal.chaos.nodes import coordinator
 from shoal.chaos.perform import Setting, settle
+from shoal.chaos.steps import Steps
 from shoal.chaos.verdict import batches_of, check_losses, check_samples, read_dealt
 from shoal.elastic.events import Joined, TookOver
 from shoal.elastic.journal import Journal
@@ -183,3 +184,9 @@ def test_a_step_waits_until_the_next_fault_has_happened_and_longer_the_longer_th
     assert now[0] == pytest.approx(1000.0, abs=0.11)  # it is released at once
     path.unlink()
     drill._wait(path, 500)
+
+
+def test_steps_that_are_slow_by_themselves_wait_for_a_fault_too(tmp_path):
+    for pace, usual, last in ((0.0, 0.25, 120.0), (0.05, 0.05, 150.0)):
+        Steps(tmp_path, 1000, pace, usual).until(Fault("kill", 100))
+        assert (tmp_path / "pace").read_text() == f"{pace} {last}"

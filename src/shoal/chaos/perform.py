@@ -124,7 +124,7 @@ def perform(setting: Setting, schedule: Schedule, say: Callable[[str], None]) ->
     pace = chosen_pace(len(steps), usual, schedule) if setting.pace is None else setting.pace
     folder = setting.folder / "faults"
     drill = _drill(folder)
-    slowly = Steps(drill, len(steps), pace)
+    slowly = Steps(drill, len(steps), pace, usual)
     slowly.until(schedule.faults[0])
     files = Files()
     cluster = _cluster(setting, setting.least, folder, drill)

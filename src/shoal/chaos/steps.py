@@ -11,20 +11,22 @@ from shoal.report.replace import replace_text
 _SECONDS_A_FAULT = 6.0
 """Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""
 _MARGIN = 5.0
-"""Seconds of training at that pace after a fault was due. Then steps wait for it (see jobs/drill.py)."""
+"""Seconds of training after a fault was due. Then steps wait for it (see jobs/drill.py)."""
 _LASTING = 1.5
 """So many times as long as a fault lasts the steps that are left are to take."""
 
 
 class Steps:
-    """The `total` steps of the run whose ranks look into the folder `drill`, with `pace` seconds before each."""
+    """The `total` steps of the run whose ranks look into the folder `drill`, with `pace` seconds before each, which by
+    itself takes `usual` seconds."""
 
-    def __init__(self, drill: Path, total: int, pace: float) -> None:
+    def __init__(self, drill: Path, total: int, pace: float, usual: float) -> None:
         self.drill, self._file, self._total, self._pace = drill, drill / "pace", total, pace
+        self._margin = _MARGIN / max(pace + usual, 1e-9)
 
     def until(self, fault: Fault) -> None:
         """Lets the run go on at its pace until shortly after a fault is due."""
-        self._write(self._pace, fault.step + (_MARGIN / self._pace if self._pace else math.inf))
+        self._write(self._pace, fault.step + self._margin)
 
     def during(self, fault: Fault, step: int) -> None:
         """Lets the run go on from `step` while a fault lasts, so that it is over before the steps are."""
