@@ -14,7 +14,7 @@ from shoal.elastic.membership import RUNNING
 from shoal.elastic.messages import Paces
 from shoal.elastic.pace import STALE, Pace, Stragglers, paces_of, times_of
 from shoal.jobs.pace import OUTLIERS, SKIPPED, WINDOW, OwnPace
-from shoal.launch.board import Progress
+from shoal.launch.board import BUSY, STEP, Progress
 from shoal.mesh import Mesh
 from shoal.plan import Plan
 from tests.elastic.cluster import Member, close, generation, until
@@ -61,7 +61,7 @@ def test_a_member_is_slow_once_it_was_so_for_seconds_and_what_is_old_does_not_co
 
 def test_a_member_tells_of_the_slowest_rank_of_each_part_that_trains():
     def shown(part: int, pace: float, training: bool = True) -> Progress:
-        return Progress(9, training, 0.0, 0.0, 0.0, "", part, pace, 0.1)
+        return Progress(9, STEP if training else BUSY, 0.0, 0.0, 0.0, "", part, pace, 0.1)
 
     boards = {4: shown(0, 0.3), 5: shown(0, 0.4), 6: shown(1, 0.2), 7: shown(1, 9.0, training=False), 8: Progress()}
     assert paces_of(3, boards) == Paces(3, [5, 6], [0, 1], [0.4, 0.2], [0.1, 0.1])

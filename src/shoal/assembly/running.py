@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -161,12 +161,19 @@ class Running(Changing):
         return sampler
 
     def evaluate(
-        self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None, also: Sequence[Loss] = ()
+        self,
+        dataset: Any,
+        *,
+        max_batches: int | None = None,
+        measure: Loss | None = None,
+        also: Sequence[Loss] = (),
+        progress: Callable[[int, int], object] | None = None,
     ) -> Evaluation:
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches.
 
         `measure`: taken in place of the engine's loss; returns (sum, count) as that does. `also`: further ones, taken
-        in the same pass, whose means the result has under that name.
+        in the same pass, whose means the result has under that name. `progress`: is called on each rank while it
+        evaluates, with how many of its microbatches are done, and of how many.
 
         Raises UserError for less than one batch, and where nothing in them counts.
         """
@@ -178,7 +185,7 @@ class Running(Changing):
         forward = replace(runner.forward, loss=measure or recipe.loss)
         data, local = HeldOut(dataset, samples, recipe.collate), self._local
         with self._session.as_one():
-            return evaluate(forward, runner.dealing, data, local.ranks.replicas, runner.accumulate, also)
+            return evaluate(forward, runner.dealing, data, local.ranks.replicas, runner.accumulate, also, progress)
 
     def generate(
         self,

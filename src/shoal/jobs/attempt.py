@@ -200,6 +200,7 @@ class Attempt:
                 break
             if run.eval_every and step % run.eval_every == 0:
                 self._evaluate_and_write()
+                self.shown.trains()
             if run.save_every and step % run.save_every == 0:
                 self._save()
             if self.replanner.is_due(self.stop.wanted):
@@ -223,7 +224,7 @@ class Attempt:
             self._save()
 
     def _save(self) -> None:
-        self.shown.busy()
+        self.shown.saves()
         with self.recorder.pause():
             self.saver.save()
 
@@ -235,6 +236,7 @@ class Attempt:
             return
         assert self.settled.tokenizer is not None
         log.info("the model writes a sample")
+        self.shown.busy()
         with self.recorder.pause():
             text = write_on(engine, self.settled.tokenizer, job.run.sample)
             self.recorder.sample(engine.step_index, job.run.sample, text)
@@ -242,12 +244,14 @@ class Attempt:
     def _evaluate(self, most: int | None = None) -> None:
         if self.held_out is not None:
             log.info("evaluating")
-            self.shown.busy()
+            self.shown.evaluates()
             held_out = self.held_out if most is None else Subsample(self.held_out, min(most, len(self.held_out)))
             with self.recorder.pause():
                 right = measure_of(self.settled.model.loss)
-                found = self.engine.evaluate(held_out, also=() if right is None else (right,))
+                also = () if right is None else (right,)
+                found = self.engine.evaluate(held_out, also=also, progress=lambda done, of: self.shown.evaluates())
                 self.recorder.evaluation(self.engine.step_index, found, found.also[0] if found.also else None)
+            self.shown.busy()
 
     def _finish(self, reason: str) -> Path | None:
         """Writes the end record and the report. A full disk costs only the report."""

@@ -15,7 +15,7 @@ from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.pace import OwnPace
 from shoal.jobs.read import load_job
-from shoal.launch.board import open_board
+from shoal.launch.board import BUSY, EVALUATION, SAVE, STEP, open_board
 from shoal.report.metrics import MembershipRecord
 
 
@@ -54,7 +54,22 @@ class Shown:
     def stepped(self, step: int) -> None:
         """Shows a committed step."""
         if self._board is not None:
-            self._board.show(True, step)
+            self._board.show(STEP, step)
+
+    def evaluates(self) -> None:
+        """Shows that an evaluation begins, or comes further."""
+        if self._board is not None:
+            self._board.show(EVALUATION)
+
+    def trains(self) -> None:
+        """Shows that the next step begins after something else."""
+        if self._board is not None:
+            self._board.show(STEP)
+
+    def saves(self) -> None:
+        """Shows that a save begins, and then the next step."""
+        if self._board is not None:
+            self._board.show(SAVE)
 
     def pace(self, own: OwnPace) -> None:
         """Shows how long this rank's own work takes, where that is known."""
@@ -62,13 +77,13 @@ class Shown:
             self._board.pace(own.part, own.seconds, own.best)
 
     def busy(self) -> None:
-        """Shows that something else than a step begins, which may take long."""
+        """Shows that something else begins, which may take long."""
         if self._board is not None:
-            self._board.show(False)
+            self._board.show(BUSY)
 
     def close(self) -> None:
         """Shows nothing more."""
         if self._board is not None:
-            self._board.show(False)
+            self._board.show(BUSY)
             self._board.close()
             self._board = None

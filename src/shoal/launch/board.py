@@ -1,8 +1,8 @@
 """What a rank shows of its progress to its supervisor: a small file, written in place.
 
     step        the last committed step, -1 before the first
-    training    whether it is between two steps; else it builds, evaluates, saves, and how long that takes is not known
-    stepped     when the step or `training` changed
+    phase       what it is at (see below)
+    stepped     when it has last come further: with a step, a microbatch of an evaluation, another phase
     alive       when a thread of the rank last ran; it does not while the process is stopped
     part, pace, best    which part of the model it computes; seconds a sample of its own work, of late and at best, 0
                 where they are not known
@@ -25,7 +25,11 @@ from pathlib import Path
 VARIABLE = "SHOAL_BOARD"
 """Names the file; without it a rank shows nothing."""
 
-_FIELDS = struct.Struct("!q?dd")
+BUSY, STEP, EVALUATION, SAVE = range(4)
+"""Phases: something that takes nobody knows how long, such as building the model; between two steps; in an evaluation;
+from the beginning of a save to the next step."""
+
+_FIELDS = struct.Struct("!qBdd")
 _PACE = struct.Struct("!qdd")
 _WAITING = struct.Struct("!dH")
 _TEXT = 200
@@ -37,7 +41,7 @@ class Progress:
     """What a board shows (see above)."""
 
     step: int = -1
-    training: bool = False
+    phase: int = BUSY
     stepped: float = 0.0
     alive: float = 0.0
     waits: float = 0.0
@@ -46,6 +50,10 @@ class Progress:
     pace: float = 0.0
     best: float = 0.0
 
+    @property
+    def training(self) -> bool:
+        return self.phase == STEP
+
 
 class Board:
     """The board of this rank. `waiting`: returns since when the rank has been in which collective, or None."""
@@ -53,17 +61,17 @@ class Board:
     def __init__(self, path: Path, waiting: Callable[[], tuple[float, str] | None]) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._waiting, self._step = waiting, -1
-        self.show(False)
+        self.show(BUSY)
         self.pace(0, 0.0, 0.0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._live, name="shoal-board", daemon=True)
         self._thread.start()
 
-    def show(self, training: bool, step: int | None = None) -> None:
-        """Shows a committed step, or that something else than training begins."""
+    def show(self, phase: int, step: int | None = None) -> None:
+        """Shows that this rank has come further: a committed step, or something of another phase."""
         self._step = self._step if step is None else step
         now = time.monotonic()
-        os.pwrite(self._file, _FIELDS.pack(self._step, training, now, now), 0)
+        os.pwrite(self._file, _FIELDS.pack(self._step, phase, now, now), 0)
 
     def pace(self, part: int, now: float, best: float) -> None:
         """Shows how long this rank's own work takes."""
@@ -98,5 +106,5 @@ def read_board(path: Path) -> Progress:
     pace = _PACE.unpack_from(data, _FIELDS.size)
     waits, size = _WAITING.unpack_from(data, _FIELDS.size + _PACE.size)
     text = data[_FIELDS.size + _PACE.size + _WAITING.size :][:size].decode(errors="replace")
-    step, training, stepped, alive = _FIELDS.unpack_from(data)
-    return Progress(step, training, stepped, alive, waits, text, *pace)
+    step, phase, stepped, alive = _FIELDS.unpack_from(data)
+    return Progress(step, phase, stepped, alive, waits, text, *pace)

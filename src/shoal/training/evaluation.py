@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,12 +62,13 @@ def evaluate(
     group: Group,
     accumulate: Local | Staged,
     measures: Sequence[Loss] = (),
+    progress: Callable[[int, int], object] | None = None,
 ) -> Evaluation:
     """Gives the mean loss of the module in evaluation mode; all ranks of `group`, the replicas, call it.
 
     What forwards draw is by the samples' places in the dataset, keyed or not as in a step, and the same each time.
     `accumulate`: runs microbatches, as in a step. `measures`: taken in the same pass, each returns (sum, count) as the
-    loss.
+    loss. `progress`: is told, again and again, how many of this rank's microbatches are done, of how many.
 
     Raises UserError if nothing there counts.
     """
@@ -81,6 +82,8 @@ def evaluate(
 
     def tell(done: int) -> None:
         nonlocal told
+        if progress is not None:
+            progress(done, len(runs))
         if time.perf_counter() - told >= TELL:
             told = time.perf_counter()
             log.info("evaluating: %d of %d microbatches", done, len(runs))
