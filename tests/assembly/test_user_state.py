@@ -287,6 +287,12 @@ FAILURES = {
     "in its update": Failure({"dp": 3}, {"dp": 2}, {1: "after its update"}, {0: "in its update"}),
     "shards": Failure({"dp": 4, "shard": 2, "zero": 3}, {"dp": 3, "zero": 1}, {1: "backward"}),
     "stages": Failure({"dp": 2, "pp": 2}, {"dp": 3}, {0: "before the ballot"}),
+    "buddies, another joins": Failure(
+        {"dp": 2, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 3, "buddy": 2}, {1: "before the ballot"}, joins=1
+    ),
+    "buddies, a step undone": Failure(
+        {"dp": 3, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 1}, {1: "backward"}, {0: "before the ballot"}
+    ),
     "buddies": Failure({"dp": 3, "zero": 3, "buddy": 2}, {"dp": 2, "zero": 1}, {1: "after the ballot"}),
 }
 

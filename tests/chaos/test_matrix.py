@@ -58,6 +58,7 @@ PLANS = {
     "zero1": Row(("plan.zero=1",), voted=False),  # weights in the memory of all, and of the state there is one copy
     "zero2": Row(("plan.zero=2",), voted=False),
     "zero3": Row(("plan.zero=3",), voted=False),
+    "buddies": Row(("plan.zero=3", 'plan.buddy="auto"'), voted=False),
     "tp": Row(("plan.tp=2",), nproc=2),
     "pp": Row(("plan.pp=2",), nproc=2),
     "ep": Row(("plan.ep=2", "model.moe={experts = 4, d_ff = 16}"), nproc=2),

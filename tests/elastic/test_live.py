@@ -154,6 +154,7 @@ ROWS = {
     "its shard is gone": Row(kill(2), ("plan.zero=1", "run.save_every=25"), lost=True),
     "its shard is with its buddy": Row(kill(2), ("plan.zero=3", "plan.buddy=2")),
     "votes, and a buddy": Row(kill(1), ("plan.pp=2", "plan.buddy='auto'", "run.verify_every=5")),
+    "the planner is asked again": Row(kill(2), ("plan='auto'", "plan.buddy=2", "run.save_every=25")),
     "all at once": Row(kill(0, 1, 2, 3), ("run.save_every=25",), lost=True, survivors=0),
 }
 
@@ -217,6 +218,22 @@ def test_a_plan_that_was_changed_while_it_trained_stays_when_a_rank_is_killed(ru
     assert any("3 ranks are no multiple of 2" in line for line in run.nodes[0].said.splitlines())
     same(run, undisturbed)
     assert kept(run.folder / "runs/job") == {}
+
+
+@pytest.mark.matrix
+def test_the_planner_is_asked_by_each_generation(run: Run, undisturbed):
+    """Nodes join, and a rank is killed: each number of ranks has the plan that is found for it."""
+    run.start("plan='auto'", "plan.buddy='auto'", nodes="1:2", ranks=2)
+    run.trains(10, world=2)
+    run.join(1)
+    run.trains(20, world=3)
+    run.ranks()[1].kill()
+    until(lambda: run.worlds[-2:] == [2, 3], 60)
+    run.trains(20, world=3)
+    job = load_job(run.folder / "runs/job/resolved.toml", [])[0]
+    assert job.plan.size == 3 and job.plan.buddy == "auto"
+    run.ends()
+    same(run, undisturbed)
 
 
 @pytest.mark.matrix

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm import Group
+from shoal.device import is_accelerator
 
 PARCEL_BYTES = 4 * 2**20
 """Most bytes that a rank sends to another at once, and half of the memory that moving takes: little enough that caches
@@ -33,7 +34,8 @@ class Coming(Protocol):
 
 class Parcels:
     """Exchanges tensors of at most PARCEL_BYTES within `group`, in parcels that are packed on `device`, and so by the
-    transport of that device. `purpose`: as the ledger books them."""
+    transport of that device. On the host a tensor that is a parcel by itself is sent, and filled, where it is.
+    `purpose`: as the ledger books them."""
 
     def __init__(self, group: Group, device: torch.device, purpose: str) -> None:
         self._group, self._device, self._purpose = group, device, purpose
@@ -42,22 +44,32 @@ class Parcels:
         """Sends `out` to rank `target`, and fills what is `coming` from rank `source`, parcel by parcel."""
         for leaving, entering in zip_longest(_parcels(out), _parcels(coming)):
             sent = None if leaving is None else self._packed(leaving)
-            got = None if entering is None else self._staging[1, : _room(entering)]
+            into = None if entering is None else self._as_it_is([each.into for each in entering])
+            got = self._staging[1, : _room(entering)] if entering is not None and into is None else into
             if sent is not None and got is not None:
                 self._group.exchange(got, source, sent, target, self._purpose)
             elif sent is not None:
                 self._group.send(sent, target, self._purpose)
             elif got is not None:
                 self._group.recv(got, source, self._purpose)
-            if got is not None:
+            if got is not None and into is None:
                 for start, each in _placed(entering):
                     each.into.copy_(got[start : start + each.nbytes].view(each.dtype).view(each.into.shape))
 
     def _packed(self, tensors: Sequence[Tensor]) -> Tensor:
+        if (whole := self._as_it_is(tensors)) is not None:
+            return whole
         parcel = self._staging[0, : _room(tensors)]
         for start, each in _placed(tensors):
             parcel[start : start + each.nbytes].view(each.dtype).view(each.shape).copy_(each)
         return parcel
+
+    def _as_it_is(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Returns the bytes of a parcel that need not be packed; None where they have to be."""
+        first, alone = tensors[0], len(tensors) == 1 and not is_accelerator(self._device)
+        if not alone or is_accelerator(first.device) or first.nbytes % ALIGNED or not first.is_contiguous():
+            return None
+        return first.detach().view(-1).view(torch.uint8)
 
     @cached_property
     def _staging(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.checkpoint.parcels import PARCEL_BYTES, Parcels
 from shoal.comm import Group
-from shoal.comm.wire import pack, unpack
+from shoal.comm.wire import FIRST, packed, rest_of, unpacked
 from shoal.device import CPU
 
 PURPOSE = "buddy"
@@ -57,12 +57,11 @@ class Ring:
 
     def tell(self, value: Any) -> Any:
         """Sends a value, of the types that `wire` knows, and returns the ward's."""
-        mine = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-        size = torch.empty(1, dtype=torch.int64)
-        self._group.exchange(size, self.ward, torch.tensor([len(mine)]), self.buddy, PURPOSE)
-        theirs = torch.empty(int(size), dtype=torch.uint8)
-        self._group.exchange(theirs, self.ward, mine, self.buddy, PURPOSE)
-        return unpack(theirs.numpy().tobytes())
+        mine, first = packed(value), torch.empty(FIRST, dtype=torch.uint8)
+        self._group.exchange(first, self.ward, mine[:FIRST], self.buddy, PURPOSE)
+        rest = torch.empty(rest_of(first), dtype=torch.uint8)
+        self.carry([mine[FIRST:]], [rest])
+        return unpacked(torch.cat([first, rest]))
 
     def carry(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Sends the tensors `out`, on any device, and fills `into`, on the host, which are like the ward's."""
