@@ -187,6 +187,6 @@ def test_a_step_waits_until_the_next_fault_has_happened_and_longer_the_longer_th
 
 
 def test_steps_that_are_slow_by_themselves_wait_for_a_fault_too(tmp_path):
-    for pace, usual, last in ((0.0, 0.25, 120.0), (0.05, 0.05, 150.0)):
-        Steps(tmp_path, 1000, pace, usual).until(Fault("kill", 100))
+    for pace, usual, total, last in ((0.0, 0.25, 1000, 120.0), (0.05, 0.05, 1000, 150.0), (0.05, 0.05, 140, 110.0)):
+        Steps(tmp_path, total, pace, usual).until(Fault("kill", 100))
         assert (tmp_path / "pace").read_text() == f"{pace} {last}"

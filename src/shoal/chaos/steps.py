@@ -12,6 +12,8 @@ _SECONDS_A_FAULT = 6.0
 """Seconds of training between two faults, in which a node can come back: steps are slowed down to that."""
 _MARGIN = 5.0
 """Seconds of training after a fault was due. Then steps wait for it (see jobs/drill.py)."""
+_SHARE = 1 / 4
+"""Of the steps that are left then, those that wait for nothing at most."""
 _LASTING = 1.5
 """So many times as long as a fault lasts the steps that are left are to take."""
 
@@ -26,7 +28,7 @@ class Steps:
 
     def until(self, fault: Fault) -> None:
         """Lets the run go on at its pace until shortly after a fault is due."""
-        self._write(self._pace, fault.step + self._margin)
+        self._write(self._pace, fault.step + min(self._margin, _SHARE * (self._total - fault.step)))
 
     def during(self, fault: Fault, step: int) -> None:
         """Lets the run go on from `step` while a fault lasts, so that it is over before the steps are."""
