@@ -161,14 +161,9 @@ class Running(Changing):
         return sampler
 
     def evaluate(
-        self,
-        dataset: Any,
-        *,
-        max_batches: int | None = None,
-        measure: Loss | None = None,
-        also: Sequence[Loss] = (),
+        self, dataset: Any, *, max_batches: int | None = None, measure: Loss | None = None, also: Sequence[Loss] = (),
         progress: Callable[[int, int], object] | None = None,
-    ) -> Evaluation:
+    ) -> Evaluation:  # fmt: skip
         """Mean loss over a map-style dataset in evaluation mode, or over its first `max_batches` global batches.
 
         `measure`: taken in place of the engine's loss; returns (sum, count) as that does. `also`: further ones, taken
