@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.data.keyed import derive_key, keyed_hash
 from shoal.data.loader import stack_samples
-from shoal.federated.partition import Numbers, Shares
+from shoal.federated.partition import Numbers, Shares, shares_of
 
 PIECE = 1024
 """Samples that are stacked at a time."""
@@ -68,6 +68,12 @@ def clients_of(dataset: Any, shares: Shares, validation: float, seed: int, devic
     """
     train, held_out = shares.split(validation, seed)
     return Clients(_held(dataset, train, device), _held(dataset, held_out, device))
+
+
+def client_of(dataset: Any, shares: Shares, client: int, validation: float, seed: int, device: torch.device) -> Clients:
+    """Returns one of the clients that `clients_of` would give, as the only one; no other's samples are read."""
+    train, held_out = shares.split(validation, seed)
+    return Clients(*(_held(dataset, shares_of([each.of(client)]), device) for each in (train, held_out)))
 
 
 def _held(dataset: Any, shares: Shares, device: torch.device) -> Held:

@@ -23,6 +23,7 @@ from shoal.engine import Engine
 from shoal.errors import LaunchError, TrainingError, UserError
 from shoal.federated.clients import Clients, Held, rows_of_batches
 from shoal.federated.flat import Flat
+from shoal.federated.partition import Numbers
 from shoal.federated.recipe import Recipe
 from shoal.module.build import build
 from shoal.optim.fresh import begin_anew
@@ -91,6 +92,15 @@ class MeshClient:
     def samples(self) -> int:
         """Samples that it trains on."""
         return len(self._own.train)
+
+    @property
+    def counts(self) -> Numbers:
+        """The same, as an array of this one client."""
+        return self._own.train.counts
+
+    @property
+    def ranks(self) -> int:
+        return self._engine.world.size
 
     @property
     def batch(self) -> int:

@@ -38,7 +38,7 @@ class Round:
     number: of the round, from 1 on. tasks: whose results count. asked: number of clients that were asked.
     dropped: those that went away. late: those that came after the deadline, or with a result too old.
     partial: those that were cut short by the deadline. stale: how many updates old each result is.
-    seconds: simulated time of the round.
+    seconds: simulated time of the round; None where clients are real.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Round:
     late: int
     partial: int
     stale: tuple[int, ...]
-    seconds: float
+    seconds: float | None
 
 
 class Schedule(Protocol):

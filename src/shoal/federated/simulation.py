@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from shoal.errors import TrainingError, UserError
 from shoal.federated.aggregate import Aggregate
 from shoal.federated.clients import Clients
 from shoal.federated.evaluation import Evaluation, Measured
+from shoal.federated.flat import Flat
 from shoal.federated.local import LocalTraining
 from shoal.federated.recipe import Recipe, Trained
 from shoal.federated.schedule import Round, Task, crowd_of, in_groups, schedule_of
@@ -38,6 +39,35 @@ class Result:
     broken: int
     applied: bool
     seconds: float
+
+
+class Interrupted(Exception):
+    """A round was given up, as it was asked to be; the model is that of the round before."""
+
+
+class Federation(Protocol):
+    """A global model and its clients, round after round: a `Simulation`, or one whose clients are real.
+
+    number: rounds so far. weights: the global model as a vector. why: clients train one by one; "" if together.
+    """
+
+    recipe: Recipe
+    settings: Federated
+    flat: Flat
+    number: int
+    why: str
+
+    @property
+    def weights(self) -> Tensor: ...
+    @property
+    def members(self) -> int:
+        """Number of clients."""
+
+    def round(self) -> Result: ...
+    def evaluate(self) -> Measured | None: ...
+    def state_dict(self) -> dict[str, Tensor]: ...
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+    def load(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None: ...
 
 
 class Simulation:
@@ -70,6 +100,11 @@ class Simulation:
     def weights(self) -> Tensor:
         """The global model as a vector (see Flat)."""
         return self.versions[self.number]
+
+    @property
+    def members(self) -> int:
+        """Number of clients."""
+        return self.clients.number
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the global model by name."""

@@ -13,10 +13,10 @@ from safetensors.torch import save
 
 from shoal.errors import CheckpointError, UserError
 from shoal.federated.settings import STATE
-from shoal.federated.simulation import Simulation
+from shoal.federated.simulation import Federation
 
 
-def save_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]) -> Path:
+def save_state(simulation: Federation, directory: Path, about: Mapping[str, Any]) -> Path:
     """Writes the state after a round into `directory`. Raises CheckpointError where it cannot be written.
 
     about: what the run is of, as JSON; whoever goes on must give the same.
@@ -44,7 +44,7 @@ def save_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]
     return path
 
 
-def load_state(simulation: Simulation, directory: Path, about: Mapping[str, Any]) -> bool:
+def load_state(simulation: Federation, directory: Path, about: Mapping[str, Any]) -> bool:
     """Goes on from the state in `directory`; returns False where there is none.
 
     Raises UserError where it is of something else than `about`, CheckpointError where it cannot be read.

@@ -93,6 +93,14 @@ class Stop:
             signal.signal(number, self._handlers[number])  # type: ignore[arg-type]  # the second ends a step that hangs
 
     @property
+    def is_due(self) -> bool:
+        """Whether a signal has come or the time is over, as far as this rank knows; then the next `after_step` says
+        so."""
+        due = self._received > 0 or (self._seconds is not None and self.elapsed >= self._seconds)
+        self._left = 1 if due else self._left
+        return due
+
+    @property
     def elapsed(self) -> float:
         """Seconds since construction."""
         return time.monotonic() - self._started

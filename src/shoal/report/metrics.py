@@ -226,12 +226,16 @@ def decode(line: dict[str, Any]) -> Record | None:
     if record_type is None:
         return None
     values = {
-        field.name: as_float(line[field.name]) if "float" in str(field.type) else line[field.name]
+        field.name: _floats(line[field.name]) if "float" in str(field.type) else line[field.name]
         for field in fields(record_type)
         if field.name in line
     }
     lacking = any(field.default is MISSING and field.name not in values for field in fields(record_type))
     return None if lacking else record_type(**values)
+
+
+def _floats(value: Any) -> Any:
+    return [as_float(each) for each in value] if isinstance(value, list) else as_float(value)
 
 
 def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> RunRecords:

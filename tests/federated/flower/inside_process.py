@@ -16,6 +16,7 @@ from shoal.federated.flower.clients import to_record, to_vector
 from shoal.federated.flower.simulation import FlowerSimulation
 from shoal.federated.settings import Federated
 from shoal.federated.simulation import Simulation
+from shoal.federated.state import load_state, save_state
 from tests.federated.common import clients, recipe
 
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict  # isort: skip
@@ -130,6 +131,23 @@ def test_an_update_of_fedbuff_by_hand():
     assert found["w"].numpy() == pytest.approx([10 - (3 * 2 + 1 * 0.5 * 1) / 4])
 
 
+def test_results_that_come_together_are_shared_out_among_updates():
+    grid, strategy = Now(), FedBuff(buffer=2, at_once=3)
+    came = []
+
+    def pull(ids):  # all three answer at once, and only once
+        new = [each for each in ids if each not in came]
+        came.extend(new)
+        return [reply_of(grid.waiting[each], [1.0], 1) for each in new]
+
+    grid.pull_messages = pull
+    start = ArrayRecord({"w": private.Array(np.array([3.0]))})
+    first = strategy.update(grid, 1, start)
+    assert len(strategy.replies) == 2 and len(strategy._early) == 1
+    strategy.update(grid, 2, first)
+    assert len(strategy.replies) == 2 and strategy.stale == {1: 1, 0: 1}
+
+
 def test_clients_that_do_not_answer_make_room_for_others(monkeypatch):
     monkeypatch.setattr("shoal.federated.flower.buffered.POLL", 0.01)
     grid = Now()
@@ -188,7 +206,7 @@ def test_what_flower_does_not_have_is_refused(settings, says):
         flower(replace(Federated(clients=6), **settings))
 
 
-def test_only_strategies_without_a_memory_go_on_in_another_process():
+def test_rounds_go_on_in_another_process():
     first, second = (flower(Federated(clients=5, strategy="fedmedian", local_steps=2)) for _ in range(2))
     whole = flower(Federated(clients=5, strategy="fedmedian", local_steps=2))
     for _ in range(2):
@@ -198,7 +216,25 @@ def test_only_strategies_without_a_memory_go_on_in_another_process():
         for _ in range(rounds):
             sim.round()
     assert torch.equal(second.weights, whole.weights)
-    kept = flower(Federated(clients=5, strategy="fedadam", local_steps=2))
+
+
+@pytest.mark.parametrize("strategy", ["fedadam", "fedyogi", {"name": "fedavgm", "momentum": 0.7}])
+def test_a_strategy_s_memory_goes_on_in_another_process(strategy, tmp_path):
+    settings = Federated(clients=5, strategy=strategy, local_steps=2)
+    first, second, whole = (flower(settings) for _ in range(3))
+    for _ in range(2):
+        first.round()
+    save_state(first, tmp_path, {})
+    assert load_state(second, tmp_path, {})
+    for sim, rounds in ((second, 2), (whole, 4)):
+        for _ in range(rounds):
+            sim.round()
+    assert torch.equal(second.weights, whole.weights)
+
+
+def test_clients_at_work_do_not_go_on_in_another_process():
+    settings = Federated(clients=5, buffer=2, local_steps=2)
+    kept = flower(settings)
     kept.round()
     with pytest.raises(UserError, match=r"give another run.dir, or leave --flower out"):
-        flower(Federated(clients=5, strategy="fedadam", local_steps=2)).load(*kept.state())
+        flower(settings).load(*kept.state())

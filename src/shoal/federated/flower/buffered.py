@@ -46,6 +46,7 @@ class FedBuff(FedAvg):
         self.lost = self.asked = 0
         self.replies: list[Message] = []
         self._out: dict[str, Out] = {}
+        self._early: list[Message] = []  # results that came with the last one of an update: the next one's
         self._versions: dict[int, ArrayRecord] = {}
         self._rng = np.random.default_rng(0)
 
@@ -78,9 +79,14 @@ class FedBuff(FedAvg):
         gathered: list[tuple[Message, int]] = []
         while len(gathered) < self.buffer:
             self._fill(grid, version, config)
-            replies = list(grid.pull_messages(list(self._out)))
+            replies, self._early = self._early, []
+            here = {each.metadata.reply_to_message_id for each in replies}
+            replies += grid.pull_messages([each for each in self._out if each not in here])
             for reply in replies:
-                self._take(reply, self._out.pop(reply.metadata.reply_to_message_id), version, gathered)
+                if len(gathered) == self.buffer:
+                    self._early.append(reply)
+                else:
+                    self._take(reply, self._out.pop(reply.metadata.reply_to_message_id), version, gathered)
             for identity in [key for key, each in self._out.items() if time.monotonic() - each.since > timeout]:
                 del self._out[identity]
                 self.lost += 1

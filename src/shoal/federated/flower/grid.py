@@ -103,7 +103,7 @@ class LocalGrid(Grid):
             return self._many([self._asked(message, 0) for message in sent])
         number = self._before + len(self.past) + 1
         plan = self._rounds.answers(number, np.array(sorted(map(self._client, sent)), np.int64))
-        self.clock += plan.seconds
+        self.clock += plan.seconds or 0.0
         self.past.append(plan)
         steps = {task.client: task.steps for task in plan.tasks}
         there = [message for message in sent if self._client(message) in steps]

@@ -16,14 +16,19 @@ SECONDS = "seconds"
 """What a server adds to the config of a training: after so many a client makes no further step."""
 
 
+CUT = "cut"
+"""What a reply has beside its loss: whether the time was over before the steps were made."""
+
+
 def client_app(mesh: MeshClient, steps: int, mods: list[Mod] | None = None) -> ClientApp:
     """Returns the app of the client that `mesh` is, for its rank 0, under a SuperNode or `serve`.
 
     steps: of a local training. mods: as of a ClientApp, such as `secure_mod`.
 
     It trains on the one array of a message (see Flat), and reads `server-round`, `proximal-mu` and `seconds` of the
-    config. The reply has the array, `num-examples`, the mean loss and the `steps` that were made. An evaluation replies
-    `num-examples`, 0 where the client holds nothing out, the mean loss and, where there is a measure, the accuracy.
+    config. The reply has the array, `num-examples`, the mean loss, the `steps` that were made, and whether they were
+    `cut` short. An evaluation replies `num-examples`, 0 where the client holds nothing out, the mean loss and, where
+    there is a measure, the accuracy.
     """
     app = ClientApp(mods=mods)
 
@@ -38,6 +43,7 @@ def client_app(mesh: MeshClient, steps: int, mods: list[Mod] | None = None) -> C
             "num-examples": mesh.samples,
             "loss": done.losses / done.counts if done.counts else 0.0,
             "steps": done.steps,
+            CUT: int(done.steps < steps),
         }
         ended = ArrayRecord({WEIGHTS: private.Array(done.weights.numpy())})
         return Message(RecordDict({"arrays": ended, "metrics": MetricRecord(metrics)}), reply_to=message)

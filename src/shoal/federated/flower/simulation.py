@@ -26,9 +26,7 @@ from shoal.federated.settings import Federated
 from shoal.federated.simulation import Result, Simulation
 
 from flwr.app import ConfigRecord, Message  # isort: skip
-
-KEEP_STATE = ("fedavgm", "fedadam", "fedadagrad", "fedyogi", "qfedavg")
-"""Strategies with state that Flower does not hand out, so that no other process can go on with it."""
+from flwr.serverapp.strategy import Strategy  # isort: skip
 
 
 class FlowerSimulation(Simulation):
@@ -73,24 +71,30 @@ class FlowerSimulation(Simulation):
         self.versions = {number: before if updated is None else to_vector(updated, before)}
         samples = sum(task.steps for task in plan.tasks) * self.recipe.batch
         taken = time.perf_counter() - began
-        return Result(plan, _mean_loss(good), samples, len(plan.tasks) - len(good), applied, taken)
+        return Result(plan, mean_loss(good), samples, len(plan.tasks) - len(good), applied, taken)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {f"weights/{self.number}": self.weights}, {"number": self.number, "schedule": {}}
+        memory = {f"strategy/{name}": torch.from_numpy(each) for name, each in private.memory_of(self._flower).items()}
+        return {f"weights/{self.number}": self.weights, **memory}, {"number": self.number, "schedule": {}}
 
     def load(self, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-        option = self._given.strategy
-        name = option if isinstance(option, str) else option.get("name")
-        if rest["number"] and (name in KEEP_STATE or self._given.buffer):
+        if rest["number"] and self._given.buffer:
             raise UserError(
-                f"Flower's {type(self._flower).__name__} keeps what only its own process has, so no other one can go "
-                "on with its rounds: give another run.dir, or leave --flower out"
+                "the clients that FedBuff has at work are those of its own process, so no other one can go on with its "
+                "rounds: give another run.dir, or leave --flower out"
             )
         super().load(tensors, rest)
+        remember_in(self._flower, tensors, self.weights)
         self._grid.begin_after(self.number)
 
 
-def _mean_loss(replies: list[Message]) -> float | None:
+def remember_in(strategy: Strategy, tensors: Mapping[str, Tensor], weights: Tensor) -> None:
+    """Gives a new strategy what `tensors` of a saved state say of it."""
+    own = {name.removeprefix("strategy/"): each.numpy() for name, each in tensors.items() if "strategy/" in name}
+    private.remember(strategy, own, to_record(weights))
+
+
+def mean_loss(replies: list[Message]) -> float | None:
     """Returns the mean of the clients' losses, weighted by their samples."""
     metrics = [record for reply in replies for record in reply.content.metric_records.values()]
     whole = sum(float(each["num-examples"]) for each in metrics)

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.data import ArrayData
 from shoal.data.corpus import open_corpus
 from shoal.errors import UserError
-from shoal.federated.clients import Clients, clients_of
+from shoal.federated.clients import Clients, client_of, clients_of
 from shoal.federated.partition import Shares, by_document, by_label, check_partition, iid, shares_of
 from shoal.federated.settings import Federated
 from shoal.jobs.choose import Settled, opened
@@ -48,6 +48,11 @@ class Dealt:
         """Reads the samples of all clients."""
         job = self.settled.job
         return clients_of(self.dataset, self.shares, job.data.validation, job.train.seed, device)
+
+    def client(self, number: int, device: torch.device) -> Clients:
+        """Reads the samples of one client, which is the only one of what it returns."""
+        job = self.settled.job
+        return client_of(self.dataset, self.shares, number, job.data.validation, job.train.seed, device)
 
 
 def deal(job: Job, origins: Origins) -> Dealt:

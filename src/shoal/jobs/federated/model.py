@@ -11,7 +11,7 @@ from shoal.comm import World
 from shoal.data import save_tokenizer
 from shoal.errors import UserError
 from shoal.federated.settings import STATE
-from shoal.federated.simulation import Simulation
+from shoal.federated.simulation import Federation
 from shoal.jobs.assemble import make_engine
 from shoal.jobs.choose import Settled
 from shoal.jobs.names import DIRECTORY, TOKENIZER
@@ -27,7 +27,7 @@ def refuse_other_runs(run_dir: Path, resume: str) -> None:
         )
 
 
-def save_model(settled: Settled, simulation: Simulation, world: World) -> CheckpointRecord:
+def save_model(settled: Settled, simulation: Federation, world: World) -> CheckpointRecord:
     """Writes the global model as the checkpoint of the round, and the tokenizer of text. Raises CheckpointError."""
     began, run_dir, number = time.perf_counter(), Path(settled.job.run.dir), simulation.number
     engine = make_engine(settled.job, settled.model, simulation.settings.rounds, world)

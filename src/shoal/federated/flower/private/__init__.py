@@ -21,10 +21,11 @@ for _name, _value in (("FLWR_TELEMETRY_ENABLED", "0"), ("FLWR_DISABLE_UPDATE_CHE
 from shoal.errors import UserError  # noqa: E402
 
 try:
-    from flwr.app import Array, Context, Message, RecordDict
+    from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
     from flwr.app.error import Error
     from flwr.common.constant import SType
     from flwr.common.secure_aggregation.crypto.shamir import combine_shares, create_shares
+    from flwr.serverapp.strategy import FedAvgM, Strategy
     from flwr.supercore.run import Run
     from flwr.supercore.task_identity import TaskIdentity
 except ImportError as error:
@@ -34,15 +35,19 @@ except ImportError as error:
     ) from error
 
 __all__ = [
+    "CRITICAL",
     "Kept",
     "begin_run",
     "combine_shares",
     "create_shares",
     "drawn_by",
     "error_reply",
+    "is_own_failure",
+    "memory_of",
     "node_context",
     "number_message",
     "quieten",
+    "remember",
 ]
 
 RUN, SERVER, TASK = 1, 1, 1
@@ -90,6 +95,37 @@ def error_reply(message: Message, code: int, reason: str) -> Message:
     return Message(Error(code=code, reason=reason), reply_to=message)
 
 
+def is_own_failure(reply: Message) -> bool:
+    """Returns whether a reply says that its client failed, rather than that it went away."""
+    return reply.has_error() and reply.error.code == FAILED
+
+
+_MEMORY = ("m_t", "v_t", "momentum_vector")
+"""What strategies keep from round to round, beside what they are given: by array name, or a list."""
+
+
+def memory_of(strategy: Strategy) -> dict[str, NDArray[Any]]:
+    """Returns what a strategy keeps from round to round, by name."""
+    found: dict[str, NDArray[Any]] = {}
+    for name in _MEMORY:
+        kept = getattr(strategy, name, None)
+        if isinstance(kept, dict):
+            found |= {f"{name}/{key}": each for key, each in kept.items()}
+        elif kept is not None:
+            found |= {f"{name}/{index}": each for index, each in enumerate(kept)}
+    return found
+
+
+def remember(strategy: Strategy, memory: dict[str, NDArray[Any]], arrays: ArrayRecord) -> None:
+    """Gives a new strategy what `memory_of` has returned, and the weights of that time."""
+    for name in _MEMORY:
+        own = {key.partition("/")[2]: each for key, each in memory.items() if key.startswith(f"{name}/")}
+        if own:
+            setattr(strategy, name, list(own.values()) if name == "momentum_vector" else own)
+    if isinstance(strategy, FedAvgM):
+        strategy.current_arrays = arrays
+
+
 @contextmanager
 def drawn_by(seed: int) -> Iterator[None]:
     """Has Flower draw clients by `seed`: it takes them from Python's own generator."""
@@ -101,6 +137,10 @@ def drawn_by(seed: int) -> Iterator[None]:
         random.setstate(state)
 
 
-def quieten() -> None:
-    """Has Flower log errors only: it warns where clients evaluate nothing, as is meant here."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+CRITICAL = logging.CRITICAL
+
+
+def quieten(level: int = logging.ERROR) -> None:
+    """Has Flower log nothing below `level`: it warns where clients evaluate nothing, as is meant here, and calls an
+    error what a round counts: an answer that comes too late, a client that failed."""
+    logging.getLogger("flwr").setLevel(level)
