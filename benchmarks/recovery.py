@@ -2,6 +2,7 @@
 
     python -m benchmarks.recovery [--only shoal,torchft]              # all of it
     python -m benchmarks.recovery --trials 20 --only shoal            # the faults alone, 20 of each kind
+    python -m benchmarks.recovery --trials 20 --peer-trials 5         # the others are slower: about an hour
     python -m benchmarks.recovery --goodput --only shoal              # a worker killed every 30 s alone
     python -m benchmarks.recovery --steady                            # what a step costs alone
 
@@ -77,7 +78,8 @@ class Trials:
         self._in_a_row, self._give_up = arguments.in_a_row, arguments.give_up
         self._jobs = 0
         each = {name: [one for one in arguments.scenarios if one not in able[name].without] for name in able}
-        self._left = {name: each[name] * arguments.trials for name in able}
+        peers = arguments.trials if arguments.peer_trials is None else arguments.peer_trials
+        self._left = {name: each[name] * (arguments.trials if name == "shoal" else peers) for name in able}
         self._found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in able}
         self._not_whole = dict.fromkeys(able, 0)
 
@@ -190,6 +192,7 @@ def _steady(arguments: argparse.Namespace, folder: Path, say: Say) -> dict[str, 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, nargs="?", const=TRIALS, help=f"of each kind of fault, {TRIALS}")
+    parser.add_argument("--peer-trials", type=int, help="of each kind of fault, of all but Shoal; by default as many")
     parser.add_argument("--goodput", type=float, nargs="?", const=GOODPUT, help=f"seconds, {GOODPUT:.0f}")
     parser.add_argument("--steady", type=int, nargs="?", const=STEADY_STEPS, help=f"steps, {STEADY_STEPS}")
     parser.add_argument("--only", type=harness.several(list(CONTENDERS)), default=list(CONTENDERS))

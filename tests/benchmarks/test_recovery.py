@@ -88,21 +88,22 @@ class Pretended(Running):
         self._meets("revive", WORKERS)
 
 
-def row_of_faults(monkeypatch, tmp_path, deadly: str = "", **given) -> tuple[list[str], dict]:
+def row_of_faults(monkeypatch, tmp_path, deadly: str = "", contender: str = "shoal", **given) -> tuple[list[str], dict]:
     """What a job meets in all trials, and what is found."""
     for name, value in (("LIMIT", 0.05), ("STEADY", 0.0), ("START", 1.0), ("kill", lambda *_: None)):
         monkeypatch.setattr(recovery_trials, name, value)
     met: list[str] = []
 
     @contextmanager
-    def running(contender, folder):
+    def running(_, folder):
         yield Pretended(met, deadly)
 
     monkeypatch.setattr(recovery, "running", running)
-    arguments = argparse.Namespace(**{"scenarios": list(SCENARIOS), "trials": 2, "in_a_row": 5, "give_up": 3, **given})
-    trials = Trials({"shoal": Contender(Pretended)}, arguments, tmp_path, lambda text: None)
+    usual = {"scenarios": list(SCENARIOS), "trials": 2, "peer_trials": None, "in_a_row": 5, "give_up": 3}
+    arguments = argparse.Namespace(**{**usual, **given})
+    trials = Trials({contender: Contender(Pretended)}, arguments, tmp_path, lambda text: None)
     trials.measure()
-    return met, trials.results()["shoal"]["scenarios"]
+    return met, trials.results()[contender]["scenarios"]
 
 
 def test_a_job_takes_each_fault_once_and_has_all_workers_before_the_next(monkeypatch, tmp_path):
@@ -124,6 +125,12 @@ def test_a_job_that_never_goes_on_is_not_asked_for_ever(monkeypatch, tmp_path):
 def test_a_node_that_is_to_come_back_is_lost_first(monkeypatch, tmp_path):
     met, found = row_of_faults(monkeypatch, tmp_path, scenarios=["rejoin"], trials=1)
     assert met == ["begins", "node", "come back"] and found["rejoin"]["recovered"] == 1
+
+
+@pytest.mark.parametrize(("contender", "number"), [("shoal", 3), ("torchft", 1)])
+def test_peers_may_have_fewer_trials(monkeypatch, tmp_path, contender: str, number: int):
+    _, found = row_of_faults(monkeypatch, tmp_path, contender=contender, trials=3, peer_trials=1)
+    assert {each["trials"] for each in found.values()} == {number}
 
 
 def test_targets_name_figures():
