@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shoal.errors import ShoalError
 from shoal.server.ledger import Gradient, Outcome
+from shoal.server.sharing import Sharing
 from shoal.server.tickets import Tickets
 
 
@@ -54,6 +55,7 @@ class Keeping:
     save_every: updates from one checkpoint to the next, which comes earlier where the journal has `most_bytes`.
     durable: an acknowledged push also survives the host (see journal).
     grace: seconds for which a lost client is still waited for, so that it can come again.
+    sharing: what other servers keep beside it.
     """
 
     directory: Path | None
@@ -62,11 +64,15 @@ class Keeping:
     grace: float
     journals: Path | None = None
     most_bytes: int = 1 << 40
+    sharing: Sharing | None = None
 
-    def of(self, part: str) -> Keeping:
-        """Returns how the part of this name is kept, one of several in the directory."""
-        inside = None if self.directory is None else self.directory / (part or "weights")
-        return replace(self, directory=inside)
+    def of(self, part: str, index: int, count: int, merged: bool) -> Keeping:
+        """Returns how server `index` of `count` keeps its share of the part of this name, in a folder of its own inside
+        the directory. `merged`: see Sharing."""
+        if self.directory is None:
+            return self
+        sharing = Sharing(self.directory, part, index, count, merged)
+        return replace(self, directory=sharing.own, sharing=sharing)
 
     def journal(self, version: int, name: str) -> Path:
         """Returns the path of the journal that follows the checkpoint of `version`, which tells its `name`."""

@@ -45,3 +45,7 @@ class Options:
             raise UserError(f"a table is called {unknown[0]!r}: give it a name")
         sizes = {name: value.nbytes for name, value in found.items() if name not in self.tables}
         return balanced(sizes, self.share.count)[self.share.index]
+
+    def dense(self, params: Given) -> int:
+        """Returns how many parameters are no tables."""
+        return sum(name not in self.tables for name in named(params))

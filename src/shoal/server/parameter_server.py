@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -41,6 +42,7 @@ from shoal.server.table import TableRows
 from shoal.server.weights import Weights
 
 _JOIN_SECONDS = 10.0
+_LEAVING_SECONDS = 1.0
 _MOST_WAIT = 3600.0  # seconds that a client may ask a pull to wait
 
 
@@ -64,7 +66,8 @@ class ParameterServer(Serving):
     codec: how gradients travel: None as they are, "fp16", "bf16", "u8", "u4", "sign", or a table with parameters.
     address: host:port; port 0 for a free one.
     token: guards the address; None for a new one, which `token` then tells.
-    directory: of checkpoints and journals, from which a server that is started again goes on; None keeps nothing.
+    directory: of checkpoints and journals, from which a server that is started again goes on, the same for all of
+        several servers, which see it alike; None keeps nothing.
     options: see `Options`.
 
     Raises UserError for what does not fit together, LaunchError where the address cannot be listened on.
@@ -88,10 +91,13 @@ class ParameterServer(Serving):
         if mine := options.names_of(params):
             held = Held(params, mine, buffers=options.share.index == 0)
             weights = Weights.of(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
-            parts[WEIGHTS] = Part(weights, policy, keeping.of(WEIGHTS))
+            having = min(options.share.count, options.dense(params))  # the first ones have one each
+            kept = keeping.of("weights", options.share.index, having, merged=True)
+            parts[WEIGHTS] = Part(weights, policy, kept)
         for name, table in options.tables.items():
             rows = TableRows(table, optimizer, options.share)
-            parts[name] = Part(rows, policy, keeping.of(f"table-{name}"))
+            kept = keeping.of(f"table-{name}", options.share.index, options.share.count, merged=False)
+            parts[name] = Part(rows, policy, kept)
         self._serve_parts(parts, address, options.seconds, options.say)
 
     @classmethod
@@ -128,7 +134,10 @@ class ParameterServer(Serving):
 
     def _end(self) -> None:
         for part in self._parts.values():
-            part.close()
+            try:
+                part.end_well()
+            finally:
+                part.close()
 
     def _serve(self, session: Session) -> None:
         """Answers one client until it leaves."""
@@ -160,14 +169,19 @@ class ParameterServer(Serving):
 
     def _admit(self, join: Join, session: Session) -> int:
         """Returns the client's rank. A client that comes again ends the session that it has left behind; two clients of
-        one rank are refused."""
-        with self._guard:
-            known = {rank for part in self._parts.values() for rank in part.ledger.members}
-            rank = join.rank if join.rank >= 0 else next(r for r in range(len(known) + 1) if r not in known)
-            before = self._here.get(rank)
-            if before is not None and before[0] != join.incarnation:
+        one rank are refused, unless the first one is just about to leave."""
+        until = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            with self._guard:
+                known = {rank for part in self._parts.values() for rank in part.ledger.members}
+                rank = join.rank if join.rank >= 0 else next(r for r in range(len(known) + 1) if r not in known)
+                before = self._here.get(rank)
+                if before is None or before[0] == join.incarnation:
+                    self._here[rank] = join.incarnation, session
+                    break
+            if time.monotonic() > until:
                 raise NotDone(f"client {rank} is connected already, from {before[1].peer}: give each client its rank")
-            self._here[rank] = join.incarnation, session
+            time.sleep(_LEAVING_SECONDS / 50)
         session.peer = f"client {rank} ({session.peer})"
         if before is not None:
             before[1].end()

@@ -8,37 +8,20 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from shoal.checkpoint.directory import clean, completed
 from shoal.errors import CheckpointError, StorageError, UserError
+from shoal.server.holding import Holding
 from shoal.server.journal import Journal
 from shoal.server.keeping import Dealt, Keeping, NotDone
-from shoal.server.ledger import Gradient, Ledger, Update
+from shoal.server.ledger import Gradient, Ledger
 from shoal.server.messages import WAIT, Push, Taken, Work
 from shoal.server.policies import Policy
-from shoal.server.sessions import Form
 
 _LOOK_SECONDS = 0.2  # between looks whether a client that was lost is no longer waited for
-
-
-class Holding(Protocol):
-    """Values that clients pull and push gradients of."""
-
-    def room(self, forms: Sequence[Form]) -> list[Tensor]: ...
-    def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]: ...
-    def problem(self, gradients: Sequence[Tensor]) -> str: ...
-    def update(self, update: Update) -> None: ...
-    def dropped(self, push: Gradient) -> None: ...
-    def asked(self, forms: Sequence[Form]) -> list[Tensor]: ...
-    def wrong(self, asked: Sequence[Tensor]) -> str: ...
-    def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]: ...
-    def save(self, directory: Path, extra: Mapping[str, Any]) -> None: ...
-    def load(self, directory: Path) -> dict[str, Any]: ...
-    def to_json(self) -> dict[str, object]: ...
-    def close(self) -> None: ...
 
 
 class Part:
@@ -164,19 +147,28 @@ class Part:
                 self.save()
             return not self.ledger.pending
 
+    def end_well(self) -> None:
+        """Writes a last checkpoint where this belongs to no job, so that any number of servers can go on from it."""
+        if self._dealt is None and self.broken is None:
+            self.save_last()
+
     def save(self) -> None:
         """Writes a checkpoint and begins a new journal. No gradient may be pending."""
         directory, old, name = self._keeping.directory, self._journal, secrets.token_hex(4)
         assert directory is not None
-        dealt = {} if self._dealt is None else {"tickets": self._dealt.tickets.state()}
+        more = {} if self._dealt is None else {"tickets": self._dealt.tickets.state()}
+        if (sharing := self._keeping.sharing) is not None:
+            more.update(sharing.told)
         began = time.perf_counter()
-        self.values.save(directory, {"server": {**self.ledger.state(), **dealt, "journal": name}})
+        self.values.save(directory, {"server": {**self.ledger.state(), **more, "journal": name}})
         self._journal = Journal(self._keeping.journal(self.ledger.version, name), self._keeping.durable)
         if old is not None:
             old.close()
         for each in self._journal.path.parent.glob("journal-*"):
             if each != self._journal.path:
                 each.unlink()
+        if sharing is not None:
+            sharing.publish(self.ledger.version)
         if self._dealt is not None:
             self._dealt.watch.saved(self.ledger.version, time.perf_counter() - began)
 
@@ -247,6 +239,10 @@ class Part:
         dealt, extra = self._dealt, dict[str, Any]()
         if dealt is not None:
             extra.update(dealt.restored)
+        elif self._keeping.sharing is not None and (others := self._keeping.sharing.others()):
+            self.ledger.restore(self.values.load_parts(others)["server"])
+            self.save()
+            return
         elif completed(directory):
             extra = self.values.load(directory)
         state = extra.get("server")

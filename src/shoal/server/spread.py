@@ -25,7 +25,8 @@ from shoal.server.ledger import Gradient, Update
 from shoal.server.link import Link
 from shoal.server.messages import Apply, Begin, Done, Finish, Keep, Order, Sum
 from shoal.server.sessions import Address, key_of_token
-from shoal.server.weights import KEPT, Weights
+from shoal.server.sharing import KEPT
+from shoal.server.weights import Weights
 
 
 class Followers:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece, Want
 from shoal.checkpoint.reader import load, newest, tensor_shapes
 from shoal.checkpoint.writer import Writer
@@ -23,8 +24,8 @@ from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
 from shoal.server.sessions import Form
 from shoal.server.shares import Rows, Share
+from shoal.server.sharing import KEPT
 
-_KEPT = 2
 _FILLED_AT_ONCE = 1 << 20  # rows
 
 
@@ -134,7 +135,7 @@ class TableRows:
         tensors |= {f"count.{key}": value for key, value in self._counters().items() if isinstance(value, Tensor)}
         pieces = [Piece(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in tensors.items()]
         about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
-        writer = Writer(directory, World.single(), _KEPT)
+        writer = Writer(directory, World.single(), KEPT)
         writer.save(int(extra["server"]["version"]), pieces, about, wait=True, copy=False)
         writer.close()
 
@@ -156,6 +157,38 @@ class TableRows:
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != self._index():
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
         state.update(extra["count"])
+        return extra
+
+    def load_parts(self, parts: Sequence[Path]) -> dict[str, Any]:
+        """Reads this server's rows from the checkpoints of other servers, however many; returns the `extra` of the
+        first."""
+        extras = [self._load_share(path, index, len(parts)) for index, path in enumerate(parts)]
+        self._optimizer.state[self._touched].update(extras[0]["count"])
+        return extras[0]
+
+    def _load_share(self, path: Path, index: int, count: int) -> dict[str, Any]:
+        """Reads what is here of the rows that server `index` of `count` had."""
+        extra, rows = dict(read_manifest(path).extra), Rows(self._table.rows, count)
+        if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != [index, count]:
+            raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
+        shapes = tensor_shapes(path)
+        counters = {name: torch.zeros(shape) for name, shape in shapes.items() if name.startswith("count.")}
+        load(
+            path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in counters.items()]
+        )
+        for name, value in counters.items():
+            self._optimizer.state[self._touched][name.removeprefix("count.")] = value
+        for key in (name.removeprefix("optim.") for name in shapes if name.startswith("optim.")):
+            self._state.setdefault(key, torch.zeros_like(self._values))
+        into = {"rows": self._values, **{f"optim.{key}": value for key, value in self._state.items()}}
+        for start in range(0, rows.size(index), _FILLED_AT_ONCE):
+            ids = rows.of(index, slice(start, start + _FILLED_AT_ONCE))
+            server, place = self._rows.place(ids)
+            mine, box = server == self._share.index, Box((start, 0), (len(ids), self._table.width))
+            found = {name: torch.empty(box.sizes) for name in into if name in shapes}
+            load(path, [Want(name, shapes[name], box, each) for name, each in found.items()])
+            for name, values in found.items():
+                into[name][place[mine]] = values[mine]
         return extra
 
     def to_json(self) -> dict[str, object]:

@@ -28,9 +28,7 @@ from shoal.server.layout import Layout
 from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
 from shoal.server.sessions import Form
-
-KEPT = 2
-"""Checkpoints that are kept."""
+from shoal.server.sharing import KEPT, shared_checkpoint
 
 
 class Weights:
@@ -186,6 +184,11 @@ class Weights:
     def load(self, directory: Path) -> dict[str, Any]:
         """Reads the newest checkpoint; returns its `extra`."""
         return self.engine.load(directory)
+
+    def load_parts(self, parts: Sequence[Path]) -> dict[str, Any]:
+        """Reads the checkpoints of several servers that have all parameters between them; returns the `extra` of the
+        first."""
+        return self.engine.load(shared_checkpoint(parts))
 
     def to_json(self) -> dict[str, object]:
         """Describes the weights for clients."""
