@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from shoal import Engine, Plan
 from shoal.comm import World
 from shoal.errors import CheckpointError, UserError
 from shoal.launch.tf_config import local_cluster
-from shoal.server import Async, Batch, Client, ParameterServer, Sync, connect
+from shoal.server import Async, Batch, BoundedStaleness, Client, ParameterServer, Sync, connect
 from shoal.server.follower import Follower
 from shoal.server.held import Held, named
 from shoal.server.keeping import Dealt, Keeping
@@ -26,7 +28,7 @@ from shoal.server.shares import balanced
 from shoal.server.spread import Followers, Spread
 from shoal.server.tickets import Tickets
 from shoal.server.weights import Weights
-from tests.server.common import SGD, gradients, model, same
+from tests.server.common import SGD, gradients, model, same, together
 
 SECRET = "a secret of these tests"
 CLIENTS = 2
@@ -69,6 +71,7 @@ class Servers:
     count: int = 2
     clip: float | None = 0.5
     save_every: int = 1000
+    codec: str = "fp32"
 
     def __post_init__(self) -> None:
         self.addresses = local_cluster({"ps": self.count})["ps"]
@@ -78,7 +81,7 @@ class Servers:
         engine = engine_of(index, self.count)
         folder = self.folder / "parts" / str(index)
         if index:
-            part = Follower(Weights(engine, "fp32"), folder, False, "" if begin is None else begin.line)
+            part = Follower(Weights(engine, self.codec), folder, False, "" if begin is None else begin.line)
         else:
             assert begin is not None
             saved = {}
@@ -86,7 +89,7 @@ class Servers:
                 saved = engine.load(begin.source)
             parts = [self.folder / "parts" / str(each) for each in range(self.count)]
             followers = Followers(self.addresses[1:], CLIENTS, 30.0, begin)
-            weights = Spread(engine, "fp32", self.clip, 3, dict, followers, begin, parts)
+            weights = Spread(engine, self.codec, self.clip, 3, dict, followers, begin, parts)
             dealt = Dealt(Tickets(None, 1, False, None), Unwatched(), engine.step_index, saved)
             keeping = Keeping(self.folder / "all", self.save_every, False, 5.0, self.folder / "parts")
             part = Part(weights, self.policy, keeping, dealt)
@@ -240,3 +243,34 @@ def test_journals_of_two_runs_are_told_apart(tmp_path):
             each.unlink()
         with pytest.raises(CheckpointError, match="server 1 is at update 1, the first one at 0"):
             some.start(0, Begin("one", 0, str(tmp_path / "all/step-00000000"), False))
+
+
+def test_what_a_codec_leaves_goes_with_the_next_gradient_also_after_a_server_was_killed(tmp_path):
+    found = []
+    for killed in (False, True):
+        folder = tmp_path / str(killed)
+        with servers(folder, Async(), codec="u8") as some, client(some) as worker:
+            mine = model(seed=3)
+            for ticket in range(6):
+                push(worker, mine, 0, ticket)
+                if killed and ticket in (1, 3):
+                    some.kill(ticket // 3)  # the one and then the other
+                    some.start(ticket // 3, Begin("one", 0, str(folder / "all/step-00000000"), False))
+            worker.pull_work(dict(mine.named_parameters()))
+            found.append(mine)
+    assert same(found[0], found[1]) and not same(found[0], alone(6))
+
+
+def test_staleness_never_exceeds_its_bound_under_a_straggler(tmp_path):
+    with servers(tmp_path, BoundedStaleness(2)) as some:
+
+        def work(rank: int, steps: int, pause: float) -> None:
+            mine = model(seed=3)
+            with client(some, rank) as worker:
+                for step in range(steps):
+                    push(worker, mine, rank, 100 * rank + step)
+                    time.sleep(pause)
+
+        together(partial(work, 0, 4, 0.05), partial(work, 1, 10, 0.01))
+        seen = some.running[0].statistics()
+        assert max(seen.staleness) == 2 and seen.updates == seen.pushes == 14 == some.running[1].version
