@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from shoal.jobs.answer import profile_of
 from shoal.jobs.automatic import asked, is_small, keeps_microbatch
 from shoal.jobs.choose import Settled, opened
 from shoal.jobs.read import parse_job
+from shoal.pipeline import schedule_of
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
@@ -107,7 +109,15 @@ def test_the_answer_is_a_plan_and_a_page(settled: Callable[..., Settled], tmp_pa
     assert told["seconds"] == pytest.approx(sum(told["terms"].values()))
     assert told["terms"]["bubble"] > 0 and len(told["dry_run"]) == 2
     drawn = page.read_text()
-    assert drawn.count("<svg") == 5 and "F0:0" in drawn
+    assert drawn.count("<svg") == 5 and "<script" not in drawn and "href" not in drawn
+    actions = schedule_of(plan, 64 // told["microbatch"]).orders
+    assert re.findall(r"<title>([FBIW]\d+:\d+): ", drawn) == [str(each) for order in actions for each in order]
+    ends = [float(end) for end in re.findall(r"<title>B\d+:\d+: [^<]* to ([\d.]+) ms</title>", drawn)]
+    busy = 1e3 * (told["seconds"] - told["terms"]["copies"] - told["terms"]["optimizer"] - told["terms"]["other"])
+    assert max(ends) == pytest.approx(busy, rel=0.01)  # as long as the schedule's actions take
+    for title in ("rank; same place", "a rank may use", "time; the number", "time of a step", "memory of the fullest"):
+        assert title in drawn, title
+    assert "Blocks of the stages: " + ", ".join(map(str, plan.stages)) in drawn  # type: ignore[arg-type]
     with pytest.raises(UserError, match="price"):
         answer_for(job, [], ("2xh100", [], "10USD", None), True, None)
 

@@ -3,22 +3,45 @@ memory of the candidates. Plain SVG, no scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
+from shoal.cli.answer_drawing import (
+    BAR,
+    COLOURS,
+    FOOT,
+    GAP,
+    LEFT,
+    LIMIT,
+    WIDE,
+    across,
+    box,
+    legend,
+    line,
+    svg,
+    text,
+    upward,
+    waterfall,
+)
 from shoal.cli.memory_table import spoken
 from shoal.jobs.answer import Chosen
 from shoal.mesh import ALONG, AXES, Mesh
 from shoal.pipeline import Costs, schedule_of, simulate
 from shoal.planner.explain import Explanation, front
+from shoal.planner.pipes import costs_of
 from shoal.planner.task import ROLES, TERMS
 from shoal.report import units
 from shoal.report.replace import replace_text
 
-WIDE, BAR, GAP = 860, 22, 6
-COLOURS = ("#3f6fb5", "#d9822b", "#5a9e6f", "#b0457b", "#8a6fbf", "#c2a83e", "#4fa3a5", "#a3543f", "#6b7280")
 MOST_RANKS, MOST_ACTIONS = 16, 24
+KINDS: Mapping[str, tuple[str, str]] = {
+    "F": ("forward", COLOURS[0]),
+    "B": ("backward", COLOURS[2]),
+    "I": ("backward of inputs", COLOURS[2]),
+    "W": ("backward of weights", COLOURS[5]),
+}
+AFTER = {"copies": ("exchange, not hidden", COLOURS[3]), "optimizer": ("optimizer", COLOURS[1])}
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:900px;padding:0 1rem;color:#1f2933}
 h2{font-size:1.05rem;margin:2rem 0 .5rem}svg{width:100%;height:auto}pre{background:#f3f4f6;padding:.8rem}
@@ -34,108 +57,127 @@ def write_page(path: Path, chosen: Chosen, told: Explanation) -> None:
     terms = [(what, estimate.terms.get(what, 0.0)) for what in TERMS]
     memory = [(role, estimate.memory.get(role, 0.0)) for role in ROLES]
     sections = {
-        "Who holds what": holders(chosen),
-        "Memory of the fullest rank": waterfall(memory, chosen.task.most, units.size),
+        "Who holds what": (holders(chosen), holding(chosen)),
+        "Memory of the fullest rank": (
+            waterfall(memory, chosen.task.most, units.size, "bytes of the device; a rank may use", 2),
+            f"{units.size(estimate.on_host)} more of its host." if estimate.on_host else "",
+        ),
         "A step": gantt(chosen),
-        "What a step takes": waterfall(terms, estimate.seconds, units.duration),
-        "Time against memory": scatter(chosen),
+        "What a step takes": (waterfall(terms, None, units.duration, "time of a step"), ""),
+        "Time against memory": (
+            scatter(chosen),
+            "The filled ones are beaten by none in both; the line joins them, and the ring is the plan above.",
+        ),
     }
-    body = "".join(f"<h2>{escape(name)}</h2>{svg}" for name, svg in sections.items() if svg)
+    body = "".join(
+        f"<h2>{escape(name)}</h2>{drawn}{f'<p>{escape(said)}</p>' if said else ''}"
+        for name, (drawn, said) in sections.items()
+    )
     head = f"<h1>{escape(plan)}</h1><p>{escape(units.duration(estimate.seconds))} a step; {escape(told.binding)}</p>"
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(plan)}</title><style>{STYLE}</style>'
     replace_text(path, f"{page}{head}{body}</html>\n")
 
 
-def _svg(height: float, parts: Iterator[str], label: str) -> str:
-    inside = "".join(parts)
-    return f'<svg viewBox="0 0 {WIDE} {height:.0f}" role="img" aria-label="{escape(label)}">{inside}</svg>'
-
-
-def _box(x: float, y: float, width: float, text: str, colour: str, shown: str = "") -> str:
-    title = f"<title>{escape(text)}</title>"
-    where = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{BAR}" rx="2"'
-    box = f'<rect {where} fill="{colour}">{title}</rect>'
-    return box + (f'<text x="{x + 4:.1f}" y="{y + 15:.1f}">{escape(shown)}</text>' if shown else "")
+def holding(chosen: Chosen) -> str:
+    """Says which share of the state a rank has, and where."""
+    plan, choice = chosen.plan, chosen.estimate.choice
+    cut = ["optimizer state and masters", "gradients", "weights"][: plan.zero]
+    said = [f"Shown are the first {MOST_RANKS} of {plan.size} ranks."] if plan.size > MOST_RANKS else []
+    if plan.pipelined and choice.stages:
+        said.append(f"Blocks of the stages: {', '.join(map(str, choice.stages))}.")
+    if cut and plan.copy_size > 1:
+        parts = " and ".join([", ".join(cut[:-1]), cut[-1]]) if len(cut) > 1 else cut[0]
+        rest = "; the rest each has whole" if plan.zero < 3 else ""
+        said.append(f"Each of {plan.copy_size} ranks has a part of the {parts}{rest}.")
+    if choice.offload:
+        said.append("Weights, masters and optimizer state are at home on the host.")
+    return " ".join(said)
 
 
 def holders(chosen: Chosen) -> str:
-    """A row of boxes for each rank: its place on each axis, the same colour for the same part of the model."""
+    """A row of boxes for each axis: the place of each rank on it, in a colour of its own."""
     plan = chosen.plan
     mesh = Mesh(plan, 0, plan.size)
     ranks = range(min(plan.size, MOST_RANKS))
     axes = [axis for axis in AXES if mesh.size(axis) > 1] or [AXES[1]]
-    each = (WIDE - 120) / max(1, len(ranks))
+    each, height = (WIDE - LEFT) / len(ranks), len(axes) * (BAR + GAP)
 
     def parts() -> Iterator[str]:
         for row, axis in enumerate(axes):
             y = row * (BAR + GAP)
-            yield f'<text x="0" y="{y + 15}">{axis}: {mesh.size(axis)}</text>'
+            yield text(0, y + 15, f"{axis}: {mesh.size(axis)} places")
             for rank in ranks:
                 place = mesh.at(rank)[axis]
-                text = f"rank {rank}, {axis} {place}: {ALONG.get(axis, 'other stages').format(plan=plan, copies=1)}"
-                yield _box(120 + rank * each, y, each - 2, text, COLOURS[place % len(COLOURS)], str(place))
+                told = f"rank {rank}, {axis} {place}: {ALONG.get(axis, 'other stages').format(plan=plan, copies=1)}"
+                yield box(LEFT + rank * each, y, each - 2, told, COLOURS[place % len(COLOURS)], str(place))
+        for rank in ranks:
+            yield text(LEFT + (rank + 0.5) * each, height + 12, str(rank), "middle")
+        yield text((LEFT + WIDE) / 2, height + 30, "rank; same place and colour on an axis: the same part", "middle")
 
-    return _svg(len(axes) * (BAR + GAP), parts(), "the place of each rank on each axis")
-
-
-def waterfall(rows: Sequence[tuple[str, float]], whole: float, show: object) -> str:
-    """One bar below the other, each from where the last one ended; `whole`: the width."""
-    shown = [(name, value) for name, value in rows if value > 0]
-    width = (WIDE - 320) / max(whole, sum(value for _, value in shown), 1e-12)
-
-    def parts() -> Iterator[str]:
-        at = 0.0
-        for row, (name, value) in enumerate(shown):
-            y = row * (BAR + GAP)
-            text = show(value) if callable(show) else str(value)
-            yield f'<text x="0" y="{y + 15}">{escape(name)}</text>'
-            yield _box(150 + at * width, y, value * width, f"{name}: {text}", COLOURS[row % len(COLOURS)])
-            yield f'<text x="{WIDE - 160}" y="{y + 15}">{escape(text)}</text>'
-            at += value
-        edge = 150 + whole * width
-        yield f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="0" y2="{len(shown) * (BAR + GAP)}" stroke="#b91c1c"/>'
-
-    return _svg(len(shown) * (BAR + GAP), parts(), "from the first to the last, and what there is")
+    return svg(height + 36, parts(), "the place of each rank on each axis")
 
 
-def gantt(chosen: Chosen) -> str:
-    """The actions of the first microbatches on each rank of a pipeline; "" without stages."""
-    plan = chosen.plan
-    if not plan.pipelined:
-        return ""
-    number = min(chosen.estimate.microbatches, MOST_ACTIONS)
+def gantt(chosen: Chosen) -> tuple[str, str]:
+    """The actions of the first microbatches on each rank of a pipeline, in the order of its schedule and for as long as
+    is predicted, and what comes after the last one; with a line on what is left out."""
+    plan, estimate = chosen.plan, chosen.estimate
+    number = min(estimate.microbatches, MOST_ACTIONS)
     schedule = schedule_of(plan, number)
-    timeline = simulate(schedule, Costs.even(schedule.stages))
-    width = (WIDE - 70) / timeline.seconds
-    colours: Mapping[str, str] = {"F": COLOURS[0], "B": COLOURS[2], "I": COLOURS[2], "W": COLOURS[5]}
+    costs = costs_of(estimate.stages, estimate.message) if estimate.stages else Costs.even(schedule.stages)
+    timeline = simulate(schedule, costs)
+    after = [(what, estimate.terms.get(what, 0.0)) for what in AFTER if estimate.terms.get(what, 0.0)]
+    most = timeline.seconds + sum(seconds for _, seconds in after)
+    rows = timeline.spans[:MOST_RANKS]
+    height, scale = 20 + len(rows) * (BAR + GAP), (WIDE - 20 - LEFT) / most
+    kinds = {action.kind for spans in rows for action, _, _ in spans}
+    names = {KINDS[kind][0]: KINDS[kind][1] for kind in "FBIW" if kind in kinds}
 
     def parts() -> Iterator[str]:
-        for rank, spans in enumerate(timeline.spans[:MOST_RANKS]):
-            y = rank * (BAR + GAP)
-            yield f'<text x="0" y="{y + 15}">stage {rank}</text>'
+        yield from legend(12, {**names, **{AFTER[what][0]: AFTER[what][1] for what, _ in after}})
+        for rank, spans in enumerate(rows):
+            y = 20 + rank * (BAR + GAP)
+            yield text(0, y + 15, f"place {rank}" if len(rows) > 1 else "each rank")
             for action, start, stop in spans:
-                yield _box(70 + start * width, y, (stop - start) * width - 0.5, str(action), colours[action.kind])
+                told = f"{action}: {units.duration(start)} to {units.duration(stop)}"
+                shown, colour = str(action.microbatch), KINDS[action.kind][1]
+                yield box(LEFT + start * scale, y, (stop - start) * scale - 0.5, told, colour, shown)
+            at = timeline.seconds
+            for what, seconds in after:
+                told, colour = f"{AFTER[what][0]}: {units.duration(seconds)}", AFTER[what][1]
+                yield box(LEFT + at * scale, y, seconds * scale - 0.5, told, colour)
+                at += seconds
+        yield from across(height, most, units.duration, "time; the number in a box is that of its microbatch")
 
-    return _svg(min(len(timeline.spans), MOST_RANKS) * (BAR + GAP), parts(), "forward and backward of each microbatch")
+    more = estimate.microbatches - number
+    said = f"Left out: {more} more microbatches of {estimate.microbatches}." if more else ""
+    return svg(height + FOOT, parts(), "forward and backward of each microbatch"), said
 
 
 def scatter(chosen: Chosen) -> str:
-    """Candidates by seconds and bytes; those that nothing beats in both are filled."""
-    points = [chosen.estimate, *chosen.others]
-    slow, large = max(each.seconds for each in points), max(each.bytes for each in points)
-    best = {id(each) for each in front(chosen.found)} | {id(chosen.estimate)}
-    height = 240
+    """Candidates by seconds and bytes; those that nothing beats in both are filled and joined."""
+    points = [*chosen.found.best, chosen.estimate]
+    slow, large = max(each.seconds for each in points) * 1.05, max(each.bytes for each in points) * 1.05
+    best = front(chosen.found)
+    bottom, right = 240, WIDE - 20
+
+    def place(seconds: float, nbytes: float) -> tuple[float, float]:
+        return LEFT + (right - LEFT) * seconds / slow, bottom - (bottom - 20) * nbytes / large
 
     def parts() -> Iterator[str]:
-        yield f'<line x1="60" x2="{WIDE}" y1="{height - 30}" y2="{height - 30}" stroke="#94a3b8"/>'
-        yield f'<line x1="60" x2="60" y1="0" y2="{height - 30}" stroke="#94a3b8"/>'
-        yield f'<text x="{WIDE - 90}" y="{height - 12}">{units.duration(slow)}</text>'
-        yield f'<text x="0" y="12">{units.size(large)}</text>'
+        yield from across(bottom, slow, units.duration, "time of a step", right=right)
+        yield from upward(bottom, large, units.size, "memory of the fullest rank", 2)
+        if chosen.task.most < large:
+            height = place(0, chosen.task.most)[1]
+            yield line(LEFT, height, right, height, LIMIT)
+        joined = " ".join(",".join(f"{each:.1f}" for each in place(one.seconds, one.bytes)) for one in best)
+        yield f'<polyline points="{joined}" fill="none" stroke="{COLOURS[0]}"/>'
         for each in points:
-            x, y = 60 + (WIDE - 80) * each.seconds / slow, (height - 30) * (1 - each.bytes / large) + 4
-            text = f"{spoken(each.choice.plan(chosen.task.pins).to_dict())}: {units.duration(each.seconds)}"
-            fill = COLOURS[0] if id(each) in best else "none"
-            title = f"<title>{escape(text)}, {units.size(each.bytes)}</title>"
+            x, y = place(each.seconds, each.bytes)
+            told = f"{spoken(each.choice.plan(chosen.task.pins).to_dict())}: {units.duration(each.seconds)}"
+            fill = COLOURS[0] if any(each is other for other in best) else "none"
+            title = f"<title>{escape(told)}, {units.size(each.bytes)}</title>"
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" stroke="{COLOURS[0]}">{title}</circle>'
+        x, y = place(chosen.estimate.seconds, chosen.estimate.bytes)
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="9" fill="none" stroke="{COLOURS[1]}" stroke-width="2"/>'
 
-    return _svg(height, parts(), "seconds of a step against bytes of a rank")
+    return svg(bottom + FOOT, parts(), "seconds of a step against bytes of a rank")

@@ -92,8 +92,14 @@ def simulated(
 def _run(
     name: str, ranks: int, microbatches: int, chunks: int, stages: Sequence[tuple[float, float]], message: float
 ) -> float:
+    return simulate(schedule_named(name, ranks, microbatches, chunks), costs_of(stages, message)).seconds
+
+
+def costs_of(stages: Sequence[tuple[float, float]], message: float) -> Costs:
+    """What the actions of a schedule take: `stages`, seconds of forward and backward of each; either half of a backward
+    takes half of it."""
     seconds: dict[tuple[Kind, int], float] = {}
     for stage, (forward, backward) in enumerate(stages):
         seconds[("F", stage)], seconds[("B", stage)] = forward, backward
         seconds[("I", stage)] = seconds[("W", stage)] = backward / 2
-    return simulate(schedule_named(name, ranks, microbatches, chunks), Costs(seconds, message)).seconds
+    return Costs(seconds, message)

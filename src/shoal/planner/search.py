@@ -271,7 +271,7 @@ class Search:
             )
             busy = math.fsum(terms.get(what, 0.0) for what in ("compute", "parts", "tokens", "experts"))
             terms["bubble"] = max(0.0, total - busy - terms["stages"])
-        return replace(estimate, terms=terms, wire=wire)
+        return replace(estimate, terms=terms, wire=wire, stages=lane.seconds, message=self.message(choice))
 
 
 def search(task: Task) -> Found:

@@ -114,7 +114,8 @@ class Choice:
 @dataclass(frozen=True)
 class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
-    device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide."""
+    device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide;
+    `stages`: seconds of a microbatch's forward and backward on each stage, and `message` of one between two."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -122,6 +123,8 @@ class Estimate:
     on_host: float
     wire: Mapping[str, float]
     microbatches: int
+    stages: tuple[tuple[float, float], ...] = ()
+    message: float = 0.0
 
     @property
     def seconds(self) -> float:
