@@ -34,7 +34,9 @@ def follow(job: Job, origins: Origins, place: Identity) -> int:
     model = share_of(settled, place.serves, len(place.servers))
     engine = make_engine(settled.job, model, settled.total, World.single(torch.device("cpu")))
     weights = Weights(engine, job.server.codec or "fp32")
-    follower = Follower(weights, part_path(run_dir, place.serves), bool(job.server.durable), line_of(run_dir))
+    follower = Follower(
+        weights, part_path(run_dir, place.serves), bool(job.server.durable), line_of(run_dir, len(place.servers))
+    )
     with signals() as received, ParameterServer.of(follower, place.servers[place.serves], None, say=_say) as server:
         seen, until = time.monotonic(), float("inf")
         while not follower.finished.wait(_LOOK_SECONDS):

@@ -60,11 +60,13 @@ def timeout_of(job: Job) -> float:
     return TIMEOUT if job.server.timeout is None else job.server.timeout
 
 
-def line_of(run_dir: Path) -> str:
-    """Returns the line (see messages.Begin) of the newest checkpoint of a run; "" where it has none."""
+def line_of(run_dir: Path, count: int) -> str:
+    """Returns the line (see messages.Begin) of the newest checkpoint of a run; "" where it has none of `count`
+    servers."""
     try:
         found = completed(run_dir / DIRECTORY)
-        return str(read_manifest(found[0][1]).extra["user"]["server"]["line"]) if found else ""
+        state = read_manifest(found[0][1]).extra["user"]["server"] if found else {}
+        return str(state["line"]) if state.get("servers") == count else ""
     except (CheckpointError, KeyError, TypeError):
         return ""
 
