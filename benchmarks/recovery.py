@@ -21,7 +21,7 @@ that sees this one's torch:
 
     python -m venv build/peers
     python -c "import site; print(site.getsitepackages()[0])" > build/peers/lib/python3.11/site-packages/shared.pth
-    build/peers/bin/pip install -c constraints.txt torchft-nightly 'ray[train]'
+    build/peers/bin/pip install -c constraints.txt -e '.[peers]'
 
 Writes results/recovery.json (also after Ctrl-C), recovery_goodput.json and recovery_steady.json.
 """
