@@ -13,7 +13,7 @@ from tests.device.simulator.command import simulate_script
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-IN_THE_MATRIX = ("exchange", "engine", "offload", "pipeline")
+IN_THE_MATRIX = ("exchange", "engine", "offload", "pipeline", "server")
 
 
 @pytest.mark.parametrize("script", ["train", *(pytest.param(name, marks=pytest.mark.matrix) for name in IN_THE_MATRIX)])

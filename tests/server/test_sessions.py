@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ import torch
 from shoal.comm import hello
 from shoal.comm.sealed import HEAD, Seal, sealed
 from shoal.comm.signed import derived
+from shoal.device import CPU
 from shoal.elastic.records import Malformed, encode, kinds
 from shoal.errors import LaunchError, UserError
 from shoal.server.sessions import Address, Listener, Session, SessionLost, call, key_of_token
+from shoal.server.sessions.beside import Beside, fit, told
 from shoal.server.sessions.carriers import MOST_BODY
 from shoal.server.sessions.listener import PENDING
 from shoal.server.sessions.opening import Opens
+from shoal.server.sessions.session import Form
 from tests.server.common import TOKEN, together
 
 pytestmark = pytest.mark.fast
@@ -314,3 +318,48 @@ def test_a_message_that_stops_halfway_ends_its_session(monkeypatch):
         end.sendall(Seal(key, "client").put(encode(Opens("")))[:-3])
         until(lambda: any("was refused" in line for line in said))
         end.close()
+
+
+class Group:
+    """Stands in for a group of accelerators."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def recv(self, flat: torch.Tensor, src: int) -> None: ...
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def test_an_accelerator_waits_for_an_end_that_sends_nothing_no_longer_than_it_may(monkeypatch):
+    """Devices do not notice that the other end is gone: the host looks at the clock."""
+    monkeypatch.setattr(
+        "shoal.server.sessions.beside.record_event", lambda device: SimpleNamespace(query=lambda: False)
+    )
+    beside = Beside.__new__(Beside)
+    beside.device, beside._rank, beside._seconds, beside._group, beside._ended = CPU, 0, 0.1, Group(), False
+    with echoing() as (address, _):
+        session = call(address, KEY, KINDS, 5.0)
+        session._beside = beside
+        monkeypatch.setattr(session, "_carrier", SimpleNamespace(fill=beside.fill, close=session._carrier.close))
+        session.forms = [Form(torch.float32, 3)]
+        with pytest.raises(SessionLost, match=f"the server at {address} has been silent for too long"):
+            session.fill(torch.empty(3))
+        with pytest.raises(ConnectionResetError):
+            beside.fill(torch.empty(3))
+        session.close()
+    assert beside._group.aborted == 1
+
+
+def test_a_tensor_for_an_accelerator_that_a_session_has_not_is_refused():
+    with echoing() as (address, said):
+        session = call(address, KEY, KINDS, 5.0)
+        session._carrier.send(encode(Echo("x")) + b'\n[["float32",3,true]]', ())
+        until(lambda: any("which this session has not" in line for line in said))
+        session.close()
+
+
+def test_accelerators_have_a_group_where_they_are_of_one_kind_and_not_the_same():
+    assert fit("cuda GPU-1", "cuda GPU-2") and not fit("cuda GPU-1", "cuda GPU-1")
+    assert not fit("cuda GPU-1", "xpu GPU-2") and not fit("", "cuda GPU-2") and told(CPU) == told(None) == ""

@@ -107,6 +107,10 @@ class DeviceGroup(NoSharedMemory):
     def close(self) -> None:
         self._pg.shutdown()
 
+    def abort(self) -> None:
+        """Gives up what is under way, from any thread: for a group whose other ranks may be gone."""
+        self._pg.abort()
+
 
 def _of_plugin(plugin: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     """Makes a process group of an extension of torch, as torch itself does for the groups that it keeps account of."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from shoal.comm.secret import new_secret
 from shoal.comm.stalls import Say
 from shoal.server.sessions import Address, Listener, Session, key_of_token
@@ -23,10 +25,12 @@ class Serving:
         self._key = key_of_token(self.token)
         self._closed = threading.Event()
 
-    def _listen(self, address: str, reads: Mapping[str, type], seconds: float, say: Say) -> None:
+    def _listen(
+        self, address: str, reads: Mapping[str, type], seconds: float, say: Say, device: torch.device | None = None
+    ) -> None:
         """Begins to serve, once everything else is there: see `Listener`. Raises LaunchError where the address cannot
         be listened on."""
-        self._listener = Listener(Address.read(address), self._key, reads, self._serve, seconds, say)
+        self._listener = Listener(Address.read(address), self._key, reads, self._serve, seconds, say, device)
 
     def _serve(self, session: Session) -> None:
         """Answers one client until it leaves."""

@@ -67,7 +67,7 @@ class Exposed:
             draws, leaves = ForwardDraws(self._seed, asked.number), self._leaves()
             with torch.enable_grad():
                 found = taken_apart(self._run(client, asked, sent, draws, leaves), grad=True)
-                outputs = [tensor.cpu() for tensor, needs in zip(found.tensors, found.needing, strict=True) if needs]
+                outputs = [tensor for tensor, needs in zip(found.tensors, found.needing, strict=True) if needs]
             inputs = [tensor if tensor.requires_grad else None for tensor in sent.tensors]
         except BaseException:
             client.graphs.release(asked.number)
@@ -84,7 +84,7 @@ class Exposed:
         graph = client.graphs.get(asked.number, asked.keep)
         if not isinstance(grads, list) or len(grads) != len(graph.outputs):
             raise UserError(f"gradients of {len(graph.outputs)} outputs were to come")
-        given = [(out, grad) for out, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
+        given = [(out, grad.to(out.device)) for out, grad in zip(graph.outputs, grads, strict=True) if grad is not None]
         wanted = [tensor for tensor in graph.inputs if tensor is not None]
         first, names = len(wanted), dict[str, int]()
         if asked.parameters:

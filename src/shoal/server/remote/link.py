@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError, RemoteError, ShoalError, UserError
 from shoal.server.remote.messages import TO_CLIENT, Build, Built, Drop, Failed, Join, Leave, Release, Returned
@@ -26,9 +28,14 @@ class Link:
 
     timeout: seconds for which the owner may be silent, while it computes too.
     shared: use shared memory where the owner is on this host.
+    device: an accelerator whose tensors go to that of the owner directly.
     """
 
-    def __init__(self, address: Address, key: bytes, timeout: float, shared: bool) -> None:
+    def __init__(
+        self, address: Address, key: bytes, timeout: float, shared: bool, device: torch.device | None = None
+    ) -> None:
+        self.device: torch.device | None = None  # that of both ends, once a session has it
+        self._given = device
         self._address, self._key, self._timeout, self._shared = address, key, timeout, shared
         self.client, self._module, self._pid = secrets.token_hex(8), "", os.getpid()
         self.peer = f"the owner at {address}"
@@ -51,9 +58,8 @@ class Link:
     def ask(self, record: Any, payload: Payload = NOTHING) -> Payload:
         """Returns what the owner answers, at once with other threads. Raises SessionLost where the owner is gone or
         silent, RemoteError where the module has raised, UserError where the request is at fault; all name the owner."""
-        raw = written(payload)
         with self._session(joined=True) as session:
-            session.send(record, *raw)
+            session.send(record, *written(payload, session.device))
             self._answer(session, Returned)
             return receive(session, _MOST_BYTES)
 
@@ -103,7 +109,8 @@ class Link:
         session.close()
 
     def _open(self, joined: bool) -> Session:
-        session = call(self._address, self._key, TO_CLIENT, self._timeout, self._shared, self.peer)
+        session = call(self._address, self._key, TO_CLIENT, self._timeout, self._shared, self.peer, self._given)
+        self.device = session.device
         if joined:
             try:
                 session.send(Join(self.client, self._module), *written(NOTHING))

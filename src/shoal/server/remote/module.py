@@ -13,10 +13,11 @@ from torch.autograd.forward_ad import unpack_dual
 
 from shoal.errors import UserError
 from shoal.server.remote import contexts
+from shoal.server.remote.crossing import Crossing, stand_in_of
 from shoal.server.remote.link import Link
 from shoal.server.remote.messages import Backward, Drop, Forward, Load, Save
 from shoal.server.remote.payload import Payload, taken_apart
-from shoal.server.sessions import Address, key_of_token
+from shoal.server.sessions import Address, accelerator, key_of_token
 
 _PART_BYTES = 1 << 28
 """Bytes of a state that are sent at once."""
@@ -36,6 +37,7 @@ def remote(
     seed: int | None = None,
     timeout: float = 60.0,
     shared: bool = True,
+    device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> RemoteModule:
     """Returns a module that the owner at `address` builds and runs: `factory(*args, **kwargs)`.
@@ -48,13 +50,15 @@ def remote(
         of its forward alone; None for torch's generator in the owner's process.
     timeout: seconds for which the owner may be silent, while it computes too.
     shared: use shared memory where the owner is on this host.
+    device: an accelerator whose tensors go to that of the owner (`OwnerOptions.device`) directly, e.g. "cuda:0"; where
+        the owner has none, or the same one, they go through the host's memory.
 
     Raises LaunchError where the owner cannot be reached or has another token, UserError for a factory that it does not
     expose or arguments that cannot be sent, RemoteError where the factory raises.
     """
     if seed is not None and not 0 <= seed < 2**53:  # a number of JSON
         raise UserError(f"remote: seed = {seed} is not between 0 and 2**53")
-    link = Link(Address.read(address), key_of_token(token), timeout, shared)
+    link = Link(Address.read(address), key_of_token(token), timeout, shared, accelerator(device))
     asked = factory if isinstance(factory, str) else getattr(factory, "__name__", repr(factory))
     try:
         training = link.build(asked, name, -1 if seed is None else seed, taken_apart((args, kwargs), grad=False))
@@ -99,11 +103,16 @@ class RemoteModule(nn.Module):
         if not grad:
             returned = self.link.ask(record, sent)
             return returned.value([tensor.to(device) for tensor in returned.tensors])
-        # On the CPU, so that backward runs in the thread that calls it: one that waits for an owner on a thread of the
-        # engine's would hold up what that owner asks of this process.
-        near = [tensor.cpu() if needs else tensor for tensor, needs in zip(sent.tensors, sent.needing, strict=True)]
-        run = _Run(self, record, sent._replace(tensors=near))
-        outputs = _Remote.apply(run, ANCHOR, *near)
+        # On the CPU, so that backward runs in the thread that calls it: see crossing.py.
+        inputs, near = Crossing(), list(sent.tensors)
+        for number, (tensor, needs) in enumerate(zip(sent.tensors, sent.needing, strict=True)):
+            if needs:
+                near[number] = inputs.depart(number, tensor) if tensor.device == self.link.device else tensor.cpu()
+        given = [inputs.tensors.pop(number, tensor) for number, tensor in enumerate(near)]
+        run = _Run(self, record, sent._replace(tensors=given), inputs)
+        outputs = list(_Remote.apply(run, ANCHOR, *near))
+        for number in list(run.outputs.tensors):
+            outputs[number] = run.outputs.arrive(number, outputs[number])
         return run.returned.value([tensor.to(device) for tensor in outputs])
 
     def forget(self, context: str) -> None:
@@ -156,13 +165,14 @@ class RemoteModule(nn.Module):
 class _Run:
     """A forward and the backward that may follow.
 
-    sent: the arguments, apart.
+    sent: the arguments, apart. inputs, outputs: what of arguments and results is beside the graph.
     """
 
     returned: Payload
 
-    def __init__(self, module: RemoteModule, record: Forward, sent: Payload) -> None:
+    def __init__(self, module: RemoteModule, record: Forward, sent: Payload, inputs: Crossing) -> None:
         self.module, self.record, self.sent = module, record, sent
+        self.inputs, self.outputs = inputs, Crossing()
         self._spent = False
         self._release = finalize(self, module.link.release, record.number)
         self._release.atexit = False
@@ -171,6 +181,10 @@ class _Run:
         self.returned = self.module.link.ask(self.record, self.sent)
         self.sent = self.sent._replace(structure=None, tensors=[])
         tensors = self.returned.tensors
+        for number, needs in enumerate(self.returned.needing):
+            if needs and not tensors[number].is_cpu:
+                self.outputs.tensors[number] = tensors[number]
+                tensors[number] = stand_in_of(tensors[number])
         self.returned = self.returned._replace(tensors=[])
         if not any(self.returned.needing):
             self._release.detach()
@@ -188,10 +202,10 @@ class _Run:
             self._spent = True
             self._release.detach()
         passing = contexts.passing()
-        needed = [grad for grad, needs in zip(grads, self.returned.needing, strict=True) if needs]
+        needed = [grad for grad, needs in zip(self.outputs.given(grads), self.returned.needing, strict=True) if needs]
         asked = Backward(self.record.number, passing.thread, passing.number, keep, parameters)
         answer = self.module.link.ask(asked, taken_apart(needed, grad=False))
-        return answer.value(answer.tensors)
+        return self.inputs.returned(answer.value(answer.tensors))
 
 
 class _Remote(torch.autograd.Function):

@@ -35,7 +35,7 @@ from shoal.server.remote.messages import (
 from shoal.server.remote.payload import NOTHING, Payload
 from shoal.server.remote.registry import Factory, Holdings, Registry, exposed_factories
 from shoal.server.serving import Serving
-from shoal.server.sessions import Session
+from shoal.server.sessions import Session, accelerator
 
 _JOIN_SECONDS = 10.0
 _MOST_TEXT = 4000  # characters of an error that is told
@@ -50,6 +50,7 @@ class OwnerOptions:
     message_bytes: the most bytes of a message.
     seconds: within which each piece of a message must move.
     say: gets a line for each client that is refused or lost.
+    device: an accelerator whose tensors go to those of clients (`shoal.remote(..., device=)`) directly.
     """
 
     graphs: int = 4096
@@ -57,6 +58,7 @@ class OwnerOptions:
     message_bytes: int = 1 << 32
     seconds: float = 60.0
     say: Say = to_stderr
+    device: torch.device | str | None = None
 
 
 class Owner(Serving):
@@ -84,7 +86,8 @@ class Owner(Serving):
         options = options or OwnerOptions()
         self._registry = Registry(exposed_factories(factories), options.modules, options.graphs)
         self._most_bytes = options.message_bytes
-        self._listen(address, FROM_CLIENT, options.seconds, options.say)
+        self._device = accelerator(options.device)
+        self._listen(address, FROM_CLIENT, options.seconds, options.say, self._device)
 
     def holdings(self) -> Holdings:
         """Returns how much there is of what clients have left here."""
@@ -93,6 +96,7 @@ class Owner(Serving):
     def _serve(self, session: Session) -> None:
         # In a new thread MKL takes all cores until it is told, and other bits come of it than in the main one.
         torch.set_num_threads(torch.get_num_threads())
+        accelerator(self._device)
         first = session.receive(_JOIN_SECONDS)
         given = payload.receive(session, self._most_bytes)
         if not isinstance(first, Build | Join):
@@ -115,7 +119,7 @@ class Owner(Serving):
         """Answers a request; what it raises is told to the client."""
         given = payload.receive(session, self._most_bytes)
         try:
-            answer = payload.written(_done(exposed, client, asked, given))
+            answer = payload.written(_done(exposed, client, asked, given), session.device)
         except Malformed:
             raise
         except Exception as error:

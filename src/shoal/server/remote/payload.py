@@ -74,8 +74,9 @@ def taken_apart(value: Any, grad: bool) -> Payload:
 NOTHING = taken_apart(None, grad=False)
 
 
-def written(payload: Payload) -> list[Tensor]:
-    """Returns a value as the raw tensors of a message. Raises UserError for what cannot be sent."""
+def written(payload: Payload, device: torch.device | None = None) -> list[Tensor]:
+    """Returns a value as the raw tensors of a message; those on the accelerator `device` stay there. Raises
+    UserError for what cannot be sent."""
     kinds = [
         [tensor.dtype, list(tensor.shape), needs]
         for tensor, needs in zip(payload.tensors, payload.needing, strict=True)
@@ -86,7 +87,7 @@ def written(payload: Payload) -> list[Tensor]:
             f"a value of {structure.numel():,} bytes beside its tensors; the most is {MOST_STRUCTURE:,}: send long "
             "lists of numbers as tensors"
         )
-    return [structure, *(_raw(tensor) for tensor in payload.tensors)]
+    return [structure, *(_raw(tensor, device) for tensor in payload.tensors)]
 
 
 def receive(session: Session, most_bytes: int) -> Payload:
@@ -105,8 +106,9 @@ def receive(session: Session, most_bytes: int) -> Payload:
         raise Malformed(f"a value that cannot be read: {error}") from None
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+def _raw(tensor: Tensor, device: torch.device | None) -> Tensor:
+    found = tensor.detach().resolve_conj().resolve_neg()
+    flat = (found if found.device == device and found.numel() else found.cpu()).contiguous().view(-1)
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 

@@ -5,8 +5,9 @@ notices. On one host it goes through shared memory, else over TCP.
 """
 
 from shoal.server.sessions.address import Address, key_of_token
+from shoal.server.sessions.beside import accelerator
 from shoal.server.sessions.listener import Listener
 from shoal.server.sessions.opening import call
 from shoal.server.sessions.session import Form, Session, SessionLost
 
-__all__ = ["Address", "Form", "Listener", "Session", "SessionLost", "call", "key_of_token"]
+__all__ = ["Address", "Form", "Listener", "Session", "SessionLost", "accelerator", "call", "key_of_token"]

@@ -57,6 +57,7 @@ class Stream:
 
     def __init__(self, end: socket.socket, out: Seal, into: Seal, seconds: float) -> None:
         self._end, self._out, self._in, self._seconds = end, out, into, seconds
+        self.key = out.key
 
     def send(self, body: bytes, tensors: Sequence[Tensor]) -> None:
         assert len(body) <= MOST_BODY, f"a body of {len(body):,} bytes"

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
+import torch
+
 from shoal.comm.hello import Stranger
 from shoal.comm.stalls import Say, to_stderr
 from shoal.elastic.records import Malformed
 from shoal.errors import LaunchError
 from shoal.server.sessions.address import Address
-from shoal.server.sessions.opening import answer
+from shoal.server.sessions.opening import Meeting, answer
 from shoal.server.sessions.session import Session, SessionLost
 
 PENDING = 32
@@ -30,6 +32,7 @@ class Listener:
     serve: runs a session, in a thread of its own, until the client leaves. What it raises ends that session alone.
     seconds: within which each piece of a message must move.
     say: gets a line for each client that is refused or lost.
+    device: an accelerator whose tensors go to that of a client directly, where it has another one of that kind.
 
     Raises LaunchError where the address cannot be listened on.
     """
@@ -42,6 +45,7 @@ class Listener:
         serve: Callable[[Session], None],
         seconds: float = 60.0,
         say: Say = to_stderr,
+        device: torch.device | None = None,
     ) -> None:
         try:
             self._server = socket.create_server(address, family=address.family, backlog=1024)
@@ -49,6 +53,7 @@ class Listener:
             raise LaunchError(f"the address {address} cannot be listened on: {error}. Choose another") from error
         self.address = Address(address.host, int(self._server.getsockname()[1]))
         self._key, self._reads, self._serve, self._seconds, self._say = key, reads, serve, seconds, say
+        self._meeting = None if device is None else Meeting(device, address.host)
         self._closed = False
         self._guard = threading.Lock()
         self._unproven: set[socket.socket] = set()
@@ -97,7 +102,7 @@ class Listener:
     def _hear(self, end: socket.socket, name: str) -> None:
         """Opens the session of a client and serves it."""
         try:
-            session = answer(end, self._key, self._reads, self._seconds, name)
+            session = answer(end, self._key, self._reads, self._seconds, name, self._meeting)
         except (Stranger, Malformed, OSError, RuntimeError) as error:
             why = "it does not know the token" if isinstance(error, Stranger) else f"{type(error).__name__}: {error}"
             if not self._closed:

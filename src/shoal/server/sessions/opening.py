@@ -5,6 +5,7 @@
 | client            | Opens: which host, processes and user it sees                  |
 | server            | Opened: whether memory is shared                               |
 | both, if so       | Meets, twice: where the memory lies                            |
+| both, if so       | a group of their accelerators (beside.py)                      |
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore
 
 from shoal.comm import hello
 from shoal.comm.connect import this_host
@@ -24,8 +30,10 @@ from shoal.comm.signed import derived
 from shoal.comm.tcp import keep_alive
 from shoal.elastic.records import Malformed, decode, encode, kinds
 from shoal.errors import LaunchError
+from shoal.launch.store import serve_on
 from shoal.native import library
 from shoal.server.sessions.address import Address
+from shoal.server.sessions.beside import Beside, fit, told
 from shoal.server.sessions.carriers import Carrier, Stream
 from shoal.server.sessions.memory import Memory
 from shoal.server.sessions.session import Session, SessionLost
@@ -38,16 +46,18 @@ _MOST_TEXT = 4096
 
 @dataclass(frozen=True)
 class Opens:
-    """A client's place, "" if it wants no shared memory."""
+    """A client's place, "" if it wants no shared memory; its accelerator (see beside.py)."""
 
     place: str
+    device: str = ""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Whether both ends will share memory."""
+    """Whether both ends will share memory. `port`: of the store where their accelerators meet; 0 where they do not."""
 
     shared: bool
+    port: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,32 @@ class Meets:
     text: str
 
 
+class Meeting:
+    """The accelerator of a server, and the store where clients' groups meet, made when the first one asks. Values there
+    are signed by the session's key. `host`: where it listens."""
+
+    def __init__(self, device: torch.device, host: str) -> None:
+        self.device, self._host = device, host
+        self._guard = threading.Lock()
+        self._store: TCPStore | None = None
+
+    def store(self) -> TCPStore:
+        with self._guard:
+            self._store = self._store or serve_on(self._host)
+            return self._store
+
+
 _KINDS = kinds((Opens, Opened, Meets))
 
 
 def call(
-    address: Address, key: bytes, reads: Mapping[str, type], seconds: float, shared: bool = True, peer: str = ""
+    address: Address,
+    key: bytes,
+    reads: Mapping[str, type],
+    seconds: float,
+    shared: bool = True,
+    peer: str = "",
+    device: torch.device | None = None,
 ) -> Session:
     """Opens a session with the server at `address`.
 
@@ -69,6 +100,7 @@ def call(
     seconds: how long to wait for the server, now and for each answer.
     shared: whether memory may be shared.
     peer: what errors call the server.
+    device: an accelerator whose tensors go to that of the server directly, where it has another one of that kind.
 
     Raises SessionLost where nothing listens there or it says too little, LaunchError where the token is another.
     """
@@ -81,11 +113,16 @@ def call(
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello.call(end, key, 0, 0, 0, seconds)
         stream = _stream(end, key, seconds, calls=True)
-        stream.send(encode(Opens(_place() if shared else "")), ())
+        stream.send(encode(Opens(_place() if shared else "", told(device))), ())
         opened = decode(stream.receive(seconds), _KINDS)
         if not isinstance(opened, Opened):
             raise Malformed(f"{type(opened).__name__} before Opened")
-        return Session(_carried(stream, end, opened.shared, 1, seconds), reads, peer)
+        carrier, beside = _carried(stream, end, opened.shared, 1, seconds), None
+        if opened.port and device is not None:
+            patience = timedelta(seconds=HELLO_SECONDS)
+            store = TCPStore(address.host, opened.port, is_master=False, wait_for_workers=False, timeout=patience)
+            beside = Beside(store, stream.key, 1, device, seconds)
+        return Session(carrier, reads, peer, beside)
     except hello.Stranger as error:
         end.close()
         raise LaunchError(f"{peer} does not know this client's token: give both the same") from error
@@ -94,11 +131,14 @@ def call(
         raise SessionLost(f"{peer} did not open a session: {error or type(error).__name__}") from error
 
 
-def answer(end: socket.socket, key: bytes, reads: Mapping[str, type], seconds: float, peer: str) -> Session:
+def answer(
+    end: socket.socket, key: bytes, reads: Mapping[str, type], seconds: float, peer: str, meeting: Meeting | None = None
+) -> Session:
     """Opens the session that a client asks for over the connection `end`, which is the caller's to close where this
     fails. Raises hello.Stranger, Malformed, or OSError or RuntimeError where it is none.
 
     seconds: within which each piece of a message must come; between messages a client may be silent.
+    meeting: this end's accelerator, and where others meet it.
     """
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(end)
@@ -108,8 +148,12 @@ def answer(end: socket.socket, key: bytes, reads: Mapping[str, type], seconds: f
     if not isinstance(opens, Opens):
         raise Malformed(f"{type(opens).__name__} before Opens")
     shared = opens.place != "" and opens.place == _place() and library() is not None
-    stream.send(encode(Opened(shared)), ())
-    return Session(_carried(stream, end, shared, 0, seconds), reads, peer)
+    store = meeting.store() if meeting is not None and fit(opens.device, told(meeting.device)) else None
+    stream.send(encode(Opened(shared, 0 if store is None else store.port)), ())
+    carrier, beside = _carried(stream, end, shared, 0, seconds), None
+    if store is not None and meeting is not None:
+        beside = Beside(store, stream.key, 0, meeting.device, seconds)
+    return Session(carrier, reads, peer, beside)
 
 
 def _stream(end: socket.socket, key: bytes, seconds: float, *, calls: bool) -> Stream:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.elastic.records import Malformed, decode, encode
 from shoal.errors import LaunchError
+from shoal.server.sessions.beside import Beside
 from shoal.server.sessions.carriers import Carrier
 
 MOST_TENSORS, MOST_BYTES = 4096, 1 << 38
@@ -33,6 +34,7 @@ class Form(NamedTuple):
 
     dtype: torch.dtype
     numel: int
+    beside: bool = False  # it comes from accelerator to accelerator
 
     @property
     def nbytes(self) -> int:
@@ -40,30 +42,34 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        return cls(tensor.dtype, tensor.numel())
+        return cls(tensor.dtype, tensor.numel(), not tensor.is_cpu)
 
 
 class Session:
-    """One end of a session, for one thread at a time.
+    """One end of a session, for one thread at a time. Tensors are on the CPU, or on the accelerator of `beside`.
 
     kinds: the records that may come, by name.
     peer: the name of the other end, for errors.
     """
 
-    def __init__(self, carrier: Carrier, kinds: Mapping[str, type], peer: str) -> None:
-        self._carrier, self._kinds, self.peer = carrier, kinds, peer
+    def __init__(self, carrier: Carrier, kinds: Mapping[str, type], peer: str, beside: Beside | None = None) -> None:
+        self._carrier, self._kinds, self.peer, self._beside = carrier, kinds, peer, beside
+        self.device = None if beside is None else beside.device
         self.carrier = carrier.name
         self.forms: list[Form] = []
         """The raw tensors of the message received last that have not been read."""
 
     def send(self, record: Any, *tensors: Tensor) -> None:
-        """Sends a record and contiguous tensors on the CPU. Raises SessionLost."""
+        """Sends a record and contiguous tensors. Raises SessionLost."""
         flats = [tensor.detach().view(-1) for tensor in tensors]
         body = encode(record) + b"\n"
         if flats:
             body += _described(flats)
         try:
-            self._carrier.send(body, flats)
+            self._carrier.send(body, [flat for flat in flats if flat.is_cpu])
+            for flat in flats:
+                if not flat.is_cpu:
+                    self._device_end().send(flat)
         except (OSError, RuntimeError) as error:
             raise self._lost(error) from error
 
@@ -77,42 +83,63 @@ class Session:
             raise self._lost(error) from error
         record, _, forms = body.partition(b"\n")
         found = decode(record, self._kinds)
-        self.forms = list(_forms(forms))
+        described = list(_forms(forms))
+        if self._beside is None and any(form.beside for form in described):
+            raise Malformed("a tensor for an accelerator, which this session has not")
+        self.forms = described
         return found
 
     def fill(self, *into: Tensor) -> None:
-        """Reads the next raw tensors into these, which are contiguous, on the CPU and of their forms. Raises Malformed
+        """Reads the next raw tensors into these, which are contiguous, of their forms. Raises Malformed
         where they are not."""
-        for tensor in into:
-            flat = tensor.view(-1)
-            if not self.forms or self.forms[0] != (flat.dtype, flat.numel()):
+        flats = [tensor.view(-1) for tensor in into]
+        for flat in flats:
+            if not self.forms or self.forms[0] != (flat.dtype, flat.numel(), not flat.is_cpu):
                 raise Malformed(f"{self.forms[:1] or 'no more tensors'} instead of {Form.of(flat)}")
             del self.forms[0]
-            try:
-                self._carrier.fill(flat)
-            except (OSError, RuntimeError) as error:
-                raise self._lost(error) from error
+        self._fill([flat for flat in flats if flat.is_cpu])
+        if self._beside is not None:  # they come behind those on the CPU, as they are sent
+            self._fill([flat for flat in flats if not flat.is_cpu])
+
+    def _fill(self, flats: list[Tensor]) -> None:
+        try:
+            for flat in flats:
+                (self._carrier if flat.is_cpu else self._device_end()).fill(flat)
+        except (OSError, RuntimeError) as error:
+            raise self._lost(error) from error
 
     def tensors(self, forms: Sequence[Form] | None = None) -> list[Tensor]:
         """Reads all raw tensors into new memory. `forms`: what they must be; who leaves it out has looked."""
         if forms is not None and self.forms != list(forms):
             raise Malformed(f"tensors {self.forms[:4]}, {len(forms)} such as {list(forms)[:4]} were to come")
-        found = [torch.empty(form.numel, dtype=form.dtype) for form in self.forms]
+        found = [self._room(form) for form in self.forms]
         self.fill(*found)
         return found
 
     def skip(self) -> None:
         """Reads what is left of the message, and forgets it."""
-        while self.forms:
-            self.fill(torch.empty(self.forms[0].numel, dtype=self.forms[0].dtype))
+        left, self.forms = sorted(self.forms, key=lambda form: form.beside), []
+        for form in left:
+            self._fill([self._room(form)])
 
     def end(self) -> None:
         """Ends the session, from any thread; both ends notice at once."""
         self._carrier.end()
+        if self._beside is not None:
+            self._beside.end()
 
     def close(self) -> None:
         """Ends the session and gives back what it holds, for the thread that uses it."""
         self._carrier.close()
+        if self._beside is not None:
+            self._beside.end()
+
+    def _room(self, form: Form) -> Tensor:
+        return torch.empty(form.numel, dtype=form.dtype, device=self.device if form.beside else None)
+
+    def _device_end(self) -> Beside:
+        assert self._beside is not None, "a tensor on an accelerator, which this session has not"
+        return self._beside
 
     def _lost(self, error: Exception) -> SessionLost:
         if isinstance(error, TimeoutError):
@@ -121,8 +148,9 @@ class Session:
 
 
 def _described(flats: Sequence[Tensor]) -> bytes:
-    """Returns the JSON of tensors' dtypes and sizes."""
-    return ("[" + ",".join([f'["{_NAMES[flat.dtype]}",{flat.numel()}]' for flat in flats]) + "]").encode("ascii")
+    """Returns the JSON of tensors' dtypes and sizes, and whether they come beside the carrier."""
+    each = [f'["{_NAMES[flat.dtype]}",{flat.numel()}{"" if flat.is_cpu else ",true"}]' for flat in flats]
+    return f"[{','.join(each)}]".encode("ascii")
 
 
 @lru_cache(64)
@@ -131,10 +159,10 @@ def _forms(text: bytes) -> tuple[Form, ...]:
     if not text:
         return ()
     try:
-        forms = tuple(Form(_DTYPES[name], numel) for name, numel in json.loads(text))
+        forms = tuple(Form(_DTYPES[name], *rest) for name, *rest in json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no description of tensors: {error}") from None
-    if any(type(form.numel) is not int or form.numel < 0 for form in forms):
+    if any(type(form.numel) is not int or form.numel < 0 or type(form.beside) is not bool for form in forms):
         raise Malformed("a tensor of a size that is no number")
     if len(forms) > MOST_TENSORS or sum(form.nbytes for form in forms) > MOST_BYTES:
         raise Malformed(f"{len(forms):,} tensors of {sum(form.nbytes for form in forms):,} bytes")
