@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from shoal.errors import UserError
 from shoal.plan import Plan
@@ -51,7 +52,7 @@ ALONG = {
 class Mesh:
     """A grid of ranks, seen from one of them.
 
-    grid: `grid[p, d, c, t]` is the rank at those coordinates, int64 [pp, dp, cp, tp].
+    grid: `grid[p, d, c, t]` is the rank at those coordinates, int64 [pp, dp, cp, tp], of numpy.
     experts: the same ranks by the axes of experts, int64 [pp, edp, ep, tp].
     coordinates: this rank's index on each of `AXES`.
 
@@ -63,7 +64,7 @@ class Mesh:
             product = f"pp {plan.pp} x dp {plan.dp} x cp {plan.cp} x tp {plan.tp} = {plan.size}"
             raise UserError(f"the plan needs {product} ranks, but {size} were started: {_remedy(plan, size)}")
         plan.check_groups()
-        self.grid = torch.arange(size).view(plan.pp, plan.dp, plan.cp, plan.tp)
+        self.grid = np.arange(size).reshape(plan.pp, plan.dp, plan.cp, plan.tp)
         self.experts = self.grid.reshape(plan.pp, -1, plan.ep, plan.tp)
         self._shard = plan.shard or plan.dp
         self._at = self.at(rank)
@@ -76,7 +77,7 @@ class Mesh:
     def size(self, axis: str) -> int:
         """Returns the number of ranks along `axis`."""
         axes, grid = self._view((axis,))
-        return grid.size(axes.index(axis))
+        return int(grid.shape[axes.index(axis)])
 
     def rank(self, axis: str) -> int:
         """Returns this rank's coordinate on `axis`."""
@@ -103,7 +104,7 @@ class Mesh:
     @property
     def part(self) -> int:
         """A number that ranks have alike which compute the same part of the model, for other samples."""
-        return self.ranks("dp")[0] * self.grid.numel() + self.ranks("edp")[0]
+        return self.ranks("dp")[0] * self.grid.size + self.ranks("edp")[0]
 
     def ranks(self, *axes: str) -> list[int]:
         """Returns the ranks that differ from this one only along `axes`, ascending, this one included.
@@ -129,10 +130,10 @@ class Mesh:
 
     def on(self, places: Sequence[int], ranks: Sequence[int]) -> list[int]:
         """Returns the ranks of the stages `places` (indices along pp) whose other coordinates are those of `ranks`."""
-        inner = self.grid[0].numel()
+        inner = self.grid[0].size
         return sorted(place * inner + each for place in places for each in {rank % inner for rank in ranks})
 
-    def _view(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], torch.Tensor]:
+    def _view(self, axes: tuple[str, ...]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
         for names, grid in ((AXES, self.grid), (EXPERT_AXES, self.experts)):
             if set(axes) <= set(names):
                 return names, grid

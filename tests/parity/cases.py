@@ -234,9 +234,14 @@ MESH_ONLY = ("gpt2", "bert", "moe-capacity", "moe-top1", *DEEP)
 
 
 def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
-    """The engine of a row. The microbatch is that of four ranks with `accumulation`, whatever the number of ranks."""
+    """The engine of a row."""
     chosen = CASES[case]
-    options: dict[str, Any] = {
+    return Engine(chosen.factory, chosen.loss, chosen.optimizer, **{**arguments(precision, accumulation), **more})
+
+
+def arguments(precision: str, accumulation: int) -> dict[str, Any]:
+    """How a row is trained. The microbatch is that of four ranks with `accumulation`, whatever the number of ranks."""
+    return {
         "global_batch": GLOBAL_BATCH,
         "microbatch": GLOBAL_BATCH // (4 * accumulation),
         # no overflow at first
@@ -245,7 +250,6 @@ def engine(case: str, precision: str, accumulation: int, **more: Any) -> Engine:
         "schedule": SCHEDULE,
         "param_groups": decay_matrices_only(0.1),
     }
-    return Engine(chosen.factory, chosen.loss, chosen.optimizer, **{**options, **more})
 
 
 @dataclass(frozen=True)

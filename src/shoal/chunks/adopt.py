@@ -144,4 +144,6 @@ def _real(
     """Makes the plain attribute `name`, a `tensor` of the built module, real."""
     if id(tensor) in adopted:
         return adopted[id(tensor)]
+    if any(tensor is each for each in adopted.values()):  # a module has followed its parameters by itself
+        return tensor
     return value(name, tensor).to(device) if isinstance(tensor, FakeTensor) else tensor

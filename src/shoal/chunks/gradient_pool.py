@@ -31,6 +31,7 @@ class GradientPool:
 
     - `shared`: allocates on all ranks together
     - `tier`: where loans are counted; with a tier no memory is shared
+    - `buffers`: the memory that all ranks see
     - `bytes_home`: bytes of reduced stretches that went to the host
     """
 
@@ -38,7 +39,7 @@ class GradientPool:
         self, size: int, dtype: torch.dtype, device: torch.device, shared: Shared, tier: Tier | None = None
     ) -> None:
         self._dtype, self._device, self._tier = dtype, device, tier
-        self._buffers = shared.buffers(BUFFERS, size, dtype) if tier is None else []
+        self.buffers = shared.buffers(BUFFERS, size, dtype) if tier is None else []
         self._ended = 0
         self.bytes_home = 0
         # Handed over, and not waited for yet; kept until then, so that the next gradient can have their memory: what
@@ -49,17 +50,17 @@ class GradientPool:
         """Lends `numel` elements, uninitialised, for the gradient that is reduced in `turn`."""
         while len(self._loans) >= BUFFERS:
             self._take_back(ON_LOAN)
-        if self._buffers and turn - self._ended < BUFFERS:
-            return self._buffers[turn % BUFFERS][:numel]
+        if self.buffers and turn - self._ended < BUFFERS:
+            return self.buffers[turn % BUFFERS][:numel]
         if self._tier is not None:
             self._tier.take(ON_LOAN, numel * self._dtype.itemsize, "the gradient of a chunk")
         return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def to_reduce(self, turn: int, flat: Tensor) -> Tensor:
         """Returns `flat` in memory that all ranks see, where there is such; called on the lane, in `turn`."""
-        if not self._buffers:
+        if not self.buffers:
             return flat
-        buffer = self._buffers[turn % BUFFERS][: flat.numel()]
+        buffer = self.buffers[turn % BUFFERS][: flat.numel()]
         return buffer if buffer.data_ptr() == flat.data_ptr() else buffer.copy_(flat)
 
     def end(self, turn: int, home: int) -> None:

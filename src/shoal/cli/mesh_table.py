@@ -50,7 +50,7 @@ def mesh_table(plan: Plan) -> Table:
     columns = list(_shown(mesh.size(inner)))
     for place in columns:
         table.add_column("..." if place is None else f"{inner} {place}", justify="right", no_wrap=True)
-    rows = mesh.grid.flatten(0, -2)
+    rows = mesh.grid.reshape(-1, mesh.grid.shape[-1])
     for number in _shown(len(rows)):
         if number is None:
             table.add_row(*["..."] * (len(outer) + len(columns)))

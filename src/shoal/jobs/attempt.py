@@ -33,6 +33,7 @@ from shoal.jobs.replan import Replanner
 from shoal.jobs.save import Saver
 from shoal.jobs.stop import Halted, Stop
 from shoal.jobs.timeline import Recording
+from shoal.jobs.trying import Trying
 from shoal.report.events import FAILED
 from shoal.report.metrics import RunRecord
 
@@ -112,6 +113,7 @@ class Attempt:
         self.votes = Votes(engine, job.run.verify_every, self.recorder.warning)
         self.saver = Saver(engine, self.recorder, self.run_dir, job.run.keep, user, restored.saved, self.votes.take)
         self.replanner = Replanner(settled, engine, self.recorder, self.saver)
+        self.trying = Trying(settled, engine, self.recorder, self.saver)
         limit = None if job.train.seconds is None else job.train.seconds - self._seconds_before
         self.stop = Stop(group, limit, ahead, self.replanner.is_asked)
         self.timeline = Recording(engine, self.run_dir, engine.step_index, settled.total)
@@ -129,6 +131,7 @@ class Attempt:
         try:
             with self.stop:
                 reason = self._train()
+                self.trying.pause()
                 self.saver.save()
                 self.saver.close()
                 self.timeline.close(self.recorder)
@@ -159,6 +162,7 @@ class Attempt:
         self.timeline.before(-1)
         self.shown.busy()
         self.stop.abandon()
+        self.trying.pause()
         if how == SAVE or self.engine.why_not_regroup():
             self.saver.save(wait=True)
         self.timeline.close(self.recorder)
@@ -190,6 +194,7 @@ class Attempt:
             with self.pace.step(batch):
                 result = engine.step(batch)
             self.recorder.step(result, len(batch.ids))
+            self.trying.after(result)
             if self.first and (moves := self.moves.after(batch)) is not None:
                 self.recorder.moves(moves)
             step = engine.step_index
@@ -204,16 +209,22 @@ class Attempt:
             if run.save_every and step % run.save_every == 0:
                 self._save()
             if self.replanner.is_due(self.stop.wanted):
-                self.timeline.before(-1)
-                self.shown.busy()
-                with self.recorder.pause():
-                    self.replanner.change(self.stop.wanted)
-                self.moves, self.pace = Moves(engine), OwnPace(engine)
+                self._change_plan(lambda: self.replanner.change(self.stop.wanted))
+                self.trying.stop_if_changed()
+            if self.trying.is_due:
+                self._change_plan(self.trying.change)
         self.timeline.before(-1)
         self.shown.busy()
         if self.stop.signal is None:
             self._evaluate_and_write()
         return stopped or f"all {total} steps were trained"
+
+    def _change_plan(self, change: Callable[[], None]) -> None:
+        self.timeline.before(-1)
+        self.shown.busy()
+        with self.recorder.pause():
+            change()
+        self.moves, self.pace = Moves(self.engine), OwnPace(self.engine)
 
     def _catch_up(self, evaluated: int) -> None:
         """Does what was due after the last step, if the generation before did not come to its end."""

@@ -8,6 +8,9 @@ less than finding it takes.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,15 +20,17 @@ from torch import nn
 from shoal.comm import World, link_of
 from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
-from shoal.jobs.answer import Chosen, confirmed, task_of, under
+from shoal.jobs.answer import Chosen, confirmed, dry, task_of, under
 from shoal.jobs.choose import Settled, Sizes
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.trials import Trials, key_of, of_candidates, read
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.plan import Plan
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
+from shoal.planner.search import search
 from shoal.precision import precision
 
 SMALL = 1 / 4
@@ -44,6 +49,8 @@ def pinned(job: Job, origins: Origins) -> dict[str, Any]:
 def planned(settled: Settled, world: World) -> Settled:
     """Returns the job under the plan that is the fastest on these ranks, where it asks for one or gives nothing of a
     plan; else as it is. A collective call; raises UserError, on all ranks alike, where nothing is legal or fits."""
+    if (known := _under_trial(settled, world)) is not None:
+        return replace(under(settled, known.plan, known.microbatch), trials=known)
     if not settled.job.auto.wanted and pinned(settled.job, settled.origins):
         return settled
     if not settled.job.auto.wanted:
@@ -55,7 +62,9 @@ def planned(settled: Settled, world: World) -> Settled:
     if world.rank == 0:
         try:
             chosen = asked(settled, cluster)
-            found = [chosen.plan.to_dict(), chosen.settled.job.train.microbatch]
+            rows = chosen.settled.job.train.microbatch
+            trials = _trials(settled, chosen, world) if settled.job.auto.measure > 1 else None
+            found = [chosen.plan.to_dict(), rows, None if trials is None else trials.to_wire()]
         except UserError as error:  # all ranks are to raise it
             found = str(error)
         except Exception as error:
@@ -63,7 +72,44 @@ def planned(settled: Settled, world: World) -> Settled:
     found = world.everyone.broadcast_object(found)
     if isinstance(found, str):
         raise UserError(f'plan = "auto": {found}')
-    return under(settled, Plan.from_dict(found[0]), found[1])
+    trials = None if found[2] is None else Trials.from_wire(found[2])
+    return replace(under(settled, Plan.from_dict(found[0]), found[1]), trials=trials)
+
+
+def _under_trial(settled: Settled, world: World) -> Trials | None:
+    """The trials of a run that goes on: of the job that asks for them, or of its resolved.toml while they last. A
+    collective call."""
+    job, found = settled.job, None
+    if world.rank == 0 and job.run.resume == "auto":
+        kept = read(Path(job.run.dir))
+        if kept is not None and _speaks_of(kept, settled, world):
+            found = kept.after_a_death().to_wire()
+    found = world.everyone.broadcast_object(found)
+    return None if found is None else Trials.from_wire(found)
+
+
+def _speaks_of(kept: Trials, settled: Settled, world: World) -> bool:
+    job, pins = settled.job, pinned(settled.job, settled.origins)
+    if job.auto.wanted:
+        return job.auto.measure > 1 and not kept.ended and kept.key == key_of(job, settled.origins, pins, world.size)
+    plans = [Plan.from_dict(dict(each.plan)) for each in kept.candidates]
+    return kept.next is not None and kept.microbatch == job.train.microbatch and job.plan in plans
+
+
+def _trials(settled: Settled, chosen: Chosen, world: World) -> Trials:
+    """The plan that was chosen, and the next best with its microbatch that hold in a dry run."""
+    job, task = settled.job, chosen.task
+    rows = chosen.settled.job.train.microbatch
+    task = replace(task, microbatch=rows or task.microbatch)
+    plans = [(chosen.plan, chosen.estimate.seconds)]
+    for estimate in search(task).best:
+        plan = estimate.choice.plan(task.pins)
+        if len(plans) < job.auto.measure and plan not in (each for each, _ in plans):
+            with suppress(UserError):  # what a dry run refuses is not tried
+                predictions = dry(under(settled, plan, rows), task, estimate)
+                if all(each.need.total("device") <= task.most for each in predictions):
+                    plans.append((plan, estimate.seconds))
+    return of_candidates(key_of(job, settled.origins, pinned(job, settled.origins), world.size), rows, plans)
 
 
 def asked(settled: Settled, cluster: Cluster) -> Chosen:

@@ -15,6 +15,7 @@ from shoal.jobs.config import Data, Job, Origins, put
 from shoal.jobs.optimizers import optimizer_named
 from shoal.jobs.ranks import spread
 from shoal.jobs.samples import DEFAULT, fitted, open_samples, settings_from
+from shoal.jobs.trials import Trials
 from shoal.models import PRESETS, ModelSpec, build
 from shoal.optim.groups import decay_matrices_only
 from shoal.pipeline import samples_to_fill
@@ -33,6 +34,7 @@ class Settled:
 
     total: number of steps; None where only train.seconds ends the run.
     tokenizer: None where the data is not text.
+    trials: of plans that are tried in the run, None without plan.measure.
     """
 
     job: Job
@@ -40,6 +42,7 @@ class Settled:
     model: ModelSpec
     data: TextData | ArrayData
     total: int | None
+    trials: Trials | None = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:

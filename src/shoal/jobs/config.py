@@ -141,9 +141,11 @@ class Run:
 @dataclass(frozen=True)
 class Auto:
     """What a job says of its plan beside the fields of a Plan: `wanted`, by plan = "auto" or plan.name = "auto", is
-    found by the planner around the fields that are given."""
+    found by the planner around the fields that are given. `measure`: so many of its best are tried in the run for a few
+    steps each, and the fastest stays."""
 
     wanted: bool = False
+    measure: int = 0
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,8 @@ def parse_job(
         )
     tables["run"].setdefault("dir", default_dir)
     auto = _auto(tables["plan"], where)
+    if auto.measure and tables["run"].get("at"):
+        raise UserError(f"plan.measure and run.at in {where}: plans are tried, or given by step; remove one of them")
     if tables["federated"] and not {"steps", "epochs", "seconds"} & tables["train"].keys():
         key, value = _as_long(Federated(**tables["federated"]))
         tables["train"][key] = value
@@ -97,11 +99,17 @@ def parse_job(
 
 
 def _auto(plan: dict[str, Any], where: str) -> Auto:
-    """Takes `name` out of [plan], which is no field of a Plan."""
-    name = plan.pop("name", None)
+    """Takes `name` and `measure` out of [plan], which are no fields of a Plan."""
+    name, measure = plan.pop("name", None), plan.pop("measure", 0)
     if name is not None and name != AUTO:
         raise UserError(f'plan.name = {name!r} in {where}: a plan has no name; plan = "auto" has the planner find it')
-    return Auto(name == AUTO)
+    if type(measure) is not int or measure < 0:
+        raise UserError(f"plan.measure = {measure!r} in {where}: give the number of plans to try, e.g. 3")
+    if measure and name != AUTO:
+        raise UserError(
+            f'plan.measure = {measure} in {where} tries plans of the planner: give plan.name = "auto" beside it'
+        )
+    return Auto(name == AUTO, measure)
 
 
 def _as_long(federated: Federated) -> tuple[str, Any]:
@@ -158,7 +166,7 @@ def _known(section: str, where: str, tables: Mapping[str, Any]) -> None:
 
 def _check(section: str, key: str, value: Any, where: str) -> None:
     """Raises UserError for an unknown key or a value of another type. The model itself checks `[model]`."""
-    if section == "model" or (section == "plan" and key == "name"):
+    if section == "model" or (section == "plan" and key in ("name", "measure")):
         return
     hints = get_type_hints(SECTIONS[section])
     if key not in hints:

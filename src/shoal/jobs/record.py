@@ -31,6 +31,7 @@ from shoal.report.metrics import (
     SampleRecord,
     ServerRecord,
     StepRecord,
+    TriedRecord,
     WarningRecord,
 )
 from shoal.report.progress import Progress
@@ -152,6 +153,12 @@ class Recorder:
         self._late = late
         self._message(f"step {step}: the plan is {plan_text(dict(plan))} from here on ({units.duration(seconds)})")
         self._write(PlanRecord(step=step, plan=dict(plan), seconds=seconds))
+
+    def tried(self, record: TriedRecord) -> None:
+        """Takes in a plan that was tried, or passed over."""
+        took = f"{record.seconds:.4g} s a step" if record.seconds is not None else f"passed over: {record.why}"
+        self._message(f"step {record.step}: tried {plan_text(record.plan)}: {took}, {record.predicted:.4g} s predicted")
+        self._write(record)
 
     def server(self, record: ServerRecord) -> None:
         """Takes in what a parameter server has seen."""

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.jobs.config import Job, Origins, describe, tables
+from shoal.jobs.trials import Trials
 
 
 def to_toml(job: Job, origins: Origins) -> str:
@@ -28,9 +29,13 @@ def to_toml(job: Job, origins: Origins) -> str:
     return "\n".join(lines)
 
 
-def write_resolved(job: Job, origins: Origins, run_dir: Path) -> None:
-    """Writes `run_dir`/resolved.toml."""
-    head = "# Every value of this run, and where it came from.\n\n"
+def write_resolved(job: Job, origins: Origins, run_dir: Path, trials: Trials | None = None) -> None:
+    """Writes `run_dir`/resolved.toml. `trials`: of plans that were tried."""
+    head = "# Every value of this run, and where it came from.\n"
+    if trials is not None:
+        head += "# Plans that were tried in the run:\n"
+        head += "".join(f"#   {each}\n" for each in trials.candidates)
+    head += "\n"
     fresh = run_dir / "resolved.toml.tmp"
     fresh.write_text(head + to_toml(job, origins), encoding="utf-8")
     fresh.replace(run_dir / "resolved.toml")  # atomic: on a full disk the old file stays for a resume

@@ -14,6 +14,9 @@ import platform
 import shutil
 import subprocess
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache as once
 from pathlib import Path
 from typing import Any
@@ -66,9 +69,38 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 """The result and the arguments of each function of the C files."""
 
 
-@once
-def library() -> ctypes.CDLL | None:
+class _Nothing:
+    """Kernels that do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: 0
+
+
+_pretending: ContextVar[bool] = ContextVar("pretending", default=False)
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    """Inside, on this thread, kernels do nothing: a rehearsal has tensors without memory."""
+    token = _pretending.set(True)
+    try:
+        yield
+    finally:
+        _pretending.reset(token)
+
+
+def pretends() -> bool:
+    """Returns whether kernels do nothing now."""
+    return _pretending.get()
+
+
+def library() -> Any:
     """Returns the compiled kernels, or None (with one warning when compilation fails)."""
+    return _Nothing() if pretends() else _library()
+
+
+@once
+def _library() -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if os.environ.get("SHOAL_NATIVE") == "0" or compiler is None:
         return None

@@ -15,6 +15,8 @@ import sys
 
 from torch import Tensor
 
+from shoal.native import pretends
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _NEVER = 2**31 - 1
 LARGE = 2**25
@@ -32,7 +34,7 @@ def in_large_pages(fresh: Tensor) -> Tensor:
     A CPU writes 64 MiB of it for the first time in 8 ms then, and in 35 ms in pages of 4 KiB, each of which the kernel
     gives by itself. Where there are none, it lies in small ones; no other memory is taken.
     """
-    if sys.platform == "linux" and fresh.is_cpu and fresh.nbytes >= _LARGE_PAGE:
+    if sys.platform == "linux" and fresh.is_cpu and fresh.nbytes >= _LARGE_PAGE and not pretends():
         start = -(-fresh.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
         stop = (fresh.data_ptr() + fresh.nbytes) // _LARGE_PAGE * _LARGE_PAGE
         if start < stop:

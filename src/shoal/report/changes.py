@@ -39,6 +39,18 @@ class PlanRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TriedRecord:
+    """A plan that was tried in the run, until after `step`. `plan`: its fields that are not defaults. `predicted`,
+    `seconds`: of a step; None, with the reason `why`, where it was passed over."""
+
+    step: int
+    plan: dict[str, Any]
+    predicted: float
+    seconds: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MembershipRecord:
     """A generation of a job whose nodes come and go, from `step` on (see docs/elastic.md).
 

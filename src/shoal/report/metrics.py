@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import UserError
 
-from .changes import MembershipRecord, MovesRecord, PlanRecord, SampleRecord, ServerRecord
+from .changes import MembershipRecord, MovesRecord, PlanRecord, SampleRecord, ServerRecord, TriedRecord
 from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
 from .rounds import RoundRecord
 
@@ -122,6 +122,7 @@ Record = (
     | SampleRecord
     | CheckpointRecord
     | PlanRecord
+    | TriedRecord
     | MembershipRecord
     | RoundRecord
     | ServerRecord
@@ -137,6 +138,7 @@ KINDS: dict[str, type[Record]] = {
     "sample": SampleRecord,
     "checkpoint": CheckpointRecord,
     "plan": PlanRecord,
+    "tried": TriedRecord,
     "membership": MembershipRecord,
     "round": RoundRecord,
     "server": ServerRecord,
@@ -176,6 +178,7 @@ class RunRecords:
     samples: tuple[SampleRecord, ...] = ()
     checkpoints: tuple[CheckpointRecord, ...] = ()
     plans: tuple[PlanRecord, ...] = ()
+    tried: tuple[TriedRecord, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
     servers: tuple[ServerRecord, ...] = ()
@@ -260,6 +263,7 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         rounds=_last_of_a_step([r for r in kept if isinstance(r, RoundRecord)]),
         servers=_last_of_a_step([r for r in kept if isinstance(r, ServerRecord)]),
         plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
+        tried=tuple(r for r in kept if isinstance(r, TriedRecord)),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
         attempts=len(runs),

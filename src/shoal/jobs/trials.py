@@ -1,0 +1,142 @@
+"""Which plans a job with `plan.measure` tries, what was measured of them, and how a run that goes on knows it.
+
+The record is `trials.json` in the run's directory, kept by rank 0. It holds for the job and the number of ranks of
+which it speaks: with other ones the trials begin anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.jobs.config import Job, Origins, tables
+from shoal.plan import Plan
+from shoal.report.replace import replace_text
+
+FILE = "trials.json"
+DEATHS = 2
+"""So many ends of a process under a candidate pass it over."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, as the fields that are not defaults. `predicted`, `seconds`: of a step, as the planner says and as it was
+    measured, None before. `why` it was passed over. `deaths`: how often the run has ended while it was tried."""
+
+    plan: Mapping[str, Any]
+    predicted: float
+    seconds: float | None = None
+    why: str = ""
+    deaths: int = 0
+
+    def __str__(self) -> str:
+        plan = ", ".join(f"{key} = {value}" for key, value in self.plan.items()) or "one rank"
+        if self.seconds is None:
+            return f"{plan}: {f'passed over: {self.why}' if self.why else 'not tried'}"
+        return f"{plan}: {self.seconds:.4g} s a step, {self.predicted:.4g} s predicted"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is still to be tried."""
+        return self.seconds is None and not self.why
+
+
+@dataclass(frozen=True)
+class Trials:
+    """All candidates, the one predicted to be the fastest first. `now`: the one under trial, None between two. `ended`:
+    by a hand that changed the plan."""
+
+    key: str
+    microbatch: int | None
+    candidates: tuple[Candidate, ...]
+    now: int | None = None
+    ended: bool = False
+
+    @property
+    def next(self) -> int | None:
+        """The candidate to try next, those under which the run has ended last; None when all were tried."""
+        if self.ended:
+            return None
+        left = [index for index, each in enumerate(self.candidates) if each.is_open]
+        return min(left, key=lambda index: self.candidates[index].deaths, default=None)
+
+    @property
+    def fastest(self) -> int:
+        """The candidate whose steps were the shortest; before any was measured, the first that was not passed over."""
+        measured = [index for index, each in enumerate(self.candidates) if each.seconds is not None]
+        if measured:
+            return min(measured, key=lambda index: self.candidates[index].seconds or 0.0)
+        return next((index for index, each in enumerate(self.candidates) if not each.why), 0)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to begin or go on with: of the next candidate, or of the fastest."""
+        index = self.next
+        return Plan.from_dict(dict(self.candidates[self.fastest if index is None else index].plan))
+
+    def begun(self, index: int) -> Trials:
+        return replace(self, now=index)
+
+    def with_result(self, index: int, seconds: float | None, why: str = "") -> Trials:
+        """The trials when a candidate was measured, or passed over."""
+        one = replace(self.candidates[index], seconds=seconds, why=why)
+        candidates = (*self.candidates[:index], one, *self.candidates[index + 1 :])
+        return replace(self, candidates=candidates, now=None)
+
+    def paused(self) -> Trials:
+        """The trials of a run that ends in good order: the one under way will begin again."""
+        return replace(self, now=None)
+
+    def after_a_death(self) -> Trials:
+        """The trials of a run whose process ended while a candidate was tried."""
+        if self.now is None:
+            return self
+        one = self.candidates[self.now]
+        one = replace(one, deaths=one.deaths + 1)
+        if one.deaths >= DEATHS:
+            one = replace(one, why=f"the run has ended {one.deaths} times while it was tried")
+        candidates = (*self.candidates[: self.now], one, *self.candidates[self.now + 1 :])
+        return replace(self, candidates=candidates, now=None)
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, said: Mapping[str, Any]) -> Trials:
+        candidates = tuple(Candidate(**each) for each in said["candidates"])
+        return cls(said["key"], said["microbatch"], candidates, said["now"], said["ended"])
+
+
+def key_of(job: Job, origins: Origins, pins: Mapping[str, Any], ranks: int) -> str:
+    """Tells apart what is measured: model, data, mathematics but for the microbatch, what is given of the plan,
+    ranks."""
+    known = {name: dict(table) for name, table in tables(job).items() if name in ("model", "data", "train")}
+    for limit in ("steps", "epochs", "seconds", "microbatch"):
+        known["train"].pop(limit, None)
+    if origins.get("train.microbatch") in ("file", "cli"):
+        known["train"]["microbatch"] = job.train.microbatch
+    content = json.dumps([known, dict(pins), job.auto.measure, ranks], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def of_candidates(key: str, microbatch: int | None, plans: Sequence[tuple[Plan, float]]) -> Trials:
+    """Trials of plans, each with the seconds that are predicted of a step."""
+    return Trials(key, microbatch, tuple(Candidate(plan.to_dict(), seconds) for plan, seconds in plans))
+
+
+def read(run_dir: Path) -> Trials | None:
+    """What is kept of a run's trials; None where nothing is, or it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Trials.from_wire(json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+    return None
+
+
+def write(run_dir: Path, trials: Trials) -> None:
+    """Keeps them. Raises OSError where they cannot be written."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    replace_text(run_dir / FILE, json.dumps(trials.to_wire(), indent=1))

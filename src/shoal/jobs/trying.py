@@ -1,0 +1,129 @@
+"""Tries plans in the run itself: a few steps under each, all of which count, then the fastest stays."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from shoal.device import is_accelerator
+from shoal.engine import Engine
+from shoal.errors import CheckpointError, StorageError, UserError
+from shoal.jobs import trials as kept
+from shoal.jobs.choose import Settled, with_plan
+from shoal.jobs.device_memory import check_device_memory
+from shoal.jobs.record import Recorder
+from shoal.jobs.save import Saver
+from shoal.jobs.trials import Trials
+from shoal.jobs.write import write_resolved
+from shoal.plan import Plan
+from shoal.report.metrics import TriedRecord
+from shoal.training.result import StepResult
+
+STEPS = 4
+"""Steps under a candidate. The first, which agrees on names and records uses, is not measured."""
+
+
+class Trying:
+    """The trials of an attempt; nothing without `plan.measure`. All ranks call all of it alike."""
+
+    def __init__(self, settled: Settled, engine: Engine, recorder: Recorder, saver: Saver) -> None:
+        self._settled, self._engine, self._recorder, self._saver = settled, engine, recorder, saver
+        self._run_dir, self._seconds = Path(settled.job.run.dir), list[float]()
+        self.trials: Trials | None = settled.trials
+        if self.trials is not None and (index := self.trials.next) is not None:
+            self._put(self.trials.begun(index))
+
+    def after(self, result: StepResult) -> None:
+        """Takes in a step under the candidate that is tried."""
+        if self.trials is None or self.trials.now is None:
+            return
+        began = time.perf_counter()
+        if is_accelerator(self._engine.device):
+            _ = result.loss  # waits for the device, as a few steps may
+        self._seconds.append(result.seconds + time.perf_counter() - began)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the candidate has had its steps."""
+        return self.trials is not None and self.trials.now is not None and len(self._seconds) >= STEPS
+
+    def change(self) -> None:
+        """Ends the trial of a candidate and begins the next one, or goes on with the fastest."""
+        trials, world = self.trials, self._engine.world
+        assert trials is not None and trials.now is not None
+        took = torch.tensor(median(self._seconds[1:]), dtype=torch.float64)
+        seconds = float(world.everyone.all_reduce(took, "max", purpose="trial"))
+        trials = self._noted(trials, trials.now, seconds, "")
+        while (index := trials.next) is not None:
+            self._put(trials.begun(index))
+            if (why := self._goes(trials, index)) is None:
+                return
+            trials = self._noted(trials, index, None, why)
+        if (why := self._goes(trials, trials.fastest)) is not None:
+            self._recorder.warning(f"the fastest plan that was tried is refused now: {why}")
+        self._put(trials)
+        self._resolve(trials)
+
+    def stop_if_changed(self) -> None:
+        """Ends the trials where somebody else has changed the plan."""
+        trials = self.trials
+        if trials is None or trials.now is None:
+            return
+        if self._engine.plan != Plan.from_dict(dict(trials.candidates[trials.now].plan)):
+            self._recorder.warning("no more plans are tried: the plan was changed by hand")
+            self._put(replace(trials.paused(), ended=True))
+
+    def pause(self) -> None:
+        """The run ends in good order, or goes on elsewhere."""
+        if self.trials is not None and self.trials.now is not None:
+            self._put(self.trials.paused())
+
+    def _goes(self, trials: Trials, index: int) -> str | None:
+        """Goes on under a candidate; returns why not, if it is refused."""
+        engine, plan = self._engine, Plan.from_dict(dict(trials.candidates[index].plan))
+        self._seconds = []
+        if plan == engine.plan:
+            return None
+        began = time.perf_counter()
+        try:
+            plan = with_plan(self._settled, plan, engine.world).job.plan
+            check_device_memory(replace(self._settled, job=replace(self._settled.job, plan=plan)), engine.world)
+            try:
+                engine.replan(plan)
+            except CheckpointError as error:  # of the save under way, which is over
+                self._saver.failed(error)
+                engine.replan(plan)
+        except (UserError, StorageError) as error:
+            return str(error)
+        self._recorder.plan(engine.step_index, plan.to_dict(), time.perf_counter() - began, engine.parts.lag)
+        return None
+
+    def _noted(self, trials: Trials, index: int, seconds: float | None, why: str) -> Trials:
+        one = trials.candidates[index]
+        self._recorder.tried(TriedRecord(
+            step=self._engine.step_index, plan=dict(one.plan), predicted=one.predicted, seconds=seconds, why=why,
+        ))  # fmt: skip
+        trials = trials.with_result(index, seconds, why)
+        self._put(trials)
+        return trials
+
+    def _put(self, trials: Trials) -> None:
+        self.trials = trials
+        if self._engine.world.rank == 0:
+            try:
+                kept.write(self._run_dir, trials)
+            except OSError as error:
+                self._recorder.warning(f"what plans were tried cannot be kept: {error}")
+
+    def _resolve(self, trials: Trials) -> None:
+        """Writes resolved.toml anew, with the plan that stays."""
+        if self._engine.world.rank == 0:
+            job = replace(self._settled.job, plan=self._engine.plan)
+            try:
+                write_resolved(job, self._settled.origins, self._run_dir, trials)
+            except OSError as error:
+                self._recorder.warning(f"resolved.toml has the plan of before: it cannot be written ({error})")

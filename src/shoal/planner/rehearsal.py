@@ -1,0 +1,257 @@
+"""Steps of the engine itself, on fake tensors and in a world whose other ranks are not there: what a step sends, and
+the most memory that it has at a time, to the byte. Nothing is computed, and nothing allocated.
+
+The phases of the assembly run as in `Engine`, and so do steps: whatever they come to allocate or to send, a rehearsal
+has it too. Three things stand in for what fake tensors lack: a number that is read is 1 (all of a mask is True, any
+other truth False: nothing overflows, no ranks differ), an address is made up, kernels in C do nothing. What depends on
+values beyond that cannot be rehearsed: which layers run, how many tokens each expert is given, whether two ranks have
+the same rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shoal.assembly.assembled import Assembled, closing
+from shoal.assembly.compatibility import check
+from shoal.assembly.memory import Memory, lay_out
+from shoal.assembly.model import build_alike, localize
+from shoal.assembly.ranks import ranks
+from shoal.assembly.recipe import Recipe
+from shoal.assembly.trainer import Trainer, trainer
+from shoal.chunks import budget
+from shoal.comm import Link
+from shoal.comm.ledger import Flow, Traffic
+from shoal.comm.links import assume
+from shoal.comm.silent import SilentWorld
+from shoal.data import Cursor, map_batches
+from shoal.errors import UserError
+from shoal.native import pretending
+from shoal.pipeline import samples_to_fill
+from shoal.plan import Plan
+from shoal.planner.prepare import in_one_line
+from shoal.planner.workspace import with_workspace
+from shoal.training.microbatches import choose_microbatch
+
+CPU = torch.device("cpu")
+USUAL = ((2**10, 1e-4), (2**24, 1e-2))
+"""Bytes and seconds of all-reduces, where nobody has measured them."""
+STEADY = 3
+"""Steps until one is as all that follow: the first agrees on names and records uses, the second has the optimizer's
+state from its beginning."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step sends, by flow, and bytes of tensors: `held` before it (weights, gradients, masters, optimizer
+    state, buffers, loans that stay), `most` at any moment of it."""
+
+    traffic: Mapping[Flow, Traffic]
+    held: int
+    most: int
+
+
+def rehearse(
+    model: nn.Module | Callable[[], nn.Module],
+    recipe: Recipe,
+    plan: Plan,
+    dataset: Any,
+    rank: int = 0,
+    steps: int = STEADY,
+    one_host: bool = True,
+    link: Link | None = None,
+) -> list[Step]:
+    """Rehearses the first steps of `rank` on the samples of `dataset`, a map-style one whose shapes alone count.
+
+    `one_host`: ranks share memory. `link`: what an engine would measure of them, for the size of chunks. Raises
+    UserError, in one line, for what the engine refuses and for a model that asks for values.
+    """
+    _check(plan)
+    with ExitStack() as stack, in_one_line():
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        world = SilentWorld(rank, plan.size, one_host)
+        assembled = stack.enter_context(assembled_for(model, recipe, plan, world, link))
+        order = Cursor(len(dataset), recipe.global_batch, recipe.seed)
+        batches = islice(map_batches(dataset, order, 0, recipe.collate), steps)
+        return [_rehearsed(assembled, batch) for batch in batches]
+
+
+def _check(plan: Plan) -> None:
+    """Raises UserError for plans of which a part runs elsewhere than on the caller's thread."""
+    allowed = budget(plan.memory, CPU)
+    reasons = {
+        "stages of a pipeline find out together what travels between them": plan.pipelined,
+        "a disk takes bytes, which fake tensors have not": allowed is not None and allowed.disk is not None,
+        "deferred updates run on a thread of their own": allowed is not None and allowed.update == "deferred",
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise UserError(f"the steps of this plan cannot be rehearsed: {reason}")
+
+
+@contextmanager
+def assembled_for(
+    model: nn.Module | Callable[[], nn.Module], recipe: Recipe, plan: Plan, world: SilentWorld, link: Link | None
+) -> Iterator[Assembled]:
+    """What an engine would be made of, on fake tensors, inside the modes in which it can run."""
+    with ExitStack() as stack:
+        among = ranks(plan, world)
+        assume(among.replicas, CPU, link or Link(among.replicas.name, among.replicas.size, "nothing", USUAL))
+        whole = build_alike(model, recipe, among)
+        module = whole.built.module
+        check(plan, recipe, module, whole.groups.options)
+        fill_stages = partial(samples_to_fill, plan)
+        rows = choose_microbatch(recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, fill_stages)
+        local = localize(
+            whole, among, recipe.precision, seed=recipe.seed, rules=recipe.tensor_rules, sync_bn=recipe.sync_bn,
+            dropout=recipe.dropout,
+        )  # fmt: skip
+        fakes = (each.fake_mode for each in (*module.parameters(), *module.buffers()) if isinstance(each, FakeTensor))
+        mode = next(fakes, None) or FakeTensorMode()
+        mode.allow_non_fake_inputs = True
+        for each in (mode, _Values(), _addresses(), pretending(), _as_if_real()):
+            stack.enter_context(each)
+        memory = lay_out(local, recipe, rows, stack, fill=False)
+        assembled = Assembled(recipe, rows, local, memory, trainer(local, memory, recipe, rows))
+        stack.enter_context(closing(assembled))
+        yield assembled
+
+
+def _rehearsed(assembled: Assembled, batch: Any) -> Step:
+    ledger = assembled.local.ranks.world.ledger
+    before, seen = ledger.traffic, Seen(tensors_of(assembled.memory, assembled.trainer, assembled.local.module))
+    with seen:
+        assembled.trainer.runner.run(batch)
+    return Step(more_than(before, ledger.traffic), seen.held, seen.most)
+
+
+def more_than(before: Mapping[Flow, Traffic], after: Mapping[Flow, Traffic]) -> dict[Flow, Traffic]:
+    """What a ledger has booked between two moments."""
+    none, found = Traffic(), dict[Flow, Traffic]()
+    for flow, now in after.items():
+        was = before.get(flow, none)
+        if now != was:
+            found[flow] = Traffic(now.calls - was.calls, now.payload - was.payload, now.wire - was.wire)
+    return found
+
+
+def tensors_of(memory: Memory, trainer: Trainer, module: nn.Module) -> list[Tensor]:
+    """All that an engine keeps from step to step."""
+    found: list[Any] = [*memory.parameters.values(), *module.buffers()]
+    for chunk in memory.chunks:
+        owned = chunk.owned
+        found += [chunk.data, owned.data, chunk.grad, owned.grad, *vars(owned.masters or owned).values()]
+    optimizer = trainer.optimizer.torch
+    for each in (optimizer, getattr(optimizer, "inner", optimizer)):
+        found += (value for state in each.state.values() for value in state.values())
+    if trainer.gradient_pool is not None:
+        found += trainer.gradient_pool.buffers
+    return [each for each in found if isinstance(each, Tensor)]
+
+
+class Seen(MemTracker):
+    """Bytes of the storages of `held` and of all that operations on this thread make inside, at any moment, as torch's
+    MemTracker counts them: also of storages whose memory comes and goes. Without its hooks on modules and parameters,
+    which an engine would take for the user's, and with the parts of sparse tensors."""
+
+    def __init__(self, held: Sequence[Tensor]) -> None:
+        super().__init__()
+        for tensor in held:
+            self._update_and_maybe_create_winfos(tensor, _MemRefType.OTH)
+        self.held = self._bytes("current")
+
+    @property
+    def most(self) -> int:
+        """The most so far."""
+        return max(self.held, self._bytes("peak"))
+
+    def _bytes(self, when: str) -> int:
+        return int(self.get_tracker_snapshot(when).get(CPU, {}).get("Total", 0))
+
+    def __enter__(self) -> Seen:
+        self._fake_mode_on_entry = active_fake_mode()
+        self._track_resize()
+        TorchDispatchMode.__enter__(self)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        TorchDispatchMode.__exit__(self, *raised)
+        self._restore_resize()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # more than half of all calls: autograd asks each fake tensor for it
+            return args[0].device
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track(self, reftype: Any, t: Tensor) -> None:
+        for part in (t._indices(), t._values()) if t.layout is torch.sparse_coo else (t,):
+            super()._track(reftype, part)
+
+
+class _Values(TorchDispatchMode):
+    """Gives a number for each that is read of a fake tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alls: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            known, dtype = args[0].constant, args[0].dtype
+            if known is not None:
+                return known.item()
+            return args[0] in self._alls if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        out = with_workspace(func, args, func(*args, **(kwargs or {})))
+        if func.overloadpacket is torch.ops.aten.all:
+            self._alls[out] = None
+        return out
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives `owner` another attribute for a while."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextmanager
+def _as_if_real() -> Iterator[None]:
+    """transformers builds masks for fake tensors that it leaves out for real ones."""
+    asked = sys.modules.get("transformers.utils.import_utils")
+    if asked is None:
+        yield
+        return
+    with patched(asked, "is_fake_tensor", lambda _: False):
+        yield
+
+
+@contextmanager
+def _addresses() -> Iterator[None]:
+    """Gives each place in a fake storage an address of its own."""
+
+    def data_ptr(tensor: Tensor) -> int:
+        return (tensor.untyped_storage()._cdata << 20) + tensor.storage_offset() * tensor.element_size()
+
+    with patched(FakeTensor, "data_ptr", data_ptr):
+        yield

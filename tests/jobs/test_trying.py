@@ -1,0 +1,102 @@
+"""`plan.measure`: plans are tried in the run itself, no step is lost, and the fastest stays."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shoal.comm import World
+from shoal.errors import UserError
+from shoal.jobs.config import Auto, Job
+from shoal.jobs.read import load_job, parse_job
+from shoal.jobs.train import train
+from shoal.jobs.trials import FILE, Candidate, Trials, read, write
+from shoal.jobs.trying import STEPS
+from shoal.plan import Plan
+from tests.jobs.conftest import in_cache, losses_of, records_of
+from tests.pool import run_ranks
+
+LAYERS = {"layers": 2, "tied": False}
+
+
+def ranks_train(size: int, job: Job) -> list[int]:
+    return run_ranks(in_cache, size, os.environ["XDG_CACHE_HOME"], job)
+
+
+GIVEN = {"model": LAYERS, "precision": "fp64", "microbatch": 2, "schedule": "constant"}
+
+
+def trials(**more: object) -> Trials:
+    plans = [{"dp": 2}, {"dp": 2, "exchange": "no such"}, {"dp": 2, "zero": 1}]
+    return Trials("key", 2, tuple(Candidate(plan, 0.1) for plan in plans), **more)  # type: ignore[arg-type]
+
+
+def test_a_run_that_was_stopped_goes_on_trying_and_no_step_is_lost(quick, make_job, tmp_path):
+    cut, steps = STEPS + 1, 2 * STEPS + 3
+    whole = make_job(run={"dir": str(tmp_path / "whole")}, steps=steps, **GIVEN)
+    train(whole, {}, World.single("cpu"))
+    write(tmp_path / "run", trials())
+    first = replace(make_job(steps=cut, **GIVEN), plan=Plan(dp=2))
+    assert ranks_train(2, first) == [cut] * 2
+    kept = read(tmp_path / "run")
+    assert kept is not None and kept.now is None and kept.next == 2  # the second is refused, the third begins again
+    assert ranks_train(2, replace(first, train=replace(first.train, steps=steps))) == [steps] * 2
+    records = records_of(first)
+    assert losses_of(first) == pytest.approx(losses_of(whole), rel=1e-10)
+    assert [each.step for each in records.steps] == list(range(1, steps + 1))
+    one, two, three = records.tried
+    assert one.seconds and three.seconds and two.seconds is None and "no such" in two.why
+    assert (one.step, three.step) == (STEPS, cut + STEPS) and not records.warnings
+    fastest = one.plan if one.seconds <= three.seconds else three.plan
+    resolved = tmp_path / "run" / "resolved.toml"
+    assert load_job(resolved)[0].plan.to_dict() == fastest
+    assert resolved.read_text().count("s a step, ") == 2 and "passed over" in resolved.read_text()
+
+
+@pytest.mark.matrix
+def test_the_planner_gives_what_is_tried(quick, make_job, tmp_path):
+    steps = 3 * STEPS + 2
+    whole = make_job(run={"dir": str(tmp_path / "whole")}, steps=steps, **GIVEN)
+    train(whole, {}, World.single("cpu"))
+    job = replace(make_job(steps=steps, **GIVEN), auto=Auto(True, 3))
+    assert ranks_train(2, job) == [steps] * 2
+    assert losses_of(job) == pytest.approx(losses_of(whole), rel=1e-10)
+    tried = records_of(job).tried
+    assert len({json.dumps(each.plan) for each in tried}) == 3
+    assert all(each.seconds > 0 and each.predicted > 0 for each in tried)
+    resolved = load_job(tmp_path / "run" / "resolved.toml")[0]
+    assert resolved.plan.to_dict() == min(tried, key=lambda each: each.seconds).plan and not resolved.auto.wanted
+
+
+@pytest.mark.fast
+def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
+    found = trials()
+    assert found.plan == Plan(dp=2) and found.next == 0
+    found = found.begun(0).after_a_death()
+    assert found.next == 1, "the others come first"
+    found = found.with_result(1, None, "refused").with_result(2, 3.0)
+    assert found.next == 0 and found.begun(0).paused().candidates[0].deaths == 1
+    found = found.begun(0).after_a_death()
+    assert found.next is None and found.plan == Plan(dp=2, zero=1) and "ended 2 times" in str(found.candidates[0])
+    write(tmp_path, found)
+    assert read(tmp_path) == found
+    (tmp_path / FILE).write_text("{")
+    assert read(tmp_path) is None and read(Path("nowhere")) is None
+
+
+@pytest.mark.fast
+def test_what_a_job_may_say():
+    base = {"model": {"name": "gpt"}, "train": {"steps": 1}}
+    job, _ = parse_job({**base, "plan": {"name": "auto", "measure": 3, "tp": 2}})
+    assert job.auto == Auto(True, 3) and job.plan == Plan(tp=2)
+    assert parse_job({**base, "plan": "auto"}, ["plan.measure=2"])[0].auto.measure == 2
+    for plan in ({"measure": 3}, {"name": "auto", "measure": -1}, {"name": "auto", "measure": "3"}):
+        with pytest.raises(UserError, match="measure"):
+            parse_job({**base, "plan": plan})
+    with pytest.raises(UserError, match="run\\.at"):
+        at = {"at": [{"step": 1, "plan": {"zero": 1}}]}
+        parse_job({**base, "plan": {"name": "auto", "measure": 3}, "run": at})
