@@ -11,6 +11,7 @@ import pytest
 
 from shoal.comm import World
 from shoal.errors import UserError
+from shoal.jobs.automatic import pinned
 from shoal.jobs.config import Auto, Job
 from shoal.jobs.read import load_job, parse_job
 from shoal.jobs.train import train
@@ -91,8 +92,8 @@ def test_a_plan_under_which_the_run_ends_twice_is_passed_over(tmp_path):
 @pytest.mark.fast
 def test_what_a_job_may_say():
     base = {"model": {"name": "gpt"}, "train": {"steps": 1}}
-    job, _ = parse_job({**base, "plan": {"name": "auto", "measure": 3, "tp": 2}})
-    assert job.auto == Auto(True, 3) and job.plan == Plan(tp=2)
+    job, origins = parse_job({**base, "plan": {"name": "auto", "measure": 3, "tp": 2}})
+    assert job.auto == Auto(True, 3) and job.plan == Plan(tp=2) and pinned(job, origins) == {"tp": 2}
     assert parse_job({**base, "plan": "auto"}, ["plan.measure=2"])[0].auto.measure == 2
     for plan in ({"measure": 3}, {"name": "auto", "measure": -1}, {"name": "auto", "measure": "3"}):
         with pytest.raises(UserError, match="measure"):

@@ -42,7 +42,7 @@ def pinned(job: Job, origins: Origins) -> dict[str, Any]:
     return {
         key.removeprefix("plan."): getattr(job.plan, key.removeprefix("plan."))
         for key, origin in origins.items()
-        if key.startswith("plan.") and origin in ("file", "cli") and key != "plan.name"
+        if key.startswith("plan.") and origin in ("file", "cli") and key not in ("plan.name", "plan.measure")
     }
 
 

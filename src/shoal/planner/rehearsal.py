@@ -115,7 +115,9 @@ def assembled_for(
         module = whole.built.module
         check(plan, recipe, module, whole.groups.options)
         fill_stages = partial(samples_to_fill, plan)
-        rows = choose_microbatch(recipe.microbatch, recipe.global_batch, plan.dp, module, recipe.sync_bn, fill_stages)
+        rows = choose_microbatch(
+            recipe.microbatch, recipe.global_batch, plan.sample_ranks, module, recipe.sync_bn, fill_stages
+        )
         local = localize(
             whole, among, recipe.precision, seed=recipe.seed, rules=recipe.tensor_rules, sync_bn=recipe.sync_bn,
             dropout=recipe.dropout,

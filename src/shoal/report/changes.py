@@ -1,4 +1,4 @@
-"""Records of texts, and of what changes beside the weights: the plan, the nodes, what lies where. See metrics.py."""
+"""Records of texts, of what changes beside the weights (the plan, the nodes, what lies where), of problems, of an end. See metrics.py."""
 
 from __future__ import annotations
 
@@ -88,3 +88,18 @@ class ServerRecord:
     staleness: dict[str, int]
     lags: dict[str, int]
     servers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarningRecord:
+    """A problem that did not stop the training."""
+
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRecord:
+    """The end of an attempt, unless it was killed: `reason` as a sentence, `seconds` since its beginning."""
+
+    reason: str
+    seconds: float

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 from shoal.errors import UserError
 
-from .changes import MembershipRecord, MovesRecord, PlanRecord, SampleRecord, ServerRecord, TriedRecord
+from .changes import (
+    EndRecord,
+    MembershipRecord,
+    MovesRecord,
+    PlanRecord,
+    SampleRecord,
+    ServerRecord,
+    TriedRecord,
+    WarningRecord,
+)
 from .jsonl import as_float, encode_lines, newest_step, open_for_append, read_lines
 from .rounds import RoundRecord
 
@@ -96,21 +105,6 @@ class CheckpointRecord:
 
     step: int
     path: str
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarningRecord:
-    """A problem that did not stop the training."""
-
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndRecord:
-    """The end of an attempt, unless it was killed: `reason` as a sentence, `seconds` since its beginning."""
-
-    reason: str
     seconds: float
 
 
@@ -250,8 +244,8 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         attempts[-1].append(record)
     last = attempts[-1]
     kept = _without_superseded(attempts)
-    runs = [record for record in records if isinstance(record, RunRecord)]
-    ends = [record for record in last if isinstance(record, EndRecord)]
+    runs = [each for each in records if isinstance(each, RunRecord)]
+    ends = [each for each in last if isinstance(each, EndRecord)]
     return RunRecords(
         run=runs[-1] if runs else None,
         steps=_last_of_a_step([r for r in kept if isinstance(r, StepRecord)]),
