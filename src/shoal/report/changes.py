@@ -1,4 +1,4 @@
-"""Records of texts, of what changes beside the weights (the plan, the nodes, what lies where), of problems, of an end. See metrics.py."""
+"""Records of texts, of what changes beside the weights, of problems, and of an end. See metrics.py."""
 
 from __future__ import annotations
 
