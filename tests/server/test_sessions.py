@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ BIG = torch.zeros(1 << 24, dtype=torch.uint8)
 
 
 @contextmanager
-def echoing(**more: float) -> Iterator[tuple[Address, list[str]]]:
+def echoing(**more: Any) -> Iterator[tuple[Address, list[str]]]:
     """A listener whose sessions send back what they get, but Silence."""
 
     def serve(session: Session) -> None:
@@ -358,6 +359,20 @@ def test_a_tensor_for_an_accelerator_that_a_session_has_not_is_refused():
         session._carrier.send(encode(Echo("x")) + b'\n[["float32",3,true]]', ())
         until(lambda: any("which this session has not" in line for line in said))
         session.close()
+
+
+def test_accelerators_that_cannot_meet_end_their_session_alone(monkeypatch):
+    """Torch may know a kind of device and have no group for it."""
+
+    def cannot(*_: object) -> None:
+        raise UserError("torch.distributed has no process group for these devices")
+
+    monkeypatch.setattr("shoal.server.sessions.opening.fit", lambda one, other: True)
+    monkeypatch.setattr("shoal.server.sessions.opening.Beside", cannot)
+    with echoing(device=CPU) as (address, said):
+        with pytest.raises(UserError, match="no process group"):
+            call(address, KEY, KINDS, 5.0, device=CPU)
+        until(lambda: any("was refused: UserError" in line for line in said))
 
 
 def test_accelerators_have_a_group_where_they_are_of_one_kind_and_not_the_same():

@@ -13,7 +13,7 @@ import torch
 from shoal.comm.hello import Stranger
 from shoal.comm.stalls import Say, to_stderr
 from shoal.elastic.records import Malformed
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, ShoalError
 from shoal.server.sessions.address import Address
 from shoal.server.sessions.opening import Meeting, answer
 from shoal.server.sessions.session import Session, SessionLost
@@ -103,7 +103,7 @@ class Listener:
         """Opens the session of a client and serves it."""
         try:
             session = answer(end, self._key, self._reads, self._seconds, name, self._meeting)
-        except (Stranger, Malformed, OSError, RuntimeError) as error:
+        except (Stranger, Malformed, ShoalError, OSError, RuntimeError) as error:
             why = "it does not know the token" if isinstance(error, Stranger) else f"{type(error).__name__}: {error}"
             if not self._closed:
                 self._say(f"shoal: {name} was refused: {why}")

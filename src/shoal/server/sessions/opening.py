@@ -29,7 +29,7 @@ from shoal.comm.sealed import Seal
 from shoal.comm.signed import derived
 from shoal.comm.tcp import keep_alive
 from shoal.elastic.records import Malformed, decode, encode, kinds
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, ShoalError
 from shoal.launch.store import serve_on
 from shoal.native import library
 from shoal.server.sessions.address import Address
@@ -126,6 +126,9 @@ def call(
     except hello.Stranger as error:
         end.close()
         raise LaunchError(f"{peer} does not know this client's token: give both the same") from error
+    except ShoalError:  # accelerators that cannot have a group
+        end.close()
+        raise
     except (OSError, RuntimeError, Malformed) as error:
         end.close()
         raise SessionLost(f"{peer} did not open a session: {error or type(error).__name__}") from error
