@@ -13,7 +13,9 @@ import torch
 from shoal.cli.compared import show_compared
 from shoal.device import CPU, hardware_name
 from shoal.errors import UserError
+from shoal.jobs.compare import measured_steps
 from shoal.planner import measure
+from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
 
@@ -69,6 +71,20 @@ def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: 
     assert terms["memory of the fullest rank: state and weights in use"]["measured"] == 10
     assert terms["time of a step"]["ratio"] == pytest.approx(1.0)
     assert any(str(run_dir) in each for each in told["said"])
+
+
+def test_a_run_whose_plans_were_tried_is_compared_under_the_one_that_stayed(run_dir: Path) -> None:
+    def changed(step: int, plan: dict[str, Any]) -> None:
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": "plan", "step": step, "plan": plan, "seconds": 0.1}) + "\n")
+
+    changed(1, {"recompute": "full"})
+    with pytest.raises(UserError, match="its plan or ranks changed"):
+        show_compared(run_dir, False, True)
+    changed(3, {})
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert measured_steps(records) == [2.5, 2.0], "neither those of other plans, nor the first of this one"
+    show_compared(run_dir, False, True)
 
 
 def test_what_is_no_run_of_this_machine(run_dir: Path, tmp_path: Path) -> None:

@@ -77,12 +77,13 @@ def compare(run_dir: Path, keep: bool = True) -> Comparison:
 
 
 def measured_steps(records: RunRecords) -> list[float]:
-    """Seconds of the steps of the run's present world that nothing else was done in: without the first of an attempt,
-    and without those with an evaluation or a checkpoint."""
+    """Seconds of the steps of the run's present world and plan that nothing else was done in: without the first of an
+    attempt or a plan, and without those with an evaluation or a checkpoint."""
     began = records.steps[0].step if records.steps else 0
     left = {began, *(each + 1 for each in records.resumed)}
     left |= {each.step for each in records.evals} | {each.step for each in records.checkpoints}
-    found = [each.seconds for each in records.steps if each.step not in left]
+    since = records.plans[-1].step + 1 if records.plans else 0
+    found = [each.seconds for each in records.steps if each.step not in left and each.step > since]
     if not found:
         raise UserError("the run has no step to compare: the first and those with an evaluation or a checkpoint do not "
                         "count. Wait until it has trained a few more")  # fmt: skip
@@ -93,11 +94,12 @@ def _settled(run_dir: Path, records: RunRecords) -> Settled:
     path = run_dir / "resolved.toml"
     if records.run is None or not path.is_file():
         raise UserError(f"{run_dir} has no record of a job: give the directory of a run of `shoal train`")
-    if records.plans or any(each.generation > 1 for each in records.memberships):
+    job, origins = load_job(path)
+    other = records.plans and records.plans[-1].plan != job.plan.to_dict()  # plans were tried, and one stayed
+    if other or any(each.generation > 1 for each in records.memberships):
         raise UserError(
             f"{run_dir}: its plan or ranks changed while it ran, so its steps are not of one plan. Compare another run"
         )
-    job, origins = load_job(path)
     if job.plan.size != records.run.world:
         raise UserError(
             f"{run_dir}: {path.name} has {job.plan.size} ranks, metrics.jsonl {records.run.world}: compare another run"
