@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -150,8 +150,10 @@ def task_of(name: str, cluster: Cluster) -> Task:
 
 def every(name: str, task: Task) -> Iterator[Estimate]:
     """All plans of the planner's space with these microbatches, with what is predicted of each."""
-    asked, kept = Search(task), MODELS[name].microbatches
-    for spread in asked.spreads():
-        for choice in asked.choices(spread):
-            if choice.microbatch in kept:
-                yield asked.simulated(asked.estimate(choice))
+    kept = MODELS[name].microbatches
+    for recompute in task.recompute:  # all blocks alike
+        asked = Search(replace(task, recompute=(recompute,)))
+        for spread in asked.spreads():
+            for choice in asked.choices(spread):
+                if choice.microbatch in kept:
+                    yield asked.simulated(asked.estimate(choice))

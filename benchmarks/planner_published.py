@@ -11,6 +11,7 @@ computed again; its teraFLOP/s are turned into tokens by its own formula (3).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -219,7 +220,7 @@ def task_of(row: Published, found: Profile, **others: Any) -> Task:
 
 def estimated(row: Published, found: Profile) -> tuple[Estimate, float]:
     """What is predicted of a row, and tokens a second of a device."""
-    asked, model = Search(task_of(row, found)), MODELS[row.model]
+    asked, model = Search(task_of(row, found, limit=math.inf)), MODELS[row.model]
     estimate = asked.simulated(asked.estimate(row.choice))
     seconds = estimate.seconds
     if row.source == TITAN and row.choice.recompute == "selective":

@@ -85,9 +85,9 @@ def rows(rounds: int, count: int) -> dict[str, dict[str, list[float]]]:
     """Rows pulled and pushed a second in each round, by carrier."""
     print("rows", flush=True)
     with ProcessGroup(contenders.idle, {}, size=2) as group:
-        found: dict[str, dict[str, list[float]]] = group.call(
-            partial(contenders.rows, count, WIDTH, AT_ONCE, rounds)
-        )[1]
+        found: dict[str, dict[str, list[float]]] = group.call(partial(contenders.rows, count, WIDTH, AT_ONCE, rounds))[
+            1
+        ]
     return found
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.cli.answer_stages import shares_said, stage_table
 from shoal.cli.memory_table import spoken
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
@@ -91,6 +92,10 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     yield ""
     yield role_table(chosen)
     yield ""
+    if (stages := stage_table(estimate)) is not None:
+        yield stages
+        yield ""
+    yield from shares_said(estimate)
     yield from totals(chosen)
     yield from (escape(each) for each in cluster.said)
     yield ""
@@ -199,6 +204,8 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
             "bytes": each.bytes,
             "on_host": each.on_host,
             "wire": dict(each.wire),
+            "recompute_by_stage": [dict(own) for own in each.again],
+            "shares": list(each.choice.shares),
         }
 
     return {

@@ -28,27 +28,21 @@ REDUCED_AT_ONCE = 0.05
 """The share of an exchange that comes after the last backward, whatever overlaps: the last chunk."""
 
 
+Pairs = tuple[tuple[str, float], ...]
+"""Seconds, or bytes, by what ranks divide."""
+
+
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one microbatch of a piece: computing and communication by what its ranks divide, in each direction;
-    `again`, `whole`: of what selective and full recompute do a second time."""
+    """Seconds of one microbatch of a piece: `forward` and `backward` of computing, and of communication by what its
+    ranks divide, in each direction. `again`: of its blocks by recompute policy, what backward computes again, and what
+    that sends."""
 
     forward: float
     backward: float
-    again: float
-    whole: float
-    sent_forward: tuple[tuple[str, float], ...]
-    sent_backward: tuple[tuple[str, float], ...]
-
-    def total(self, recompute: str) -> tuple[float, float]:
-        """Seconds of forward and backward, with what is sent."""
-        forward = self.forward + sum(seconds for _, seconds in self.sent_forward)
-        backward = self.backward + sum(seconds for _, seconds in self.sent_backward)
-        if recompute == "full":
-            backward += self.whole + sum(seconds for _, seconds in self.sent_forward)
-        elif recompute == "selective":
-            backward += self.again
-        return forward, backward
+    sent_forward: Pairs
+    sent_backward: Pairs
+    again: dict[str, tuple[float, Pairs]]
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,10 @@ class Sizes:
     boundary: float
     largest: float
     in_use: float
+
+    def frees(self, policy: str) -> float:
+        """Bytes of a row that recompute frees."""
+        return self.saved["none"] - self.saved[policy]
 
 
 def together(sizes: Sequence[tuple[Sizes, int]]) -> Sizes:
@@ -102,6 +100,22 @@ class Prices:
             counts[self._like[place]] = counts.get(self._like[place], 0) + 1
         return tuple(counts.items())
 
+    def blocks(self, places: range) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The distinct blocks among the pieces at `places`, each with the first piece that has it, and the numbers,
+        among all blocks of the model, of those that are like it."""
+        found: dict[tuple[str, ...], tuple[int, list[int]]] = {}
+        for place in places:
+            kind, number = self._blocks[place]
+            if kind:
+                found.setdefault(kind, (self._like[place], []))[1].append(number)
+        return tuple((place, tuple(numbers)) for place, numbers in found.values())
+
+    @cached_property
+    def _blocks(self) -> list[tuple[tuple[str, ...], int]]:
+        """For each piece the kind of its block, and its number; where it has none, nothing."""
+        kinds = [tuple(part.kind for part in piece if part.is_block) for piece in self.pieces]
+        return [(kind, sum(map(bool, kinds[:place]))) for place, kind in enumerate(kinds)]
+
     @cached_property
     def _like(self) -> list[int]:
         """For each piece the first one that is like it."""
@@ -122,33 +136,44 @@ class Prices:
         dtype = self.task.numbers.dtype
         return min(self._cluster.devices, key=lambda device: device.peak(dtype) * device.reaches)
 
-    def _speeds(self, stages: int) -> list[float]:
-        """How fast the devices of each rank of a pipeline are, relative to the slowest."""
-        dtype, each = self.task.numbers.dtype, self._cluster.size // stages
+    @cached_property
+    def speed_of_hosts(self) -> list[float]:
+        """How fast the devices of each host are, relative to the slowest."""
+        dtype = self.task.numbers.dtype
         slow = self.slowest.peak(dtype) * self.slowest.reaches
-        of_host = [host.device.peak(dtype) * host.device.reaches / slow for host in self._cluster.hosts]
-        count = self._cluster.per_host
+        return [host.device.peak(dtype) * host.device.reaches / slow for host in self._cluster.hosts]
+
+    def _speeds(self, stages: int) -> list[float]:
+        """How fast the slowest device of each rank of a pipeline is."""
+        each, count, of_host = self._cluster.size // stages, self._cluster.per_host, self.speed_of_hosts
         return [
             min(of_host[first // count : (first + each - 1) // count + 1]) for first in range(0, each * stages, each)
         ]
 
     def _spend(self, place: int, spread: Spread, rows: int) -> Spent:
         own, device = self.pieces[place], self.slowest
+        blocks = [part for part in own if part.is_block]
         forward = math.fsum(self._seconds(part, spread, rows, device, 1, 1, 1) for part in own)
         backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
-        again = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in own)
-        blocks = [part for part in own if part.is_block]
-        whole = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
-        sent = [(message, self.carried(message, spread, rows)) for part in own for message in part.messages]
-        sent = [(message, seconds) for message, seconds in sent if seconds]
+        some = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in blocks)
+        full = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
+        sent = self._carried(own, spread, rows)
         return Spent(
             forward,
             backward,
-            again,
-            whole,
             _summed((kind(message), seconds) for message, seconds in sent),
             _summed((kind(message), seconds * message.again) for message, seconds in sent),
+            {
+                "none": (0.0, ()),
+                "selective": (some, ()),
+                "full": (full, _summed((kind(each), seconds) for each, seconds in self._carried(blocks, spread, rows))),
+            },
         )
+
+    def _carried(self, parts: Sequence[PartProfile], spread: Spread, rows: int) -> list[tuple[Message, float]]:
+        """The messages of a forward that take time, and how much."""
+        found = [(message, self.carried(message, spread, rows)) for part in parts for message in part.messages]
+        return [(message, seconds) for message, seconds in found if seconds]
 
     def _seconds(
         self,

@@ -4,10 +4,8 @@ state, and the activations of the microbatches under way. A plan that is chosen 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-from shoal.planner.costs import Prices, Sizes, together
-from shoal.planner.pipes import under_way
+from shoal.planner.costs import Prices, Sizes
 from shoal.planner.task import Choice
 
 
@@ -48,27 +46,13 @@ def resting(prices: Prices, choice: Choice, own: Sizes, tied: float) -> tuple[di
     return dict.fromkeys(roles, 0.0), math.fsum(roles.values())
 
 
-def memory(
-    prices: Prices, choice: Choice, stages: Sequence[Sizes], microbatches: int, tied: float
-) -> tuple[dict[str, float], float]:
-    """Bytes by role of the fullest rank, on its device, and those on the host. `stages`: the sizes of each stage."""
-    ranks = choice.spread.stages
-    flying = under_way(choice.schedule, ranks, microbatches, choice.chunks) if ranks > 1 else ((1,),)
-    found = [_of_rank(prices, choice, stages, rank, flying[rank], tied) for rank in {0, min(1, ranks - 1), ranks - 1}]
-    return max(found, key=lambda each: sum(each[0].values()))
-
-
-def _of_rank(
-    prices: Prices, choice: Choice, stages: Sequence[Sizes], rank: int, flying: Sequence[int], tied: float
-) -> tuple[dict[str, float], float]:
-    spread, rows, ranks = choice.spread, choice.microbatch, choice.spread.stages
-    own, kept = stages[rank::ranks], choice.recompute
-    whole = own[0] if len(own) == 1 else together([(each, 1) for each in own])
-    roles, host = resting(prices, choice, whole, tied if ranks == 1 else 0.0)
-    saved = sum(number * each.saved[kept] for each, number in zip(own, flying, strict=True))
+def standing(prices: Prices, choice: Choice, whole: Sizes, last: bool, tied: float) -> tuple[dict[str, float], float]:
+    """Bytes by role of a rank with the stages `whole` on its device, all but activations, and those on the host.
+    `last`: it has the last stage."""
+    spread, rows = choice.spread, choice.microbatch
+    roles, host = resting(prices, choice, whole, tied if spread.stages == 1 else 0.0)
     temporaries = prices.task.profile.temporaries.on(spread)
-    roles["activations"] = rows * (saved + (whole.largest if kept != "none" else 0.0))  # one is computed again
     passes = choice.zero == 3 or choice.offload  # one piece is at work, and one on its way
     roles["weights in use"] = 2 * prices.task.numbers.weight * whole.in_use if passes else 0.0
-    roles["temporaries"] = rows * (temporaries if rank == ranks - 1 else min(temporaries, whole.largest))
+    roles["temporaries"] = rows * (temporaries if last else min(temporaries, whole.largest))
     return roles, host

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.plan import Plan
+from shoal.plan import Option, Plan
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import PINS, Spread
 from shoal.planner.profile import Profile
@@ -83,23 +83,27 @@ USABLE = 0.92
 @dataclass(frozen=True)
 class Choice:
     """A point of the search space. `shard`: ranks of `spread.copies` that share one copy of the state; `chunks`: stages
-    of a rank; `offload`: weights, masters and state at home on the host; `stages`: blocks of each stage."""
+    of a rank; `offload`: weights, masters and state at home on the host. What prices find of it: `stages`, blocks of
+    each stage; `recompute`; and `shares` of the replicas."""
 
     spread: Spread
     microbatch: int
     zero: int = 0
     shard: int | None = None
-    recompute: str = "none"
+    recompute: Option = "none"
     schedule: str = "1f1b"
     chunks: int = 1
     offload: bool = False
     stages: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
 
     def plan(self, pins: Mapping[str, Any]) -> Plan:
         """The plan as a job file has it, with what was pinned beside the search."""
         others: dict[str, Any] = {"zero": self.zero, "recompute": self.recompute}
         if self.shard not in (None, self.spread.copies):
             others["shard"] = self.shard
+        if self.shares:
+            others["shares"] = self.shares
         if self.spread.stages > 1:
             usual = {"interleaved": 2, "zbv": 2}.get(self.schedule, 1)
             named: Any = self.schedule
@@ -115,7 +119,8 @@ class Choice:
 class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
     device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide;
-    `stages`: seconds of a microbatch's forward and backward on each stage, and `message` of one between two."""
+    `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated in each way,
+    and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -123,6 +128,7 @@ class Estimate:
     on_host: float
     wire: Mapping[str, float]
     microbatches: int
+    again: tuple[Mapping[str, int], ...] = ()
     stages: tuple[tuple[float, float], ...] = ()
     message: float = 0.0
 

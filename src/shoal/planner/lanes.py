@@ -1,0 +1,219 @@
+"""The stages of a model as the search prices them: which pieces each has, what a microbatch of it takes, and what its
+blocks free and cost that are computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+from shoal.plan import option_name
+from shoal.planner.costs import POLICIES, Prices, Sizes, together
+from shoal.planner.degrees import Spread
+from shoal.planner.knapsack import Counts, Front, Kind, front
+from shoal.planner.pipes import cut, fill
+from shoal.planner.task import Choice, Task
+
+Blocks = tuple[tuple[int, tuple[int, ...]], ...]
+"""The kinds of blocks of a stage: a piece that has one, and the numbers of those in the stage among all blocks."""
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`numbers` of pieces of each stage; the distinct pieces with how many there are, the sizes, the blocks of each.
+    `alike`: the ranks of a pipeline that hold as much as each other."""
+
+    numbers: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    sizes: tuple[Sizes, ...]
+    blocks: tuple[Blocks, ...]
+    alike: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a microbatch of one stage without recompute: of computing on the slowest device, and of what is sent,
+    in each direction and by what ranks divide."""
+
+    forward: float
+    backward: float
+    sent_forward: float
+    sent_backward: float
+    sent: dict[str, float]
+
+
+def cut_for(prices: Prices, spread: Spread, stages: int) -> Cuts:
+    """Cuts the model into `stages`, such that the slowest is as fast as can be; as pinned, where that is."""
+    number, given = len(prices.pieces), prices.task.pins.get("stages")
+    if stages == 1:
+        numbers = [number]
+    elif isinstance(given, list) and len(given) == stages and all(isinstance(each, int) for each in given):
+        numbers = list(given)
+    else:
+        costs = [alone(prices, place, spread) for place in range(number)]
+        speeds = prices.speeds(spread.stages)
+        numbers = cut(costs, stages, [speeds[stage % spread.stages] for stage in range(stages)])
+    places = [range(*each) for each in pairwise([0, *accumulate(numbers)])]
+    pieces = tuple(map(prices.alike, places))
+    sizes = tuple(together([(prices.sizes(place, spread), many) for place, many in stage]) for stage in pieces)
+    ranks, alike = spread.stages, dict[object, list[int]]()
+    for rank in range(ranks):
+        alike.setdefault((pieces[rank::ranks], rank == ranks - 1), []).append(rank)
+    return Cuts(tuple(numbers), pieces, sizes, tuple(map(prices.blocks, places)), tuple(map(tuple, alike.values())))
+
+
+def alone(prices: Prices, place: int, spread: Spread, rows: int = 1) -> float:
+    """Seconds of a microbatch of a piece, there and back, with what is sent and without recompute."""
+    spent = prices.spent(place, spread, rows)
+    sent = sum(seconds for _, seconds in (*spent.sent_forward, *spent.sent_backward))
+    return spent.forward + spent.backward + sent
+
+
+class Lane:
+    """Microbatches of `rows` rows on the stages of a pipeline. `policies`: in which ways blocks may be treated."""
+
+    def __init__(self, prices: Prices, cuts: Cuts, spread: Spread, rows: int, policies: tuple[str, ...]) -> None:
+        self.cuts, self._prices, self._spread, self._rows, self.policies = cuts, prices, spread, rows, policies
+        self.ranks = spread.stages
+        self.speeds = prices.speeds(spread.stages)
+        work = cache(self._work)
+        self.works = [work(stage) for stage in cuts.pieces]
+        self.front = cache(self._front)
+
+    def _work(self, pieces: tuple[tuple[int, int], ...]) -> Work:
+        forward = backward = sent_forward = sent_backward = 0.0
+        sent: dict[str, float] = {}
+        for place, number in pieces:
+            spent = self._prices.spent(place, self._spread, self._rows)
+            forward += number * spent.forward
+            backward += number * spent.backward
+            sent_forward += number * sum(seconds for _, seconds in spent.sent_forward)
+            sent_backward += number * sum(seconds for _, seconds in spent.sent_backward)
+            for what, seconds in (*spent.sent_forward, *spent.sent_backward):
+                sent[what] = sent.get(what, 0.0) + number * seconds
+        return Work(forward, backward, sent_forward, sent_backward, sent)
+
+    def _front(self, rank: int, flying: tuple[int, ...], spared: bool) -> Front:
+        """What may be done with the blocks of a rank of which so many microbatches of each stage are under way.
+        `spared`: the last block of each stage is not computed again."""
+        kinds = []
+        for stage, number in zip(range(rank, len(self.works), self.ranks), flying, strict=True):
+            last = max((numbers[-1] for _, numbers in self.cuts.blocks[stage]), default=-1)
+            for place, numbers in self.cuts.blocks[stage]:
+                spent, size = (
+                    self._prices.spent(place, self._spread, self._rows),
+                    self._prices.sizes(place, self._spread),
+                )
+                again = [spent.again[policy] for policy in self.policies]
+                costs = [each / self.speeds[rank] + sum(seconds for _, seconds in sent) for each, sent in again]
+                frees = [number * self._rows * size.frees(policy) for policy in self.policies]
+                kinds.append(Kind(len(numbers) - (spared and numbers[-1] == last), tuple(frees), tuple(costs)))
+        return front(tuple(kinds), len(self.policies))
+
+    def split(self, rank: int, counts: Counts) -> list[Counts]:
+        """The counts of a rank's blocks, stage by stage, with all blocks that were spared among the first way."""
+        found, at = [], 0
+        for stage in range(rank, len(self.works), self.ranks):
+            own = []
+            for _, numbers in self.cuts.blocks[stage]:
+                first, *rest = counts[at]
+                own.append((first + len(numbers) - sum(counts[at]), *rest))
+                at += 1
+            found.append(tuple(own))
+        return found
+
+    def again(self, stage: int, counts: Counts) -> tuple[float, dict[str, float]]:
+        """Seconds that backward of a stage computes again, on the slowest device, and that it sends again."""
+        seconds, sends = 0.0, dict[str, float]()
+        for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True):
+            spent = self._prices.spent(place, self._spread, self._rows)
+            for policy, number in zip(self.policies, numbers, strict=True):
+                own, sent = spent.again[policy]
+                seconds += number * own
+                for what, each in sent if number else ():
+                    sends[what] = sends.get(what, 0.0) + number * each
+        return seconds, sends
+
+    def freed(self, stage: int, counts: Counts) -> float:
+        """Bytes of a row that backward of a stage does not keep."""
+        return sum(
+            number * self._prices.sizes(place, self._spread).frees(policy)
+            for (place, _), numbers in zip(self.cuts.blocks[stage], counts, strict=True)
+            for policy, number in zip(self.policies, numbers, strict=True)
+        )
+
+    def holds_a_block(self, stage: int, counts: Counts) -> bool:
+        """Whether backward has a block of a stage whole while all before it still keep what they keep: where the last
+        one is computed again."""
+        blocks = self.cuts.blocks[stage]
+        if not blocks or "none" not in self.policies:
+            return bool(blocks)
+        kind = max(range(len(blocks)), key=lambda kind: blocks[kind][1][-1])
+        return not counts[kind][self.policies.index("none")]
+
+    def none(self) -> list[Counts]:
+        """Counts of all stages where every block is treated in the first way."""
+        return self.all_by(self.policies[0])
+
+    def all_by(self, policy: str) -> list[Counts]:
+        """Counts of all stages where every block is treated so."""
+        return [
+            tuple(tuple(len(numbers) * (each == policy) for each in self.policies) for _, numbers in blocks)
+            for blocks in self.cuts.blocks
+        ]
+
+    def places(self, policy: str, counts: Sequence[Counts]) -> list[int]:
+        """The numbers, among all blocks of the model, of those that are treated so. The deepest of a stage are kept as
+        they are, since they come back first."""
+        if policy not in self.policies:
+            return []
+        order = [each for each in reversed(POLICIES) if each in self.policies]
+        before = [self.policies.index(other) for other in order[: order.index(policy)]]
+        found: list[int] = []
+        for blocks, own in zip(self.cuts.blocks, counts, strict=True):
+            for (_, numbers), each in zip(blocks, own, strict=True):
+                start = sum(each[other] for other in before)
+                found += numbers[start : start + each[self.policies.index(policy)]]
+        return sorted(found)
+
+
+GIVEN: dict[str, Any] = {"which": (), "every": 0, "full": (), "selective": ()}
+"""What `plan.recompute = {name = "blocks"}` may give, and what it is where it does not."""
+
+
+def policies_of(task: Task) -> tuple[str, ...]:
+    """The ways to treat a block that are tried, or that the plan's `recompute` has, the one that keeps most first."""
+    given = task.pins.get("recompute")
+    if given is None:
+        return tuple(policy for policy in POLICIES if policy in task.recompute)
+    name = option_name(given, "recompute")
+    return POLICIES if name == "blocks" else (name if name in POLICIES else "none",)
+
+
+def by_policy(policies: tuple[str, ...], counts: Counts) -> dict[str, int]:
+    """How many blocks of a stage are treated in each way."""
+    found = {policy: sum(each[place] for each in counts) for place, policy in enumerate(policies)}
+    return {policy: number for policy, number in found.items() if number}
+
+
+def seconds_of(
+    lane: Lane, speeds: Sequence[float], again: dict[int, tuple[float, dict[str, float]]]
+) -> list[tuple[float, float]]:
+    """Seconds of forward and backward of all stages where the ranks of the pipeline have devices of these speeds."""
+    found = []
+    for place, work in enumerate(lane.works):
+        speed, (more, sent) = speeds[place % lane.ranks], again.get(place, (0.0, {}))
+        backward = (work.backward + more) / speed + work.sent_backward + sum(sent.values())
+        found.append((work.forward / speed + work.sent_forward, backward))
+    return found
+
+
+def fill_of(choice: Choice, lane: Lane, stages: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which the ranks of a pipeline wait, by a closed form."""
+    if lane.ranks == 1:
+        return 0.0
+    slow = max(range(lane.ranks), key=lambda rank: sum(map(sum, stages[rank :: lane.ranks])))
+    forward, backward = (sum(each[way] for each in stages[slow :: lane.ranks]) for way in (0, 1))
+    return fill(choice.schedule, lane.ranks, choice.chunks, forward, backward)
