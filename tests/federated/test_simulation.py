@@ -194,8 +194,9 @@ def test_the_state_of_another_run_and_a_damaged_one_are_refused(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == [STATE]
 
 
-def test_ten_thousand_clients_take_the_memory_of_one_group():
-    """Of a model of 38,000 weights, 0.15 MB; those of all would be 1.5 GB, of the 1,000 of a round 150 MB."""
+def grown_by(fraction: float) -> tuple[int, int]:
+    """Returns how many of 10,000 clients have trained in a round, and by how many bytes the process grew in it, after a
+    round of 200 of them."""
     many = [samples()[index % len(samples())] for index in range(10_000)]
     given = recipe(model=partial(MLP, [INPUTS, 200, 180, 3]), batch=1)
     sim = Simulation(
@@ -205,12 +206,24 @@ def test_ten_thousand_clients_take_the_memory_of_one_group():
     )
     sim.round()
     before, process = psutil.Process().memory_info().rss, psutil.Process()
-    sim.schedule = replace(
-        sim.schedule, settings=replace(sim.settings, fraction=0.1)
-    )  # 1,000 clients in the next round instead of 200
+    sim.schedule = replace(sim.schedule, settings=replace(sim.settings, fraction=fraction))
     result = sim.round()
-    assert len(result.round.tasks) == 1000
-    assert process.memory_info().rss - before < 32 * 2**20
+    return len(result.round.tasks), process.memory_info().rss - before
+
+
+@pytest.mark.alone
+def test_many_clients_take_the_memory_of_one_group():
+    """Of a model of 38,000 weights, 0.15 MB; those of the 1,000 of a round would be 150 MB."""
+    trained, grown = grown_by(0.1)
+    assert trained == 1000 and grown < 32 * 2**20
+
+
+@pytest.mark.matrix
+@pytest.mark.alone
+def test_ten_thousand_clients_of_one_round_take_the_memory_of_one_group():
+    """Those of all would be 1.5 GB."""
+    trained, grown = grown_by(1.0)
+    assert trained == 10_000 and grown < 64 * 2**20
 
 
 def test_clients_without_samples_are_named():

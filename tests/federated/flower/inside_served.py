@@ -150,8 +150,8 @@ def test_a_server_that_was_killed_goes_on_with_its_clients(tmp_path, strategy):
 @pytest.mark.parametrize("late", ["drop", "partial"])
 def test_a_straggler_is_left_behind_or_cut_short_at_the_deadline(tmp_path, late):
     with Federation(tmp_path, 2, rounds=3, eval_every=0, late=late) as federation:
-        server = federation.server(deadline=6.0, patience=30.0)
-        clients = [federation.client(0), federation.client(1, slow=2.0 if late == "drop" else 0.5)]
+        server = federation.server(deadline=10.0, patience=30.0)
+        clients = [federation.client(0), federation.client(1, slow=3.0 if late == "drop" else 2.0)]
         assert server.ends() == 0 and clients[0].ends() == 0
         rounds = federation.rounds()
         if late == "drop":

@@ -27,7 +27,7 @@ from tests.federated.common import CLASSES, INPUTS, samples
 from tests.federated.test_job import JOB
 
 _fork = multiprocessing.get_context("fork")
-PATIENCE = 3.0
+PATIENCE = 6.0
 
 
 class Forked:

@@ -14,6 +14,8 @@ from flwr.supercore.run import Run  # isort: skip
 
 LOOK = 0.05
 """Seconds between two looks for replies."""
+STILL = 0.5
+"""Seconds between two looks from which on this process is thought to have stood still."""
 OVER = "over"
 """The type of the message that ends a client."""
 LEAVE_SECONDS = 5.0
@@ -23,7 +25,7 @@ class LinkGrid(Grid):
     """Sends messages to the clients of `link`. Raises Interrupted from any wait once `stopped` says so."""
 
     def __init__(self, link: SuperLink, stopped: Callable[[], bool]) -> None:
-        self._link, self._stopped = link, stopped
+        self._link, self._stopped, self._looked = link, stopped, time.monotonic()
 
     def set_run(self, run: Run) -> None:
         self._link.run = run
@@ -85,6 +87,10 @@ class LinkGrid(Grid):
             time.sleep(LOOK)
 
     def _look(self) -> None:
+        """Before each look at who is there: discounts the time since the last one, where that is long."""
+        before, self._looked = self._looked, time.monotonic()
+        if self._looked - before > STILL:
+            self._link.members.forgive(self._looked - before)
         if self._stopped():
             raise Interrupted
 

@@ -78,6 +78,13 @@ class Members(InMemoryLinkState):
                 self.nodes[node_id].online_until = now().timestamp() + self._patience
             return known
 
+    def forgive(self, seconds: float) -> None:
+        """Discounts `seconds` in which this process itself stood still, and may have heard nobody."""
+        with self.lock:
+            for node in self.nodes.values():
+                if node.online_until is not None and node.status == NodeStatus.ONLINE:
+                    node.online_until += seconds
+
     def whole(self, message_id: str) -> bool:
         """Returns whether the reply to a message has come, with all that belongs to it."""
         with self.lock, self.object_store.lock_store:
