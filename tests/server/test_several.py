@@ -274,3 +274,27 @@ def test_staleness_never_exceeds_its_bound_under_a_straggler(tmp_path):
         together(partial(work, 0, 4, 0.05), partial(work, 1, 10, 0.01))
         seen = some.running[0].statistics()
         assert max(seen.staleness) == 2 and seen.updates == seen.pushes == 14 == some.running[1].version
+
+
+@pytest.mark.parametrize("policy, used", [(Async(drop_above=0), 0.0), (Async(scale="inverse"), 0.5)])
+def test_a_gradient_that_lags_is_dropped_or_scaled_on_all_servers(tmp_path, policy, used):
+    with servers(tmp_path, policy, clip=None) as some, client(some) as worker:
+        mine, expected = model(seed=3), model()
+        optimizer = SGD(expected.parameters())
+        version = worker.pull_work(dict(mine.named_parameters()))
+        for ticket, weight in ((0, 1.0), (1, used)):
+            gradients(mine, 0, ticket)
+            about = About(1.0, ticket)
+            taken = worker.push_work({name: each.grad for name, each in mine.named_parameters()}, version, about)
+            assert taken.weight == weight
+            gradients(expected, 0, ticket)
+            optimizer.param_groups[0]["lr"] = 0.1 * weight
+            if weight:
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        push(worker, mine, 0, 2)
+        gradients(expected, 0, 2)
+        optimizer.step()
+        worker.pull_work(dict(mine.named_parameters()))
+        close_to(mine, expected)
+        assert not some.running[1]._parts[""]._held

@@ -65,16 +65,17 @@ def test_under_sync_they_are_those_of_the_batches_one_after_the_other(momentum, 
 
 @pytest.mark.parametrize("policy", [Async(), Batch(2)])
 def test_each_gradient_that_is_taken_brings_its_batches_once(policy, tmp_path):
-    """Of weights that others have changed meanwhile too, and of a server that is started again."""
+    """Of weights that others have changed meanwhile too, and of a server that was killed."""
     frozen = partial(torch.optim.SGD, lr=0.0)
     kept = partial(ParameterServer, model(), frozen, policy, token=TOKEN, directory=tmp_path)
-    with kept() as server:
-        one, two = model(), model()
-        with client(server, rank=0) as first, client(server, rank=1) as second:
-            versions = first.pull(one), second.pull(two)
-            for mine, worker, rank in ((one, first, 0), (two, second, 1)):
-                mine(batch(rank, 0)).sum().backward()
-                worker.push(mine, versions[rank])
+    one, two, server = model(), model(), kept()
+    with client(server, rank=0) as first, client(server, rank=1) as second:
+        versions = first.pull(one), second.pull(two)
+        for mine, worker, rank in ((one, first, 0), (two, second, 1)):
+            mine(batch(rank, 0)).sum().backward()
+            worker.push(mine, versions[rank])
+    server._listener.close()  # killed: it has written no checkpoint since
+    server._parts[""]._journal.close()
     with kept() as server, client(server, rank=0) as worker:
         worker.pull(one)
     expected = model()

@@ -174,6 +174,8 @@ class Follower:
             return
         self._check(order.version)
         gradients = self._of(order.pushes)
+        if any(len(each) != 3 for each in order.dropped):
+            raise NotDone("a dropped push without a rank, an incarnation and a number")
         assert self._journal is not None
         self._journal.append({"apply": asdict(order), "row": self._rows.get(order.version)})
         try:

@@ -28,6 +28,9 @@ from shoal.server.sessions import Address, key_of_token
 from shoal.server.sharing import KEPT
 from shoal.server.weights import Weights
 
+_MOST_DROPPED = 256
+"""Dropped pushes that an order names; a record has room for about a thousand."""
+
 
 class Followers:
     """The ways to the followers at `addresses`, over which `begin` goes first. `rank`: this server's among their
@@ -94,8 +97,8 @@ class Spread(Weights):
         version, pushes = self.engine.step_index + 1, [_name(each) for each in update.gradients]
         self.mean(update)
         factor = self.clipped(self._squares_of_all(version, pushes)) if self.clips else torch.tensor(1.0)
-        self._followers.each(Apply(version, pushes, self._dropped, update.weight, float(factor)))
-        self._dropped = []
+        dropped, self._dropped = self._dropped[:_MOST_DROPPED], self._dropped[_MOST_DROPPED:]
+        self._followers.each(Apply(version, pushes, dropped, update.weight, float(factor)))
         self.apply(update, factor)
 
     def dropped(self, push: Gradient) -> None:
