@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 
 from shoal.planner.cluster import Device
 from shoal.planner.degrees import Spread
@@ -114,7 +115,7 @@ class Prices:
     def _blocks(self) -> list[tuple[tuple[str, ...], int]]:
         """For each piece the kind of its block, and its number; where it has none, nothing."""
         kinds = [tuple(part.kind for part in piece if part.is_block) for piece in self.pieces]
-        return [(kind, sum(map(bool, kinds[:place]))) for place, kind in enumerate(kinds)]
+        return list(zip(kinds, accumulate(map(bool, kinds[:-1]), initial=0), strict=True))
 
     @cached_property
     def _like(self) -> list[int]:

@@ -238,6 +238,8 @@ class Estimates:
         """The plan's `recompute`."""
         if (given := self.task.pins.get("recompute")) is not None:
             return given if isinstance(given, str) else dict(given)
+        if len(self.policies) == 1 or not self._recomputes(counts):
+            return self.policies[0]
         places = {policy: lane.places(policy, counts) for policy in ("full", "selective")}
         number = sum(len(numbers) for blocks in lane.cuts.blocks for _, numbers in blocks)
         if not any(places.values()):
