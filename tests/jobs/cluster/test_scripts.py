@@ -72,7 +72,7 @@ def test_a_signal_that_comes_while_the_command_starts_is_kept_for_it(
     request_of, commands: Put, tmp_path, values: dict[str, str]
 ) -> None:
     commands("timeout", 'echo begins; sleep 0.3; shift 2; exec "$@"')
-    commands("shoal", "sleep 60 & echo $! > left; wait; echo trained")
+    commands("shoal", "exec sleep 60")
     path = tmp_path / "script.sh"
     path.write_text(local_script(request_of(nodes=1, setup="[]", **values)))
     process = subprocess.Popen(["bash", str(path)], stdout=subprocess.PIPE, text=True)
