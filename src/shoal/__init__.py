@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.optim import lr
     from shoal.optim.groups import decay_matrices_only
     from shoal.plan import Plan
+    from shoal.planner.auto import auto_plan
     from shoal.server import Async, Batch, BoundedStaleness, ParameterServer, Sync, Table, connect
     from shoal.server.remote import DistributedOptimizer, Owner, context, remote
     from shoal.training.evaluation import Evaluation
@@ -47,6 +48,7 @@ _HOME = {
     "UserError": "shoal.errors",
     "as_ddp_hook": "shoal.exchange",
     "as_fsdp2": "shoal.exchange",
+    "auto_plan": "shoal.planner.auto",
     "connect": "shoal.server",
     "context": "shoal.server.remote",
     "decay_matrices_only": "shoal.optim.groups",
@@ -77,6 +79,7 @@ __all__ = [
     "__version__",
     "as_ddp_hook",
     "as_fsdp2",
+    "auto_plan",
     "connect",
     "context",
     "decay_matrices_only",

@@ -91,7 +91,8 @@ def replay(
     for _ in range(min(microbatches, 2)):  # a third is as the second
         for event in recording.events:
             if event[0] == "use":
-                places = frozenset(place_of[name] for name in event[1] if chunks[place_of[name]].passes)
+                own = (place_of[name] for name in event[1] if name in place_of)  # others are of other stages
+                places = frozenset(place for place in own if chunks[place].passes)
                 if places != now:
                     now, used = places, used | places
                     weights = sum(chunks[place].nbytes for place in places)

@@ -1,0 +1,136 @@
+"""`shoal.auto_plan`: the fastest plan for a model that is no job file's, on the ranks that there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm import World, link_of
+from shoal.errors import UserError
+from shoal.launch import join
+from shoal.module.batchnorm import has_batch_statistics
+from shoal.optim.groups import GroupRule, OptimizerFactory
+from shoal.plan import Plan
+from shoal.planner.ask import legal_degrees, numbers_of
+from shoal.planner.cluster import Cluster
+from shoal.planner.degrees import Spread, ways
+from shoal.planner.dry_run import dry_run
+from shoal.planner.measure import here
+from shoal.planner.predict import Machine, predict
+from shoal.planner.prepare import Subject
+from shoal.planner.profile import profile
+from shoal.planner.search import search
+from shoal.planner.task import Estimate, Task, spoken
+from shoal.precision import precision as precision_named
+from shoal.training.loss import Loss
+
+
+def auto_plan(
+    model: Callable[[], nn.Module],
+    loss: Loss,
+    optimizer: OptimizerFactory,
+    sample: Mapping[str, Tensor],
+    *,
+    global_batch: int,
+    microbatch: int | None = None,
+    precision: str | Mapping[str, Any] = "fp32",
+    pins: Mapping[str, Any] | None = None,
+    param_groups: GroupRule | None = None,
+    world: World | None = None,
+    cluster: Cluster | None = None,
+) -> tuple[Plan, int]:
+    """Returns the fastest plan for `Engine`, and its microbatch. A collective call: rank 0 asks, and tells the others.
+
+    model: a factory, as for Engine; it may be any module, of transformers, timm or one's own.
+    sample: one row of the data, as the dataset gives it.
+    microbatch: rows of a forward, if they are given; they must be for a model with statistics over a batch.
+    pins: fields of the plan that are given, e.g. {"tp": 2}.
+    cluster: by default this machine, measured, with the link of the ranks.
+
+    Raises UserError, on all ranks alike, for a model that cannot be run without computing it, and where nothing is
+    legal or fits; it says what is missing.
+    """
+    world = world or join()
+    numbers = precision_named(precision)
+    if cluster is None:
+        link = link_of(world.everyone, world.device) if world.size > 1 else None
+        cluster = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, link)
+    found: Any = None
+    if world.rank == 0:
+        try:
+            values, whole = _settings(model)
+            if whole and microbatch is None:
+                raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "
+                                "give microbatch")  # fmt: skip
+            subject = Subject(model, loss, sample, 1, numbers, Plan(), param_groups)
+            traced = profile(subject, ways(pins or {}) if cluster.size > 1 else ())
+            length = max((each.shape[0] for each in sample.values() if each.dim() == 1), default=None)
+            legal = legal_degrees(values, traced, length, cluster.per_host)
+            asked = Task(
+                traced, cluster, global_batch, numbers_of(numbers, optimizer), microbatch, None, pins or {}, legal
+            )
+            plan, rows = _confirmed(asked, subject, optimizer)
+            found = [plan.to_dict(), rows]
+        except UserError as error:  # all ranks are to raise it
+            found = str(error)
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+    found = world.everyone.broadcast_object(found)
+    if isinstance(found, str):
+        raise UserError(f"auto_plan: {found}")
+    return Plan.from_dict(found[0]), found[1]
+
+
+def _settings(model: Callable[[], nn.Module]) -> tuple[dict[str, Any], bool]:
+    """What the model's own configuration says of it, where it has one, and whether it has statistics over a batch."""
+    try:
+        with torch.device("meta"):
+            made = model()
+    except (NotImplementedError, RuntimeError, ValueError, TypeError):  # it needs values; the trace says more
+        return {}, False
+    config: Any = getattr(made, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    return values, has_batch_statistics(made)
+
+
+def _confirmed(task: Task, subject: Subject, optimizer: OptimizerFactory) -> tuple[Plan, int]:
+    """The fastest candidate whose ranks can be run dry and fit."""
+    refused = []
+    for estimate in search(task).best:
+        plan, rows = estimate.choice.plan(task.pins), estimate.choice.microbatch
+        why = _why_not(task, subject, optimizer, plan, estimate)
+        if not why:
+            return plan, rows
+        refused.append(f"{spoken(plan.to_dict())}: {why}")
+    raise UserError(f"no plan that was tried holds in a dry run: {'; '.join(refused[:3])}")
+
+
+def _why_not(task: Task, subject: Subject, optimizer: OptimizerFactory, plan: Plan, estimate: Estimate) -> str:
+    """Why a plan does not go, by dry runs of its first, second and last ranks along the pipeline; "" if it does."""
+    cluster, last = task.cluster, Spread.of(plan).stages - 1
+    on_host = cluster.hosts[0].device.on_host
+    ranks = min(cluster.per_host, plan.size)
+    machine = Machine(min(host.memory for host in cluster.hosts), None if on_host else cluster.memory, ranks)
+    for place in sorted({0, min(1, last), last}):
+        own = Subject(
+            subject.factory,
+            subject.loss,
+            subject.sample,
+            estimate.choice.microbatch,
+            subject.precision,
+            plan,
+            subject.param_groups,
+            rank=place * plan.stage_size,
+        )
+        try:
+            needed = predict(dry_run(own), optimizer, plan, subject.precision, machine, estimate.microbatches)
+        except UserError as error:
+            return str(error)
+        if (nbytes := needed.need.total("device")) > task.most:
+            return f"a dry run counts {nbytes / 2**30:,.1f} GiB"
+    return ""
