@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.cli.answer import answer_for, money
 from shoal.errors import UserError
@@ -16,10 +17,14 @@ from shoal.jobs.answer import profile_of
 from shoal.jobs.automatic import asked, is_small, keeps_microbatch
 from shoal.jobs.choose import Settled, opened
 from shoal.jobs.read import parse_job
+from shoal.models import build
 from shoal.pipeline import schedule_of
 from shoal.plan import Plan
+from shoal.planner import Subject
 from shoal.planner.cluster import Cluster, Device, Host, Link
 from shoal.planner.degrees import Spread
+from shoal.planner.profile import profile
+from shoal.precision import precision
 
 GIB = 2**30
 MODEL = {"name": "gpt", "layers": 8, "d_model": 32, "heads": 4, "vocab_size": 257}
@@ -69,6 +74,16 @@ def test_a_trace_counts_the_products_of_all_blocks(settled: Callable[..., Settle
         weights, moved = 12 * 32**2, 16 * 32 * (1 + 3 + 3 + 1 + 1 + 1 + 1 + 4 + 4 + 1)
         assert part.operands.value == pytest.approx(4 * (weights + moved), rel=0.05)  # and biases, log-sum-exps
     assert found.parameters == sum(each.numel() for each in own.model.factory().parameters())
+
+
+def test_products_of_experts_are_counted(settled: Callable[..., Settled]) -> None:
+    config = {"model_type": "mixtral", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = build({"name": "hf", "config": config, "num_hidden_layers": 2})
+    row = {key: torch.zeros(16, dtype=torch.int64) for key in ("input_ids", "labels")}
+    found = profile(Subject(model.factory, model.loss, row, 1, precision("fp32")), ())
+    block = next(part for part in found.parts if part.is_block)
+    assert block.products.value == 2 * 16 * (4 * 32**2 + 4 * 32 + 2 * 3 * 32 * 48)  # attention, router, two experts
 
 
 def test_a_small_job_without_a_plan_is_not_searched(settled: Callable[..., Settled]) -> None:

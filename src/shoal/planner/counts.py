@@ -20,6 +20,7 @@ ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention,
 }
 """Fused attention."""
+_GROUPED = _aten._grouped_mm
 _FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "alias", "split"}
 _FREE |= {"unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "lift_fresh", "empty", "empty_like", "new_empty"}
 """Operations that compute nothing."""
@@ -45,16 +46,17 @@ class Counts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return args[0].device
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet.__name__ in _FREE:
             return out
         self.calls += 1
         if packet in ATTENTION:
-            causal = _argument(func, args, kwargs or {}, "is_causal")
+            causal = _argument(func, args, kwargs, "is_causal")
             self.attention += sdpa_flop_count(*(each.shape for each in args[:3])) / (2 if causal else 1)
-        elif packet in flop_registry:
-            work = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet in flop_registry or packet is _GROUPED:
+            work = _grouped(*args[:2]) if packet is _GROUPED else flop_registry[packet](*args, **kwargs, out_val=out)
             self.products += work
             self.last = work + (0.0 if self.kept() else self.last)
         else:
@@ -69,6 +71,13 @@ class Counts(TorchDispatchMode):
         """Whether backward has kept something since it was last asked."""
         new, self._read = self.log[self._read :], len(self.log)
         return any(what == "saved" for what, _ in new)
+
+
+def _grouped(one: Tensor, other: Tensor) -> float:
+    """Operations of a product by groups: each row of `one` with the matrix of its group, of each pair of matrices, or
+    rows of both that are of one group summed over. Torch has no formula for it."""
+    groups = one.shape[0] if one.dim() == 3 and other.dim() == 2 else 1
+    return 2.0 * one.numel() * other.shape[-1] / groups
 
 
 def _nbytes(values: Any) -> int:
