@@ -30,7 +30,7 @@ PINS: dict[str, tuple[str, dict[str, str]]] = {
     "up": ("gpt", {"blocks.*.mlp.up": "whole"}),
     "attention": ("gpt", {"blocks.0.attention": "whole", "**.up": "column"}),
     "words": ("gpt", {"token_embedding": "whole"}),
-    "head": ("gpt", {"head": "whole", "token_embedding": "vocabulary"}),
+    "head": ("gpt", {"head": "whole"}),
     "tied": ("tied", {"head": "whole"}),
     "dropout": ("gpt-rotary-dropout", {"**.qkv": "whole"}),
     "a layer": ("llama", {"model.layers.0": "whole", "model.layers.1.mlp.down_proj": "row"}),
@@ -39,6 +39,7 @@ PINS: dict[str, tuple[str, dict[str, str]]] = {
     "conv1d": ("gpt2", {"**.c_fc": "whole", "**.attn.c_proj": "row"}),
     "bert": ("bert", {"**.qkv": "whole"}),
     "experts": ("mixtral", {"**.experts": "whole"}),
+    "all": ("gpt", {"blocks.*": "whole", "token_embedding": "whole", "head": "whole"}),
 }
 ROWS = [(pin, plan) for pin in PINS for plan in PLANS if (pin, plan) != ("experts", "cp2-tp2")]
 COVERING = {("attention", "dp2-tp2-zero3"), ("a layer", "tp2")}
@@ -102,6 +103,12 @@ def test_what_cannot_be_is_refused_with_what_it_may_be(case, placements, said):
     with pytest.raises(UserError) as error:
         simulate_world(2, layers_of, case, placements)
     assert said in str(error.value)
+
+
+def test_experts_that_ranks_share_are_not_whole_along_tp():
+    plan = {"dp": 2, "ep": 2, "tp": 2, "placements": {"**.experts": "whole"}}
+    with pytest.raises(UserError, match="experts that ranks along ep share are cut along tp too"):
+        simulate_world(4, trained_case, "mixtral", "fp32", 1, plan, "", False)
 
 
 GRAPH = {

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal.cli.answer_stages import shares_said, stage_table
+from shoal.cli.layer_table import layer_lines
 from shoal.cli.memory_table import spoken
 from shoal.errors import UserError
 from shoal.jobs.answer import Chosen
@@ -99,6 +100,9 @@ def lines(chosen: Chosen, told: Explanation) -> Iterator[str | Table]:
     yield from totals(chosen)
     yield from (escape(each) for each in cluster.said)
     yield ""
+    if chosen.layers is not None:
+        yield from layer_lines(chosen.layers, dict(chosen.plan.placements or {}))
+        yield ""
     yield other_table(chosen)
     yield ""
     yield from reasons(chosen, told)
@@ -156,13 +160,19 @@ def other_table(chosen: Chosen) -> Table:
     for heading in ("", "plan", "microbatch", "s", "why not"):
         table.add_column(heading, no_wrap=heading != "why not")
     for place, each in enumerate(chosen.others[:5], 1):
-        plan = spoken(each.choice.plan(chosen.task.pins).to_dict()) or "one rank"
+        plan = _other(chosen, each)
         why = why_not(chosen.estimate, each)
         table.add_row(str(place), escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", why)
     for each, why in chosen.passed[:5]:
-        plan = spoken(each.choice.plan(chosen.task.pins).to_dict()) or "one rank"
+        plan = _other(chosen, each)
         table.add_row("-", escape(plan), str(each.choice.microbatch), f"{each.seconds:.4g}", escape(why))
     return table
+
+
+def _other(chosen: Chosen, other: Estimate) -> str:
+    """The plan of another candidate in one line, without the placements, which it has alike."""
+    plan = other.choice.plan(chosen.task.pins).to_dict()
+    return spoken({key: value for key, value in plan.items() if key != "placements"}) or "one rank"
 
 
 def reasons(chosen: Chosen, told: Explanation) -> Iterator[str]:
@@ -229,6 +239,7 @@ def to_dict(chosen: Chosen, told: Explanation) -> dict[str, Any]:
         "others": [{**one(each), "why_not": why_not(chosen.estimate, each)} for each in chosen.others],
         "refused": [{**one(each), "why": why} for each, why in chosen.passed],
         "explanation": asdict(told),
+        "layers": None if chosen.layers is None else asdict(chosen.layers),
         "not_cut": {what: why for what, why in task.profile.refused.items() if why},
         "priced": chosen.found.priced,
     }

@@ -16,6 +16,7 @@ from shoal.chunks.search import Candidate
 from shoal.cli.mesh_table import mesh_table, who_holds_what
 from shoal.jobs.forecast import needed
 from shoal.jobs.plan import Answer, plan_memory
+from shoal.jobs.write import toml_key
 from shoal.plan import nbytes
 from shoal.planner import TIERS, Prediction, Row, changes
 from shoal.report import units
@@ -140,7 +141,7 @@ def fits(prediction: Prediction) -> Iterator[str]:
 
 def spoken(values: Mapping[str, Any]) -> str:
     """Writes values as a job file does: zero = 2, recompute = "full"."""
-    return ", ".join(f"{key} = {_toml(value)}" for key, value in values.items())
+    return ", ".join(f"{toml_key(key)} = {_toml(value)}" for key, value in values.items())
 
 
 def _toml(value: Any) -> str:

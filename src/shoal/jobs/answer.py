@@ -3,6 +3,7 @@ the ranks that matter says of its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread, chosen_fields, ways
 from shoal.planner.depth import REPEATED
+from shoal.planner.layers import Layers
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search
 from shoal.planner.task import Estimate, Found, Task, spoken
@@ -35,6 +37,7 @@ class Chosen:
     - `predictions`: memory of its first, second and last ranks along a pipeline, by dry run
     - `others`: estimates of the next best, and `passed`: candidates that a dry run refused, each with the reason
     - `found`: all of the search
+    - `layers`: what cutting each layer along tp saves, where the plan has tp
     """
 
     settled: Settled
@@ -44,6 +47,7 @@ class Chosen:
     others: tuple[Estimate, ...]
     passed: tuple[tuple[Estimate, str], ...]
     found: Found
+    layers: Layers | None = None
 
     @property
     def plan(self) -> Plan:
@@ -70,28 +74,41 @@ class Chosen:
         return max(each.need.total("device") for each in self.predictions)
 
 
-def subject_of(settled: Settled, table: dict[str, Any] | None = None) -> Subject:
+def subject_of(
+    settled: Settled, table: dict[str, Any] | None = None, placements: Mapping[str, str] | None = None
+) -> Subject:
     """The model of a job, or of another `[model]` table with its data, for traces."""
     job, model = settled.job, settled.model if table is None else build(table)
     with in_section("train"):
         numbers = precision(job.train.precision)
     sample = settled.model.prepare_data(settled.data.train)[0]
     groups = decay_matrices_only(job.train.weight_decay)
-    return Subject(model.factory, model.loss, sample, 1, numbers, Plan(), groups)
+    return Subject(model.factory, model.loss, sample, 1, numbers, Plan(placements=placements), groups)
 
 
-def profile_of(settled: Settled, ways: tuple[str, ...]) -> Profile:
+def profile_of(settled: Settled, ways: tuple[str, ...], placements: Mapping[str, str] | None = None) -> Profile:
     """Traces the model of a job; of one with many equal blocks a shallow one, where that proves to say all."""
+    own = shallow_of(settled, placements)
+    if own is not None:
+        try:
+            return deepened(profile(own[0], ways), own[1], REPEATED)
+        except UserError:
+            pass  # it cannot be as shallow: it is traced whole
+    return profile(subject_of(settled, placements=placements), ways)
+
+
+def shallow_of(settled: Settled, placements: Mapping[str, str] | None = None) -> tuple[Subject, int] | None:
+    """A model of few blocks that says all of a job's, and how many blocks that has; None where there is none."""
     table, values = dict(settled.job.model), settled.model.values
     own = family(table, values)
     if own is not None and own.depth is not None and values[own.depth] > SHALLOW + 1:
         try:
-            shallow = subject_of(settled, {**table, own.depth: SHALLOW})
+            shallow = subject_of(settled, {**table, own.depth: SHALLOW}, placements)
             if alike_blocks(shallow.factory, settled.model.factory, shallow.precision) is not None:
-                return deepened(profile(shallow, ways), values[own.depth], REPEATED)
+                return shallow, values[own.depth]
         except UserError:
-            pass  # the model cannot be as shallow: it is traced whole
-    return profile(subject_of(settled), ways)
+            pass  # the model cannot be as shallow
+    return None
 
 
 def task_of(
@@ -100,7 +117,7 @@ def task_of(
     """What is asked for a job on `cluster`. `whole`: all rows of a rank are one microbatch, unless the job says
     otherwise. Raises UserError for a model that cannot be run."""
     job, devices = settled.job, cluster.size
-    traced = profile_of(settled, ways(pins) if devices > 1 else ())
+    traced = profile_of(settled, ways(pins) if devices > 1 else (), pins.get("placements"))
     with in_section("train"):
         numbers = precision(job.train.precision)
     optimizer = optimizer_named(job.train.optimizer, job.train.lr)

@@ -9,6 +9,7 @@ from pathlib import Path
 from shoal.jobs.answer import Chosen, confirmed, task_of
 from shoal.jobs.automatic import cluster_of_ranks, keeps_microbatch, pinned
 from shoal.jobs.choose import Settled, Sizes, opened
+from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.plan import Plan
@@ -39,7 +40,7 @@ def ask(path: Path, assignments: Sequence[str], asked: Asked) -> Chosen:
     if asked.budget is not None:
         steps = settled.total or 1
         task = within_budget(task, asked.budget, lambda estimate: steps * estimate.seconds)
-    return confirmed(settled, task)
+    return placed(settled, task, confirmed(settled, task))
 
 
 def named(text: str, settled: Settled, ranks: int) -> Cluster:

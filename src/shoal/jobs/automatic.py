@@ -24,6 +24,7 @@ from shoal.jobs.answer import Chosen, confirmed, dry, task_of, under
 from shoal.jobs.choose import Settled, Sizes
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.optimizers import optimizer_named
+from shoal.jobs.placed import placed
 from shoal.jobs.trials import Trials, key_of, of_candidates, read
 from shoal.module.batchnorm import has_batch_statistics
 from shoal.plan import Plan
@@ -115,7 +116,7 @@ def _trials(settled: Settled, chosen: Chosen, world: World) -> Trials:
 def asked(settled: Settled, cluster: Cluster) -> Chosen:
     """Asks the planner for the job on `cluster`."""
     task = task_of(settled, cluster, pinned(settled.job, settled.origins), keeps_microbatch(settled))
-    return confirmed(settled, task)
+    return placed(settled, task, confirmed(settled, task))
 
 
 def memory_of_a_rank(world: World) -> int:

@@ -24,7 +24,7 @@ def to_toml(job: Job, origins: Origins) -> str:
             continue
         lines.append(f"[{section}]")
         for key, value in table.items():
-            lines.append(f"{_key(key)} = {toml_value(value)}  # {origins.get(f'{section}.{key}', 'default')}")
+            lines.append(f"{toml_key(key)} = {toml_value(value)}  # {origins.get(f'{section}.{key}', 'default')}")
         lines.append("")
     return "\n".join(lines)
 
@@ -53,7 +53,8 @@ def origin_table(job: Job, origins: Origins) -> RenderableType:
     return Group(table, Text(f"defaults: {', '.join(defaults)}", "bright_black"))
 
 
-def _key(key: str) -> str:
+def toml_key(key: str) -> str:
+    """Returns a key as TOML writes it."""
     bare = key and all(c.isascii() and (c.isalnum() or c in "-_") for c in key)
     return key if bare else _text(key)
 
@@ -72,7 +73,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     return _text(str(value))

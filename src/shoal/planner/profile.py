@@ -86,8 +86,8 @@ QUANTITIES = ("products", "attention", "touched", "calls", "saved", "results", "
 
 
 def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts")) -> Profile:
-    """Traces the model of `subject`, whose own plan does not matter, with one row; `ways`: how it may be divided.
-    Raises UserError for a model that cannot be run."""
+    """Traces the model of `subject`, of whose own plan the placements matter alone, with one row; `ways`: how it may be
+    divided. Raises UserError for a model that cannot be run."""
     base = replace(subject, microbatch=1, rank=0)
     alone = trace(replace(base, plan=type(subject.plan)()))
     halves: dict[str, Trace] = {}
@@ -97,6 +97,8 @@ def profile(subject: Subject, ways: Kinds = ("parts", "tokens", "ring", "experts
             refused[what] = "not asked for"
             continue
         try:
+            if what == "parts":
+                plan = replace(plan, placements=subject.plan.placements)
             halves[what] = trace(replace(base, plan=plan))
             if [each.name for each in halves[what].parts] != [each.name for each in alone.parts]:
                 raise UserError("its parts are others then")

@@ -36,20 +36,21 @@ class CutLayers:
     layers: tuple[CutLayer, ...] = ()
 
     def __str__(self) -> str:
-        alike = Counter(
-            (_alike(each.name) or "(model)", each.kind, *map(_shape, (each.whole, each.own))) for each in self.layers
+        rows_alike = Counter(
+            (alike(each.name) or "(model)", each.kind, *map(_shape, (each.whole, each.own))) for each in self.layers
         )
         rows = [
             (*row, f"{number} layers" if number > 1 else "")
-            for row, number in [(("layer", "kind", "whole", "on a rank"), 1), *alike.items()]
+            for row, number in [(("layer", "kind", "whole", "on a rank"), 1), *rows_alike.items()]
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join(f"{text:{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        reasons = {(_alike(each.name), _alike(each.why)): None for each in self.layers if each.why}
+        reasons = {(alike(each.name), alike(each.why)): None for each in self.layers if each.why}
         return "\n".join([*lines, *(f"{name} stays whole: {why}" for name, why in reasons)])
 
 
-def _alike(name: str) -> str:
+def alike(name: str) -> str:
+    """Returns a pattern of names that differ from `name` by its numbers alone."""
     return re.sub(r"(?<=\.)\d+\b", "*", name)
 
 

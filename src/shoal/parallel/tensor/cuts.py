@@ -25,6 +25,12 @@ class Cuts:
     found: Found | None = None
     experts: Rules = field(default_factory=dict)
 
+    def kinds(self, module: nn.Module) -> dict[str, str]:
+        """Returns the kind of each module of the whole model that is cut, by its name."""
+        by_rules = {name: kind_of(name, self.rules) for name, _ in module.named_modules()}
+        found = {} if self.found is None else dict(self.found.kinds)
+        return {name: kind for name, kind in (by_rules | found).items() if kind != "whole"}
+
 
 def cuts_of(
     module: nn.Module,

@@ -143,6 +143,11 @@ def _without(names: Sequence[str], kinds: Mapping[str, str], left: Sequence[str]
     return found
 
 
+def together(module: nn.Module, cuts: Rules) -> list[list[str]]:
+    """Returns the layers that are cut together, by `cuts`: the kinds of single layers by their names."""
+    return _groups(module, cuts, [name for name, kind in cuts.items() if kind in CUT_AS])
+
+
 def _groups(module: nn.Module, kinds: Mapping[str, str], layers: Sequence[str]) -> list[list[str]]:
     """Returns the layers that are cut together: those that share a dim, or a parameter, which is cut; where the graph
     does not show a layer, those of one module."""

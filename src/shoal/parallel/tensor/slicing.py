@@ -228,10 +228,10 @@ class _Slicing:
 
     def _experts(self, name: str, module: nn.Module, inside: bool = True) -> None:
         """Gives this rank some of the experts (ep), a part of each (tp, if they are cut `inside`), or both."""
-        if not inside and self._region.sequence:
+        if not inside and self._spread is not None and self._region.size > 1:
             raise UserError(
-                f"{name}: experts that are whole along tp see the tokens of one rank, where layers are sequence "
-                "parallel"
+                f"{name}: experts that ranks along ep share are cut along tp too, and these stay whole: the norm of "
+                'gradients would count them more than once. Take plan.ep = 1, or let the rule of experts be "experts"'
             )
         shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
         layouts = {key: Layout.cut(shape, 0, [(0, shape[0])]) for key, shape in shapes.items()}
