@@ -161,9 +161,11 @@ def one_set(
         "slower": factor,
         "refused": {spoken(chosen[place].choice.plan({}).to_dict()): why for place, why in taken["refused"].items()},
         "judged": {
-            key + budget: judged([row for row in rows if row["mib"] <= share * largest], key)
+            key + budget: judged(within, key)
             for budget, share in BUDGETS.items()
+            for within in [[row for row in rows if row["mib"] <= share * largest]]
             for key in ("predicted_ms", "learnt_ms")
+            if within
         },
         "rows": rows,
     }
@@ -202,7 +204,9 @@ def figures(sets: Sequence[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for each in sets:
         for budget in BUDGETS:
-            key, of = f"{each['model']} {each['link']}{budget}", each["judged"][f"learnt_ms{budget}"]
+            key, of = f"{each['model']} {each['link']}{budget}", each["judged"].get(f"learnt_ms{budget}")
+            if of is None:  # no plan that ran fits that
+                continue
             found[f"{key} spearman"], found[f"{key} regret"] = of["spearman"], 1 + of["regret"]
             found[f"{key} error"] = abs(of["error"])
     return found
