@@ -221,7 +221,6 @@ def test_an_evaluator_beside_two_ranks_evaluates_every_checkpoint(shoal, job_fil
     "arguments, tf_config, message",
     [
         (("--roles", "worker=2", "--nproc", 2), "", "--nproc and --roles both say how many ranks to start"),
-        (("--roles", "worker=2,ps=2"), "", "Give ps=1"),
         (("--roles", "worker=2,ps=1", "--set", "plan.tp=2"), "", "plan.tp = 2 with a parameter server"),
         (("--roles", "worker=2,ps=1", "--nodes", "2"), "", "--nodes and --roles both say"),
         (

@@ -47,7 +47,7 @@ def apps(given, crowd, mods=None):
     return app
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", {"name": "fedprox", "mu": 0.5}])
+@pytest.mark.parametrize("strategy", ["fedavg", pytest.param({"name": "fedprox", "mu": 0.5}, marks=pytest.mark.matrix)])
 def test_engines_as_clients_come_to_the_weights_of_the_core(strategy):
     settings, given = Federated(clients=CLIENTS, strategy=strategy, local_epochs=1.0), recipe()
     ours, theirs = (FlowerSimulation(given, clients(CLIENTS), settings) for _ in range(2))
@@ -72,6 +72,7 @@ def test_an_engine_measures_the_weights_that_it_is_sent():
         assert found["num-examples"] == clients(CLIENTS).held_out.counts[k]
 
 
+@pytest.mark.matrix
 def test_engines_as_clients_under_secure_aggregation():
     settings, given = Federated(clients=CLIENTS, local_epochs=1.0), recipe()
     sim = FlowerSimulation(given, clients(CLIENTS), settings)
