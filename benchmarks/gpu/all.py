@@ -63,7 +63,7 @@ JOBS = (
     Job("pipeline", 60, CHECKS, CHECKS),
     Job("offload", 40, CHECKS, CHECKS),
     Job("train", 60, CHECKS, (*CHECKS, "--no-compile")),
-    Job("server", 60, CHECKS, CHECKS),
+    Job("server", 45, CHECKS, CHECKS),
     Job("races", 120, ("--seeds", "2", "--steps", "4"), ("--seeds", "1", "--steps", "1")),
     Job("engine", 60, CHECKS, CHECKS, sanitized=True),
     Job("train", 120, (*TIMES, "--preset", "124m", "--rounds", "3"), (*LITTLE, "--tokens", "128", "--no-compile")),
