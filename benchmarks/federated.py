@@ -12,6 +12,8 @@ each in a process of one thread, several times over; a figure is the mean of a t
 - `core`: `shoal.federated`
 - `flower`: Flower's FedAvg over Shoal's grid in the process and Shoal's clients
 - `flower-ray`: Flower's FedAvg over Flower's own simulation with Ray; each client runs the numpy loop's steps
+- `flower-idle`, `ray-idle`: Flower's FedAvg over Shoal's grid and over Ray, with one and the same client that sends
+  back the weights that it was given: what a round costs without any training
 
 Writes results/federated.json.
 """
@@ -35,13 +37,16 @@ import numpy as np
 
 STEPS, BATCH, RATE, WARM = 10, 16, 0.1, 2
 CLIENTS = (10, 100, 1000)
-NAMES = ("numpy", "core", "flower", "flower-ray")
+NAMES = ("numpy", "core", "flower", "flower-ray", "flower-idle", "ray-idle")
 ROUNDS = {
     "numpy": {10: 100, 100: 20, 1000: 4},
     "core": {10: 100, 100: 20, 1000: 4},
     "flower": {10: 100, 100: 20, 1000: 4},
     "flower-ray": {10: 10, 100: 3, 1000: 1},
+    "flower-idle": {10: 100, 100: 20, 1000: 4},
+    "ray-idle": {10: 10, 100: 3, 1000: 1},
 }
+BESIDE_RAY = (("core", "flower-ray"), ("flower", "flower-ray"), ("flower-idle", "ray-idle"))
 Weights = list[np.ndarray]
 
 
@@ -151,40 +156,65 @@ def _of_strategy(strategy: Any, grid: Any, arrays: Any, rounds: int) -> list[flo
     return [after - before for before, after in pairwise(times)]
 
 
-def ray_seconds(clients: int, rounds: int) -> list[float]:
-    """Flower's own simulation: seconds of each round."""
-    from shoal.federated.flower import private
-
-    private.quieten()
+def client_app(clients: int, idle: bool) -> Any:
+    """Clients of Flower, written for it: each makes the numpy loop's steps, or none."""
     from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import ServerApp
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.simulation import run_simulation
 
-    found: list[float] = []
-    client, server = ClientApp(), ServerApp()
-    parts = data_of(clients)
+    app, parts = ClientApp(), data_of(clients)
 
-    @client.train()
+    @app.train()
     def train(message: Any, context: Any) -> Any:
         inputs, labels = parts[int(context.node_config["partition-id"])]
-        weights = message.content["arrays"].to_numpy_ndarrays()
-        ended = local_steps(weights, inputs, labels, np.random.default_rng(int(time.time_ns())))
+        ended = message.content["arrays"].to_numpy_ndarrays()
+        if not idle:
+            ended = local_steps(ended, inputs, labels, np.random.default_rng(int(time.time_ns())))
         arrays = ArrayRecord({str(index): Array(each) for index, each in enumerate(ended)})
         content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": len(labels)})})
         return Message(content, reply_to=message)
 
+    return app
+
+
+def _averaged(clients: int, grid: Any, rounds: int) -> list[float]:
+    from flwr.app import Array, ArrayRecord
+    from flwr.serverapp.strategy import FedAvg
+
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_evaluate_nodes=0, min_available_nodes=clients)
+    arrays = ArrayRecord({str(index): Array(each) for index, each in enumerate(initial())})
+    return _of_strategy(strategy, grid, arrays, rounds)
+
+
+def ray_seconds(clients: int, rounds: int, idle: bool = False) -> list[float]:
+    """Flower's own simulation: seconds of each round."""
+    from shoal.federated.flower import private
+
+    private.quieten()
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
+    found: list[float] = []
+    server = ServerApp()
+
     @server.main()
     def main(grid: Any, context: Any) -> None:
-        strategy = FedAvg(
-            fraction_evaluate=0.0, min_train_nodes=clients, min_evaluate_nodes=0, min_available_nodes=clients
-        )
-        arrays = ArrayRecord({str(index): Array(each) for index, each in enumerate(initial())})
-        found.extend(_of_strategy(strategy, grid, arrays, rounds))
+        found.extend(_averaged(clients, grid, rounds))
 
-    run_simulation(server, client, clients, backend_config={"client_resources": {"num_cpus": 1}})
+    run_simulation(server, client_app(clients, idle), clients, backend_config={"client_resources": {"num_cpus": 1}})
     return found
+
+
+def idle_seconds(clients: int, rounds: int) -> list[float]:
+    """The same idle clients over Shoal's grid: seconds of each round."""
+    from shoal.federated.flower import private
+
+    private.quieten()
+    from shoal.federated.flower.grid import LocalGrid
+    from shoal.federated.schedule import Rounds, crowd_of
+
+    _, held, settings = _shoal(clients)
+    rounds_of = Rounds(settings, crowd_of(settings, held.train.counts, BATCH, 0))
+    return _averaged(clients, LocalGrid(client_app(clients, True), rounds_of), rounds)
 
 
 def seconds_of(name: str, clients: int, rounds: int) -> list[float]:
@@ -193,8 +223,14 @@ def seconds_of(name: str, clients: int, rounds: int) -> list[float]:
 
     torch.set_num_threads(1)
     loops: dict[str, Callable[[int], Iterator[None]]] = {"numpy": numpy_rounds, "core": core_rounds}
-    if name not in loops:
-        return (flower_seconds if name == "flower" else ray_seconds)(clients, rounds)[WARM:]
+    flowers: dict[str, Callable[[int, int], list[float]]] = {
+        "flower": flower_seconds,
+        "flower-ray": ray_seconds,
+        "flower-idle": idle_seconds,
+        "ray-idle": partial(ray_seconds, idle=True),
+    }
+    if name in flowers:
+        return flowers[name](clients, rounds)[WARM:]
     steps, times = loops[name](clients), []
     for _ in range(rounds + WARM + 1):
         times.append(time.perf_counter())
@@ -229,7 +265,7 @@ def ratios(rates: dict[str, dict[str, list[float]]]) -> dict[str, float]:
     """Medians over the passes of the ratios that the targets are about."""
     found = {}
     for clients, of in rates.items():
-        for ours, theirs in (("core", "numpy"), ("flower", "numpy"), ("core", "flower-ray"), ("flower", "flower-ray")):
+        for ours, theirs in (("core", "numpy"), ("flower", "numpy"), *BESIDE_RAY):
             if of.get(ours) and of.get(theirs):
                 pairs = zip(of[ours], of[theirs], strict=True)
                 found[f"{ours}/{theirs} {clients}"] = statistics.median(own / other for own, other in pairs)
@@ -254,7 +290,12 @@ def main() -> None:
     targets = [
         Target(f"{ours}/{theirs} {clients}", f"{clients} clients: rounds/s of {ours} over {theirs}", bound)
         for clients in CLIENTS
-        for ours, theirs, bound in (("core", "numpy", 0.5), ("flower", "numpy", 0.35), ("flower", "flower-ray", 20.0))
+        for ours, theirs, bound in (
+            ("core", "numpy", 0.5),
+            ("flower", "numpy", 0.35),
+            ("flower", "flower-ray", 20.0),
+            ("flower-idle", "ray-idle", 20.0),
+        )
         if clients < 1000 or theirs == "numpy"
     ]
     rates = measured(arguments)
