@@ -8,7 +8,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -141,21 +142,49 @@ def goodput(job: Running, seconds: float) -> dict[str, Any]:
     return {"share": done / (pace * (time.time() - began)), "kills": kills, "steps_a_second": pace}
 
 
-def steady(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a step of Shoal's with 4 ranks of this host, without `--nodes` and with it, by turns."""
+@dataclass(frozen=True)
+class Cost:
+    """Something that each step of an undisturbed job may cost: what of `shoal train` asks for it.
+
+    - `more`: arguments that the other run does not have
+    - `both`: values of the job of both
+    - `steps`: how many, of each thousand that are asked for
+    """
+
+    more: tuple[str, ...]
+    both: Mapping[str, str] = field(default_factory=dict)
+    steps: int = 1000
+
+
+_LARGER = {  # 2,048 tokens a rank: with fewer, what is sent for each weight is a larger part of the step
+    **{"model.layers": "4", "model.d_model": "256", "model.heads": "4", "data.sequence": "256"},
+    **{"train.global_batch": "32", "train.microbatch": "8", "train.optimizer": "'adamw'", "plan.zero": "3"},
+}
+COSTS = {"nodes": Cost(("--nodes=1:1",)), "buddies": Cost(("--set=plan.buddy='auto'",), _LARGER, 12)}
+
+
+def steady(folder: Path, steps: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds of a step of Shoal's with 4 ranks of this host, without and with each of COSTS, by turns: the mean
+    of the three quarters of a run that come last."""
     (folder / "corpus").mkdir(parents=True)
     text = "\n".join(f"{i} + {i} = {2 * i}" for i in range(4000))
     (folder / "corpus" / "all.txt").write_text(text)
     (folder / "job.toml").write_text(JOB.replace("CORPUS", str(folder / "corpus")))
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    found: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in COSTS}
     for number in range(rounds):
-        for name, more in (("without", []), ("with", ["--nodes=1:1"]))[:: -1 if number % 2 else 1]:
-            run = folder / f"{name}{number}"
-            given = [f"--set=run.dir={str(run)!r}", f"--set=train.steps={steps}", "--set=run.save_every=0"]
-            command = [sys.executable, "-m", "shoal.cli", "train", str(folder / "job.toml"), f"--nproc={WORKERS}"]
-            subprocess.run([*command, *more, *given], check=True, capture_output=True)
-            times = [each.seconds for each in read_metrics(run / "metrics.jsonl").steps[steps // 4 :]]
-            found[name].append(1e3 * statistics.median(times))
+        for name, cost in COSTS.items():
+            for which, more in (("without", ()), ("with", cost.more))[:: -1 if number % 2 else 1]:
+                run, count = folder / f"{name}-{which}-{number}", max(8, steps * cost.steps // 1000)
+                given = {**cost.both, "run.dir": repr(str(run)), "train.steps": str(count), "run.save_every": "0"}
+                command = [sys.executable, "-m", "shoal.cli", "train", str(folder / "job.toml"), f"--nproc={WORKERS}"]
+                command += [*more, *(f"--set={key}={value}" for key, value in given.items())]
+                subprocess.run(command, check=True, capture_output=True)
+                times = [each.seconds for each in read_metrics(run / "metrics.jsonl").steps[count // 4 :]]
+                found[name][which].append(1e3 * statistics.fmean(times))
+    return {name: _compared(each) for name, each in found.items()}
+
+
+def _compared(found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
     return {"milliseconds": found, "ratio": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
 
