@@ -69,7 +69,8 @@ def run(
     for thread in threads[:ps]:
         thread.start()
     until = time.monotonic() + 60.0
-    while not (run_dir / "checkpoints/step-00000000").exists() and not failures and time.monotonic() < until:
+    saved = run_dir / "checkpoints"
+    while not any(saved.glob("step-????????")) and not failures and time.monotonic() < until:
         time.sleep(0.01)  # weights of several engines that are built at once would draw from one generator
     for thread in threads[ps:]:
         thread.start()
