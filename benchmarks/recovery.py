@@ -21,16 +21,18 @@ has committed nothing for LIMIT seconds counts as lost. Packages of others are l
 that sees this one's torch:
 
     python -m venv build/peers
-    python -c "import site; print(site.getsitepackages()[0])" > build/peers/lib/python3.11/site-packages/shared.pth
+    here=$(python -c "import site; print(site.getsitepackages()[0])")
+    echo "import site; site.addsitedir('$here')" > build/peers/lib/python3.11/site-packages/shared.pth
     build/peers/bin/pip install -c constraints.txt -e '.[peers]'
 
-Writes results/recovery.json (also after Ctrl-C), recovery_goodput.json and recovery_steady.json.
+Writes results/recovery.json (also after Ctrl-C or SIGTERM), recovery_goodput.json and recovery_steady.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -226,6 +228,7 @@ def main() -> None:
         print_targets(results["targets"])
         say(str(harness.write_record(name, vars(arguments), {**results, "not_run": not_run})))
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if arguments.trials:
             record("recovery", _trials(able, arguments, folder, say))

@@ -220,7 +220,7 @@ class Contender:
         """Why it cannot run here, or ""."""
         if not self.package:
             return ""
-        command = [str(PEERS / "python"), "-c", f"import {self.package}"]
+        command = [str(PEERS / "python"), "-c", f"import {self.package}, shoal"]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
