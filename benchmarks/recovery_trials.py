@@ -157,8 +157,14 @@ class Cost:
 
 
 _LARGER = {  # 2,048 tokens a rank: with fewer, what is sent for each weight is a larger part of the step
-    **{"model.layers": "4", "model.d_model": "256", "model.heads": "4", "data.sequence": "256"},
-    **{"train.global_batch": "32", "train.microbatch": "8", "train.optimizer": "'adamw'", "plan.zero": "3"},
+    "model.layers": "4",
+    "model.d_model": "256",
+    "model.heads": "4",
+    "data.sequence": "256",
+    "train.global_batch": "32",
+    "train.microbatch": "8",
+    "train.optimizer": "'adamw'",
+    "plan.zero": "3",
 }
 COSTS = {"nodes": Cost(("--nodes=1:1",)), "buddies": Cost(("--set=plan.buddy='auto'",), _LARGER, 12)}
 
