@@ -29,13 +29,31 @@ def _in_process_group(
     world: World, fn: Callable[..., Any], backend: str, args: Sequence[Any], options: dict[str, Any]
 ) -> Any:
     torch.set_num_threads(1)
-    store = dist.PrefixStore("adapters", world.store)
-    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=30))
+    _meet(world, backend)
     try:
         return fn(world.rank, *args, **options)
     finally:  # once `fn` has let go of its model: torch can hang where one outlives its process group
         gc.collect()
         dist.destroy_process_group()
+
+
+def _meet(world: World, backend: str) -> None:
+    """Makes the process group. Gloo's ranks, which all connect to all, may not on a machine that has no time for them:
+    then they all try once more."""
+    for attempt in ("first", "second"):
+        store, failure = dist.PrefixStore(f"adapters, {attempt}", world.store), None
+        try:
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=30)
+            )
+        except RuntimeError as error:
+            failure = error
+        failed = torch.tensor(float(failure is not None))
+        if not world.everyone.all_reduce(failed, "max", purpose="test"):
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    raise failure or ConnectionError("another rank did not come to the process group, twice")
 
 
 def network() -> nn.Sequential:
