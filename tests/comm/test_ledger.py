@@ -119,6 +119,10 @@ def test_collectives_are_spans_of_the_comm_lane():
             ("comm", "gradients 7", 16, "transfer"),
             ("comm", "barrier", 0, "transfer"),
         ]
+        assert [(span.operation, span.peers[1:], span.aside) for span in spans] == [
+            ("all_reduce", (0, 1, 2), False),
+            ("barrier", (0, 1, 2), False),
+        ]
 
 
 def test_an_accelerator_times_its_spans_itself():

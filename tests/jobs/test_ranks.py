@@ -66,6 +66,8 @@ def test_a_cut_model_trains_writes_and_goes_on_whole(quick, make_job, tmp_path):
     half = replace(make_job(steps=3, run={"sample": "3 + 4"}), plan=Plan(tp=2))
     assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], half) == [3, 3]
     parameters = records_of(half).run.parameters
+    *_, sampled = records_of(half).terms
+    assert sampled.step == 3 and sampled.terms["parts"] > 0 and sampled.sent["parts"] > 0
     rest = make_job()
     train(rest, {}, World.single("cpu"))
     assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-6)
@@ -84,6 +86,7 @@ def test_a_run_without_a_flush_records_every_step_and_goes_on(schedule, quick, m
     assert run_ranks(in_cache, 3, os.environ["XDG_CACHE_HOME"], rest) == [6] * 3
     assert [record.step for record in records_of(rest).steps] == [1, 2, 3, 4, 5, 6]
     assert losses_of(rest) == pytest.approx(losses_of(whole), rel=1e-12)
+    assert all("bubble" in each.means and each.sent["stages"] > 0 for each in records_of(whole).terms)
 
 
 @pytest.mark.parametrize("stages", ["measured", {"name": "counted", "memory": "1GiB"}])
@@ -94,6 +97,7 @@ def test_stages_are_cut_by_what_they_take_and_written_down(stages, quick, make_j
     halves = replace(make_job(model=three), plan=Plan(pp=2, stages=stages))
     assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], halves) == [6, 6]
     assert losses_of(halves) == pytest.approx(losses_of(whole), rel=1e-6)
+    assert {"bubble", "forward", "backward", "data"} <= set(records_of(halves).terms[-1].means)
     written = load_job(tmp_path / "run" / "resolved.toml")[0].plan.stages
     assert len(written) == 2 and sum(written) == 3
     lacking = replace(make_job(model=three), plan=Plan(pp=2, stages={"name": "counted", "memory": 10}))
@@ -109,6 +113,7 @@ def test_spread_experts_train_write_and_go_on_together(quick, make_job, tmp_path
     assert run_ranks(in_cache, 2, os.environ["XDG_CACHE_HOME"], half) == [3, 3]
     assert export_checkpoint(tmp_path / "run", tmp_path / "weights").is_dir()
     assert records_of(half).samples and records_of(half).run.parameters == records_of(whole).run.parameters
+    assert records_of(half).terms[0].means["experts"] > 0
     train(make_job(model=model), {}, World.single("cpu"))
     assert losses_of(make_job(model=model)) == pytest.approx(losses_of(whole), rel=1e-6)
     for step in records_of(whole).steps:
@@ -126,6 +131,12 @@ def test_the_timeline_has_every_rank(make_job, tmp_path):
         (1, "comm"),
     }
     assert {span["lane"] for span in spans} <= {"compute", "comm", "wait", "queue"}
+    records = records_of(make_job())
+    assert [each.step for each in records.terms] == [3, 4, 5, 6] and records.run.threads
+    for each in records.terms:
+        assert sum(each.terms.values()) == pytest.approx(each.seconds, rel=1e-6) and each.world == 2
+        assert {"forward", "backward", "optimizer", "copies", "data"} <= set(each.means)
+        assert each.sent["copies"] > 0 and {row["what"] for row in each.calls} >= {"copies"}
 
 
 def stop_of(world: World, who: int, seconds: float | None, aside: bool) -> tuple[int, str | None, int | None]:

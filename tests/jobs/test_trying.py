@@ -51,6 +51,7 @@ def test_a_run_that_was_stopped_goes_on_trying_and_no_step_is_lost(quick, make_j
     assert [each.step for each in records.steps] == list(range(1, steps + 1))
     one, two, three = records.tried
     assert one.seconds and three.seconds and two.seconds is None and "no such" in two.why
+    assert {3, 4, cut + 3} <= {each.step for each in records.terms}, "steps under each that was tried"
     assert (one.step, three.step) == (STEPS, cut + STEPS) and not records.warnings
     fastest = one.plan if one.seconds <= three.seconds else three.plan
     resolved = tmp_path / "run" / "resolved.toml"

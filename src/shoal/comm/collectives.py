@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.flat import flat_of, write_back
-from shoal.comm.ledger import Ledger
+from shoal.comm.ledger import Ledger, Peers
 from shoal.comm.reductions import check_reduction
 from shoal.comm.roll_call import RollCall
 from shoal.comm.sizes import check_fit, splits_of
@@ -60,6 +60,7 @@ class Group:
     ) -> None:
         self.name, self.ranks, self.ledger, self.transports = name, ranks, ledger, transports
         self.rank, self.size = transports["cpu"].rank, len(ranks)
+        self._peers = Peers(name, ranks[0], ranks[-1], len(ranks))
         self._store = store  # transports' own have prefixes, and do not keep it alive
         self._calls = 0
         self._roll = RollCall(store, self.rank, ranks, gone)
@@ -270,7 +271,7 @@ class Group:
             if not self.ledger.recording:
                 call(transport)
                 return
-            with self.ledger.span("comm", purpose or operation, payload, "transfer"):
+            with self.ledger.span("comm", purpose or operation, payload, "transfer", operation, self._peers):
                 call(transport)
         except RuntimeError as error:
             if under_way is not None:

@@ -35,7 +35,8 @@ class Ticket:
 
     def wait(self, cause: str = EXCHANGE) -> None:
         if self._event is not None:
-            self._lane._computation.wait_event(self._event)
+            with self._lane.ledger.span("wait", cause, phase="wait"):
+                self._lane._computation.wait_event(self._event)
         else:
             self._lane.wait(self, cause)
 
@@ -45,7 +46,7 @@ class Lane:
 
     `wait` returns when all have run (on CUDA it makes the current stream wait) and raises the first error; what was
     submitted after a failed one is dropped. While `ledger` records, it gets the time of each
-    piece of work in the queue, and the time of each `wait` with its cause; on CUDA the host can see neither.
+    piece of work in the queue, which on CUDA the host cannot see, and the time of each `wait` with its cause.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger | None = None) -> None:
@@ -73,7 +74,7 @@ class Lane:
         ticket = Ticket(self)
         if self._stream is not None:
             self._stream.wait_stream(self._computation)
-            with on_stream(self._stream):
+            with on_stream(self._stream), self.ledger.beside():
                 work()
                 ticket._event = self._stream.record_event()
             return ticket
@@ -88,7 +89,8 @@ class Lane:
     def wait(self, ticket: Ticket | None = None, cause: str = EXCHANGE) -> None:
         """Waits until the lane is empty, or `ticket` has run; raises the first error of the work, once."""
         if self._stream is not None:
-            self._computation.wait_stream(self._stream)
+            with self.ledger.span("wait", cause, phase="wait"):
+                self._computation.wait_stream(self._stream)
             return
         with self.ledger.stall(cause), self._done:
             self._done.wait_for(lambda: self._pending == 0 if ticket is None else ticket.done)

@@ -24,13 +24,26 @@ SHORTEST_STALL = 1e-5
 """Seconds. A shorter wait only checked whether there is something to wait for, and is not recorded."""
 
 
+class Peers(NamedTuple):
+    """The group of a call: its name, its first and last rank, and how many it has."""
+
+    name: str = ""
+    first: int = 0
+    last: int = 0
+    size: int = 1
+
+
+NOBODY = Peers()
+
+
 @dataclass(frozen=True)
 class Span:
     """One piece of work on a lane; `start` in seconds since the epoch, `payload` in bytes of tensors.
 
     Lanes: "compute" is the trainer's thread, "comm" the communication. Spans of "queue" (one for each piece of queued
     work, so they overlap) and of "wait" (the trainer waits for what `name` says) are no work; they have lanes of their
-    own.
+    own. Of a call of a group there are the `operation` and the `peers`. `aside`: it went on beside the trainer's thread
+    (on an accelerator, its stream).
     """
 
     step: int
@@ -40,6 +53,9 @@ class Span:
     seconds: float
     payload: int
     phase: Phase = "compute"
+    operation: str = ""
+    peers: Peers = NOBODY
+    aside: bool = False
 
 
 class Level(NamedTuple):
@@ -126,7 +142,10 @@ class Ledger:
         return sum(fitting, Traffic())
 
     @contextmanager
-    def span(self, lane: str, name: str, payload: int = 0, phase: Phase = "compute") -> Iterator[None]:
+    def span(
+        self, lane: str, name: str, payload: int = 0, phase: Phase = "compute", operation: str = "",
+        peers: Peers = NOBODY,
+    ) -> Iterator[None]:  # fmt: skip
         """Times the block while recording; costs nothing otherwise."""
         if not self.recording:
             yield
@@ -138,7 +157,8 @@ class Ledger:
         try:
             yield
         finally:
-            span = Span(self.step, lane, name, start, time.perf_counter() - clock, payload, phase)
+            seconds, aside = time.perf_counter() - clock, getattr(self._aside, "here", False)
+            span = Span(self.step, lane, name, start, seconds, payload, phase, operation, peers, aside)
             after = self._event()
             if before is None or after is None:
                 self.add(span)
@@ -187,6 +207,16 @@ class Ledger:
     def runs_aside(self) -> None:
         """Marks the calling thread as one beside the trainer: when it waits, training goes on."""
         self._aside.here = True
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Marks what the calling thread gives to another stream inside the context."""
+        before = getattr(self._aside, "here", False)
+        self._aside.here = True
+        try:
+            yield
+        finally:
+            self._aside.here = before
 
     def add(self, span: Span) -> None:
         """Adds a span that was timed elsewhere."""

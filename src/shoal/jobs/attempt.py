@@ -193,7 +193,9 @@ class Attempt:
             self.moves.before()
             with self.pace.step(batch):
                 result = engine.step(batch)
+            self.timeline.ended()
             self.recorder.step(result, len(batch.ids))
+            self.timeline.tell(self.recorder)
             self.trying.after(result)
             if self.first and (moves := self.moves.after(batch)) is not None:
                 self.recorder.moves(moves)
@@ -225,6 +227,7 @@ class Attempt:
         with self.recorder.pause():
             change()
         self.moves, self.pace = Moves(self.engine), OwnPace(self.engine)
+        self.timeline.changed(self.engine.step_index)
 
     def _catch_up(self, evaluated: int) -> None:
         """Does what was due after the last step, if the generation before did not come to its end."""
@@ -288,4 +291,5 @@ class Attempt:
             config=describe(self.job, self.settled.origins),
             total=self.settled.total,
             time=time.time(),
+            threads=torch.get_num_threads(),
         )

@@ -31,6 +31,7 @@ from shoal.report.metrics import (
     SampleRecord,
     ServerRecord,
     StepRecord,
+    TermsRecord,
     TriedRecord,
     WarningRecord,
 )
@@ -158,6 +159,10 @@ class Recorder:
         """Takes in a plan that was tried, or passed over."""
         took = f"{record.seconds:.4g} s a step" if record.seconds is not None else f"passed over: {record.why}"
         self._message(f"step {record.step}: tried {plan_text(record.plan)}: {took}, {record.predicted:.4g} s predicted")
+        self._write(record)
+
+    def terms(self, record: TermsRecord) -> None:
+        """Takes in what a step was spent on."""
         self._write(record)
 
     def server(self, record: ServerRecord) -> None:

@@ -3,6 +3,7 @@ The only file of the planner that knows the names of axes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,6 +13,8 @@ from shoal.plan import Plan
 
 PINS = {"pp": "stages", "dp": "copies", "cp": "tokens", "tp": "parts", "ep": "experts"}
 """The name of each degree in a plan, and here."""
+_GROUPS = {**PINS, "edp": "copies", "tied": "stages", "routing": "experts"}
+"""What the ranks of a group divide, by the first word of its name."""
 TRIED = (
     ("parts", Plan(tp=2)),
     ("tokens", Plan(cp=2)),
@@ -58,6 +61,12 @@ class Spread:
     @classmethod
     def of(cls, plan: Plan) -> Spread:
         return cls(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, plan.context == "ring")
+
+
+def divided_by(group: str) -> str:
+    """What the ranks of the group with this name divide; "" where it is none of a degree."""
+    first = re.match("[a-z]*", group)
+    return _GROUPS.get(first.group() if first else "", "")
 
 
 def ways(pins: Mapping[str, Any]) -> tuple[str, ...]:

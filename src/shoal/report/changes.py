@@ -1,4 +1,5 @@
-"""Records of texts, of what changes beside the weights, of problems, and of an end. See metrics.py."""
+"""Records of texts, of what a step was spent on, of what changes beside the weights, of checkpoints, of problems, and
+of an end. See metrics.py."""
 
 from __future__ import annotations
 
@@ -51,6 +52,29 @@ class TriedRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TermsRecord:
+    """What a sampled step was spent on (see terms.py).
+
+    world: number of ranks; `hosts`: names of theirs; `rank`: the one that works longest, of whom the next three speak.
+    seconds: of the step. terms: seconds of each term, which make them up. sent: bytes handed to collectives, by what
+        ranks divide.
+    means: seconds of each term, over all ranks.
+    calls: of collectives, by `operation`, `what` ranks divide, number of `ranks`, whether they are `across` hosts, and
+        bytes (`payload`): how many `calls` a rank makes, and the `seconds` of one where all have come.
+    """
+
+    step: int
+    world: int
+    hosts: list[str]
+    rank: int
+    seconds: float
+    terms: dict[str, float]
+    sent: dict[str, int]
+    means: dict[str, float]
+    calls: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MembershipRecord:
     """A generation of a job whose nodes come and go, from `step` on (see docs/elastic.md).
 
@@ -88,6 +112,15 @@ class ServerRecord:
     staleness: dict[str, int]
     lags: dict[str, int]
     servers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """A completed checkpoint. `path` is relative to the run directory; `seconds`: how long training waited for it."""
+
+    step: int
+    path: str
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

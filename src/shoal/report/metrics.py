@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 from shoal.errors import UserError
 
 from .changes import (
+    CheckpointRecord,
     EndRecord,
     MembershipRecord,
     MovesRecord,
     PlanRecord,
     SampleRecord,
     ServerRecord,
+    TermsRecord,
     TriedRecord,
     WarningRecord,
 )
@@ -40,6 +42,7 @@ class RunRecord:
     config: {"value": ..., "origin": "default" | "file" | "cli" | "planner"} by dotted key.
     total: number of steps of the whole run; None where it is not known.
     time: Unix time at which the attempt began.
+    threads: of a rank.
     """
 
     host: str
@@ -51,6 +54,7 @@ class RunRecord:
     config: dict[str, dict[str, Any]]
     total: int | None = None
     time: float | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +103,6 @@ class EvalRecord:
     accuracy: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
-    """A completed checkpoint. `path` is relative to the run directory; `seconds`: how long training waited for it."""
-
-    step: int
-    path: str
-    seconds: float
-
-
 Record = (
     RunRecord
     | StepRecord
@@ -117,6 +112,7 @@ Record = (
     | CheckpointRecord
     | PlanRecord
     | TriedRecord
+    | TermsRecord
     | MembershipRecord
     | RoundRecord
     | ServerRecord
@@ -133,6 +129,7 @@ KINDS: dict[str, type[Record]] = {
     "checkpoint": CheckpointRecord,
     "plan": PlanRecord,
     "tried": TriedRecord,
+    "terms": TermsRecord,
     "membership": MembershipRecord,
     "round": RoundRecord,
     "server": ServerRecord,
@@ -173,6 +170,7 @@ class RunRecords:
     checkpoints: tuple[CheckpointRecord, ...] = ()
     plans: tuple[PlanRecord, ...] = ()
     tried: tuple[TriedRecord, ...] = ()
+    terms: tuple[TermsRecord, ...] = ()
     memberships: tuple[MembershipRecord, ...] = ()
     rounds: tuple[RoundRecord, ...] = ()
     servers: tuple[ServerRecord, ...] = ()
@@ -258,6 +256,7 @@ def assemble(records: Sequence[Record], notes: Sequence[WarningRecord] = ()) -> 
         servers=_last_of_a_step([r for r in kept if isinstance(r, ServerRecord)]),
         plans=_last_of_a_step([r for r in kept if isinstance(r, PlanRecord)]),
         tried=tuple(r for r in kept if isinstance(r, TriedRecord)),
+        terms=_last_of_a_step([r for r in kept if isinstance(r, TermsRecord)]),
         warnings=(*(r for r in kept if isinstance(r, WarningRecord)), *notes),
         end=ends[-1] if ends else None,
         attempts=len(runs),
@@ -289,7 +288,7 @@ def _without_superseded(attempts: Sequence[Sequence[Record]]) -> list[Record]:
 
 
 HasStep = TypeVar(
-    "HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord, RoundRecord, ServerRecord
+    "HasStep", StepRecord, MovesRecord, EvalRecord, CheckpointRecord, PlanRecord, RoundRecord, ServerRecord, TermsRecord
 )
 
 

@@ -81,7 +81,8 @@ class Training(Work):
         self._forward, self._effects = staged.forward, staged.forward.effects
         self._totals, self._reduce = staged.totals, staged.reduce
         self._batch, self._runs = batch, runs
-        self.loaded = [batch.load(ids) for ids, _ in runs]
+        with self._forward.ledger.span("compute", "load"):
+            self.loaded = [batch.load(ids) for ids, _ in runs]
         self._drawn: dict[int, Drawn] = {}
 
     @contextmanager
