@@ -24,7 +24,7 @@ from shoal.models import build
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Subject
 from shoal.planner.ask import legal_degrees
-from shoal.planner.cluster import cluster_of
+from shoal.planner.cluster_file import cluster_of
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.profile import Profile, deepened, profile
 from shoal.planner.search import search

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from benchmarks.processes import Step
 from shoal import Engine, Plan
-from shoal.comm import Group, World, link_of
+from shoal.comm import Group, Reaches, World, measure_reaches
 from shoal.comm.emulate import Throttled
-from shoal.comm.links import Link
 from shoal.comm.world import Seat
-from shoal.device import CPU
 from shoal.errors import UserError
 from shoal.launch import join
 from shoal.models import build
@@ -104,10 +102,10 @@ def standing(bits: float) -> Step:
     return lambda: None
 
 
-def link() -> Link:
-    """The link of all ranks, as `plan = "auto"` measures it."""
+def reaches() -> Reaches:
+    """What groups of these ranks reach, as `plan = "auto"` measures it."""
     assert _world is not None
-    return link_of(_world.everyone, CPU)
+    return measure_reaches(_world)
 
 
 def run(name: str, plan: dict[str, Any], microbatch: int, steps: int) -> list[float] | str:

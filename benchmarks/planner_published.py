@@ -20,7 +20,8 @@ import torch
 from shoal.models import build
 from shoal.plan import Plan
 from shoal.planner import SHALLOW, Subject
-from shoal.planner.cluster import Cluster, Link, cluster_of
+from shoal.planner.cluster import Cluster, Link
+from shoal.planner.cluster_file import cluster_of
 from shoal.planner.degrees import Spread
 from shoal.planner.machines import BETWEEN, MACHINES
 from shoal.planner.profile import Cut, PartProfile, Profile, deepened, profile

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness
-from benchmarks.planner_plans import LINKS, MODELS, RANKS, every, link, run, standing, task_of
+from benchmarks.planner_plans import LINKS, MODELS, RANKS, every, reaches, run, standing, task_of
 from benchmarks.processes import ProcessGroup
 from benchmarks.targets import Target, judge, print_targets
-from shoal.comm.links import Link
+from shoal.comm import Reaches
 from shoal.planner.cluster import Cluster
 from shoal.planner.measure import here
 from shoal.planner.task import Estimate, spoken
@@ -142,8 +142,8 @@ def one_set(
     name: str, link_name: str, group: ProcessGroup, seconds: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """All of one model behind one kind of link."""
-    measured_link: Link = group.call(link)[0]
-    cluster = here(RANKS, RANKS, torch.float32, link=measured_link)
+    measured_groups: Reaches = group.call(reaches)[0]
+    cluster = here(RANKS, RANKS, torch.float32, groups=measured_groups)
     task = task_of(name, cluster)
     found = list(every(name, task))
     chosen = thinned(found, arguments.plans)
@@ -157,7 +157,7 @@ def one_set(
         "model": name,
         "link": link_name,
         "space": len(found),
-        "carrier": str(measured_link),
+        "carrier": str(measured_groups),
         "slower": factor,
         "refused": {spoken(chosen[place].choice.plan({}).to_dict()): why for place, why in taken["refused"].items()},
         "judged": {

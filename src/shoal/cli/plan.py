@@ -14,6 +14,18 @@ Nproc = Annotated[
     int | None, typer.Option("--nproc", "-n", help="Ranks on this host. Default: one for each GPU, else at most two.")
 ]
 
+Pins = Annotated[
+    list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="With --on: given, the rest is found: tp=8.")
+]
+Compared = Annotated[
+    Path | None,
+    typer.Option("--compare", metavar="RUN", help="Instead of a job: what a run took beside the forecast."),
+]
+Measured = Annotated[
+    Path | None,
+    typer.Option("--measure", metavar="FILE", help="Instead of a job: measures this machine, for --on FILE."),
+]
+
 
 def plan(
     job: Annotated[Path | None, typer.Argument(help="The job file, TOML.", show_default=False)] = None,
@@ -30,24 +42,24 @@ def plan(
     on: Annotated[
         str | None, typer.Option(metavar="MACHINE", help="Finds the plan for 8xh100, h200x64, ... or a cluster.toml.")
     ] = None,
-    pins: Annotated[
-        list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="With --on: given, the rest is found: tp=8.")
-    ] = None,
+    pins: Pins = None,
     budget: Annotated[str | None, typer.Option(help="With --on: what the whole job may cost, 40000USD.")] = None,
     page: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="With --on: draws the plan.")] = None,
-    compared: Annotated[
-        Path | None,
-        typer.Option("--compare", metavar="RUN", help="Instead of a job: what a run took beside the forecast."),
-    ] = None,
+    compared: Compared = None,
     no_learn: Annotated[
         bool, typer.Option("--no-learn", help="With --compare: keeps nothing for later plans.")
     ] = False,
+    measured: Measured = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints one JSON object.")] = False,
 ) -> None:
     """Shows the mesh of ranks and what each holds; with --memory what a job will need, with --on the fastest plan for a
     machine. Nothing is trained. Exit code 1 if it does not fit this machine."""
+    others = (job, memory, assignments, device, host, on, pins, budget, page)
     if compared is not None:
-        _compare(compared, (job, memory, assignments, nproc, device, host, on, pins, budget, page), no_learn, as_json)
+        _compare(compared, (*others, nproc, measured), no_learn, as_json)
+        return
+    if measured is not None:
+        _measure(measured, (*others, no_learn), nproc, as_json)
         return
     if job is None or no_learn:
         raise UserError("give a job file, or a run with --compare" if job is None else "--no-learn goes with --compare")
@@ -75,6 +87,15 @@ def plan(
     answer = ask(job, given, device, host)
     show(answer, as_json)
     raise typer.Exit(int(not answer.fits))
+
+
+def _measure(path: Path, others: tuple[object, ...], nproc: int | None, as_json: bool) -> None:
+    if any(other not in (None, False, []) for other in others):
+        raise UserError("--measure is of this machine, whatever the job: leave out all but --nproc and --json")
+    with imports():
+        from shoal.cli.measured import measure_machine
+
+    measure_machine(path, nproc, as_json)
 
 
 def _compare(run: Path, others: tuple[object, ...], no_learn: bool, as_json: bool) -> None:

@@ -40,6 +40,7 @@ from shoal.device.memory import (
     total_memory,
 )
 from shoal.device.peak import measure_peak_flops
+from shoal.device.products import measure_products
 from shoal.device.settings import allocator
 from shoal.device.streams import (
     aside,
@@ -85,6 +86,7 @@ __all__ = [
     "keep_generators",
     "kind_of",
     "measure_peak_flops",
+    "measure_products",
     "most_allocated",
     "moving_calls",
     "new_stream",

@@ -13,7 +13,8 @@ from shoal.jobs.placed import placed
 from shoal.jobs.ranks import ranks_here
 from shoal.jobs.read import load_job, plan_assignments
 from shoal.plan import Plan
-from shoal.planner.cluster import Cluster, cluster_of
+from shoal.planner.cluster import Cluster
+from shoal.planner.cluster_file import cluster_of
 from shoal.planner.explain import within_budget
 from shoal.planner.machines import BETWEEN, MACHINES
 

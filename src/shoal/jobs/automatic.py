@@ -8,6 +8,7 @@ less than finding it takes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 import torch
 from torch import nn
 
-from shoal.comm import World, link_of
+from shoal.comm import Reaches, World
 from shoal.device import any_device, free_memory
 from shoal.errors import UserError, in_section
 from shoal.jobs.answer import Chosen, confirmed, dry, task_of, under
@@ -30,7 +31,7 @@ from shoal.module.batchnorm import has_batch_statistics
 from shoal.plan import Plan
 from shoal.planner.ask import numbers_of
 from shoal.planner.cluster import Cluster
-from shoal.planner.measure import here
+from shoal.planner.measure import groups_of, here
 from shoal.planner.search import search
 from shoal.precision import precision
 
@@ -58,11 +59,11 @@ def planned(settled: Settled, world: World) -> Settled:
         small = is_small(settled, memory_of_a_rank(world)) if world.rank == 0 else None
         if world.everyone.broadcast_object(small):
             return settled
-    cluster = cluster_of_ranks(settled, world)
+    groups = groups_of(world) if settled.job.auto.wanted else None
     found: Any = None
     if world.rank == 0:
         try:
-            chosen = asked(settled, cluster)
+            chosen = asked(settled, cluster_of_ranks(settled, world, groups))
             rows = chosen.settled.job.train.microbatch
             trials = _trials(settled, chosen, world) if settled.job.auto.measure > 1 else None
             found = [chosen.plan.to_dict(), rows, None if trials is None else trials.to_wire()]
@@ -154,12 +155,11 @@ def without_values(settled: Settled) -> nn.Module | None:
         return None
 
 
-def cluster_of_ranks(settled: Settled, world: World | Sizes) -> Cluster:
-    """These ranks as a cluster, with their link measured where they are all there. A collective call."""
+def cluster_of_ranks(
+    settled: Settled, world: World | Sizes, groups: Reaches | None = None, hosts: Sequence[str] = ()
+) -> Cluster:
+    """These ranks as a cluster. `groups`, `hosts`: see `here`."""
     with in_section("train"):
         dtype = precision(settled.job.train.precision).model
-    link = None
-    if isinstance(world, World) and settled.job.auto.wanted and world.size > 1:
-        link = link_of(world.everyone, world.device)
     device = world.device if isinstance(world, World) else any_device()
-    return here(world.size, math.gcd(world.local_size, world.size), dtype, device, link)
+    return here(world.size, math.gcd(world.local_size, world.size), dtype, device, groups, hosts=hosts)

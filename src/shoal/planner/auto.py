@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm import World, link_of
+from shoal.comm import World
 from shoal.errors import UserError
 from shoal.launch import join
 from shoal.module.batchnorm import has_batch_statistics
@@ -19,7 +19,7 @@ from shoal.planner.ask import legal_degrees, numbers_of
 from shoal.planner.cluster import Cluster
 from shoal.planner.degrees import Spread, ways
 from shoal.planner.dry_run import dry_run
-from shoal.planner.measure import here
+from shoal.planner.measure import groups_of, here
 from shoal.planner.predict import Machine, predict
 from shoal.planner.prepare import Subject
 from shoal.planner.profile import profile
@@ -49,19 +49,19 @@ def auto_plan(
     sample: one row of the data, as the dataset gives it.
     microbatch: rows of a forward, if they are given; they must be for a model with statistics over a batch.
     pins: fields of the plan that are given, e.g. {"tp": 2}.
-    cluster: by default this machine, measured, with the link of the ranks.
+    cluster: by default this machine, measured, with what groups of the ranks reach.
 
     Raises UserError, on all ranks alike, for a model that cannot be run without computing it, and where nothing is
     legal or fits; it says what is missing.
     """
     world = world or join()
     numbers = precision_named(precision)
-    if cluster is None:
-        link = link_of(world.everyone, world.device) if world.size > 1 else None
-        cluster = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, link)
+    groups = groups_of(world) if cluster is None else None
     found: Any = None
     if world.rank == 0:
         try:
+            if cluster is None:
+                cluster = here(world.size, math.gcd(world.local_size, world.size), numbers.model, world.device, groups)
             values, whole = _settings(model)
             if whole and microbatch is None:
                 raise UserError("the model has statistics over a batch, so what it computes depends on the microbatch: "

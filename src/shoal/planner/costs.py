@@ -156,6 +156,7 @@ class Prices:
         blocks = [part for part in own if part.is_block]
         forward = math.fsum(self._seconds(part, spread, rows, device, 1, 1, 1) for part in own)
         backward = math.fsum(self._seconds(part, spread, rows, device, 2, ATTENTION_BACKWARD, 2) for part in own)
+        backward *= device.backward
         some = math.fsum(self._seconds(part, spread, rows, device, 0, 0, 1) for part in blocks)
         full = math.fsum(self._seconds(part, spread, rows, device, 1 - part.spared, 1, 1) for part in blocks)
         sent = self._carried(own, spread, rows)
@@ -187,8 +188,9 @@ class Prices:
         rest: float,
     ) -> float:
         """Seconds of a part, with so many times the products, the attention and all else of a forward."""
-        reached = device.peak(self.task.numbers.dtype) * device.reaches
-        work = rows * products * part.products.on(spread) / reached
+        peak, operations = device.peak(self.task.numbers.dtype), rows * part.products.on(spread)
+        reached = peak * device.reaches
+        work = products * operations / (peak * device.share(operations / max(1, part.multiplied)))
         work += rows * products * part.operands.on(spread) / (device.bandwidth * device.streams)
         work += rows * attention * part.attention.on(spread) / (reached * ATTENTION_REACHES)
         work += rows * rest * part.touched.on(spread) / (device.bandwidth * device.streams)

@@ -36,12 +36,13 @@ class Counts(TorchDispatchMode):
 
     def clear(self) -> None:
         self.products = self.attention = self.touched = self.last = 0.0
-        self.calls = self.results = self.operands = self._read = 0
+        self.calls = self.results = self.operands = self.multiplied = self._read = 0
 
     @property
     def all(self) -> tuple[float, ...]:
         """The counts in the order of the fields of Seen."""
-        return self.products, self.attention, self.touched, self.calls, self.results, self.operands, self.last
+        sums = self.products, self.attention, self.touched, self.calls, self.results, self.operands, self.last
+        return (*sums, self.multiplied)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -58,6 +59,7 @@ class Counts(TorchDispatchMode):
         elif packet in flop_registry or packet is _GROUPED:
             work = _grouped(*args[:2]) if packet is _GROUPED else flop_registry[packet](*args, **kwargs, out_val=out)
             self.products += work
+            self.multiplied += 1
             self.last = work + (0.0 if self.kept() else self.last)
         else:
             given = () if packet is _aten.embedding else (args, kwargs)

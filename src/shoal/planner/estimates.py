@@ -162,7 +162,8 @@ class Estimates:
             shares=deal.shares,
         )
         again = tuple(by_policy(self.policies, each) for each in counts)
-        return Estimate(chosen, terms, held, host, wire, number, again, stages)
+        each = (stages[place][0] - lane.works[place].sent_forward for place in range(slow, len(stages), ranks))
+        return Estimate(chosen, terms, held, host, wire, number, again, stages, forward=number * math.fsum(each))
 
     def _memory(self, choice: Choice, lane: Lane, counts: list[Counts], most: int) -> tuple[dict[str, float], float]:
         """Bytes by role of the fullest rank, on its device, and those on the host."""
@@ -231,6 +232,7 @@ class Estimates:
             terms["bubble"] = fill_of(choice, lane, stages)
             hops = (ranks - 1) * choice.chunks + number * choice.chunks * (1 - self.task.cluster.overlap)
             terms["stages"] = 2 * hops * self.message(choice)
+        terms["data"] = number * choice.microbatch * self.task.cluster.data
         terms["other"] = self.task.cluster.step
         return terms, deal, tuple(stages), slow
 

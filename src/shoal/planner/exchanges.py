@@ -78,4 +78,5 @@ def updated(prices: Prices, choice: Choice, own: Sizes, tied: float) -> float:
     each = numbers.gradient + 2 * (numbers.master or numbers.weight) + 2 * numbers.state + numbers.weight
     nbytes = each * (trained + experts)
     device = prices.slowest
-    return nbytes / (prices.task.cluster.update if choice.offload else device.bandwidth * device.streams)
+    rate = prices.task.cluster.update if choice.offload else device.bandwidth * device.streams
+    return device.updating * nbytes / rate

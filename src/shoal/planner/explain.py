@@ -88,7 +88,7 @@ def bought(task: Task, chosen: Estimate) -> dict[str, float]:
     """Seconds of a step that more would save: 1 GB of each device, 1 GB/s in hosts, between them, to the host."""
 
     def more(link: Link) -> Link:
-        return replace(link, bandwidth=link.bandwidth + GB)
+        return link.times(1 + GB / link.bandwidth)
 
     cluster = task.cluster
     inside = replace(cluster, hosts=tuple(replace(host, inside=more(host.inside)) for host in cluster.hosts))

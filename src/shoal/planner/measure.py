@@ -1,43 +1,53 @@
-"""This machine as a cluster: what its device reaches, measured in about a second and kept with its age, and its links.
-
-What was measured is kept for a month in `machine.json` beside the compiled kernels' folder (`~/.cache/shoal`, or below
-XDG_CACHE_HOME), by device, format, threads and version of torch.
-"""
+"""This machine as a cluster: what its device, memory, disk and groups reach, measured in a few seconds and kept with
+its age (see kept), and what runs have said of it (see learned)."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
+import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
-from shoal.comm import Link as Measured
-from shoal.device import CPU, free_memory, hardware_name, is_accelerator, measure_peak_flops, synchronize
+from shoal.comm import Reach, Reaches, World, measure_reaches
+from shoal.comm.reaches import hosts_of
+from shoal.device import CPU, free_memory, hardware_name, is_accelerator, kind_of, measure_products, synchronize
 from shoal.planner.cluster import FORMATS, Cluster, Device, Host, Link
+from shoal.planner.kept import crowding, folder, keep, key_of, read, threads_of
+from shoal.planner.learned import learned, newest
 
-REACHES = 0.85
-"""Of the best product's rate, what products of a model reach here."""
-STALE = 30 * 86400.0
-"""Seconds after which a measurement is made again."""
-COPIED, TINY = 64 * 2**20, 200
+log = logging.getLogger(__name__)
+
+COPIED, WRITTEN, TINY = 64 * 2**20, 16 * 2**20, 200
 USUAL = Link(1.5e-4, 2e9)
 """Between ranks of a host over memory that they share, where nobody has measured it."""
+ON_HOST, ON_DEVICE = (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16, torch.float16)
+"""Formats whose products are measured beside the one that is asked for, on the host's cores and on an accelerator."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches: operations a second of products, bytes a second of other operations, seconds of the
-    shortest operation with its part of autograd; and when that was measured, in Unix time."""
+    """What a device reaches with so many threads.
 
-    flops: float
+    - `flops`: operations a second of its best products, by format
+    - `reached`: shares of that which products of the format that was asked for reach, by the operations of one
+    - `bandwidth`: bytes a second of other operations; `launch`: seconds of the shortest, with its part of autograd
+    - `to_host`: bytes a second that are copied between its memory and the host's; `disk`: written and read again
+    - `took`, `at`: seconds that measuring took, and when it was, in Unix time
+    """
+
+    flops: dict[str, float]
+    reached: tuple[tuple[float, float], ...]
     bandwidth: float
     launch: float
+    to_host: float
+    disk: float
+    took: float
     at: float
 
     @property
@@ -45,55 +55,60 @@ class Rates:
         """Seconds since."""
         return max(0.0, time.time() - self.at)
 
+    def __str__(self) -> str:
+        peaks = ", ".join(f"{name} {rate / 1e9:,.0f}" for name, rate in self.flops.items())
+        (small, least), (large, most) = self.reached[0], self.reached[-1]
+        disk = f", disk {self.disk / 1e9:.2g} GB/s" if self.disk else ""
+        return (
+            f"products {peaks} GFLOP/s ({least:.0%} of it at {small:.0e} operations, {most:.0%} at {large:.0e}), "
+            f"memory {self.bandwidth / 1e9:.3g} GB/s, copies to the host {self.to_host / 1e9:.3g} GB/s{disk}"
+        )
+
 
 def rates(device: torch.device, dtype: torch.dtype, fresh: bool = False) -> Rates:
     """Returns what `device` reaches with the current number of threads, as measured before, or now."""
-    key = f"{hardware_name(device) or os.uname().nodename} {dtype} {torch.get_num_threads()} {torch.__version__}"
-    known = _read()
-    if not fresh and key in known:
-        with suppress(TypeError):
-            found = Rates(**known[key])
-            if found.age < STALE:
-                return found
-    found = Rates(measure_peak_flops(device, dtype), _bandwidth(device), _launch(device), time.time())
-    _write({**known, key: asdict(found)})
+    key = key_of("rates", device, dtype, torch.get_num_threads())
+    known = None if fresh else read(key)
+    with suppress(TypeError):
+        if known is not None:
+            return Rates(**{**known, "reached": tuple(map(tuple, known["reached"]))})
+    found = _measured(device, dtype)
+    keep(key, asdict(found))
     return found
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What a run said of this machine: its computing took `slower` times what was predicted of the measured rates; the
-    run's folder and when that was compared, in Unix time."""
-
-    slower: float
-    run: str
-    at: float
-
-    def __str__(self) -> str:
-        when = time.strftime("%Y-%m-%d", time.localtime(self.at))
-        return f"computing takes {self.slower:.3g} times what was measured, learned from {self.run} on {when}"
-
-
-def learned(device: torch.device, dtype: torch.dtype, on_host: int) -> Learned | None:
-    """What was last learned for this device, format and number of ranks of a host."""
-    with suppress(KeyError, TypeError):
-        return Learned(**_read()[_learned_key(device, dtype, on_host)])
-    return None
+def _measured(device: torch.device, dtype: torch.dtype) -> Rates:
+    log.info("measuring what this device reaches, once a month: it takes a few seconds")
+    began = time.perf_counter()
+    bandwidth, launch = _bandwidth(device), _launch(device)
+    rows = measure_products(device, dtype)
+    flops = {_format(dtype): max(operations / seconds for operations, seconds in rows)}
+    for other in ON_DEVICE if is_accelerator(device) else ON_HOST:
+        with suppress(RuntimeError):  # a device need not have products of each
+            if other != dtype:
+                more = measure_products(device, other, largest=False)
+                flops[_format(other)] = max(operations / seconds for operations, seconds in more)
+    reached = _shares(rows, flops[_format(dtype)], dtype.itemsize, bandwidth, 0.0 if is_accelerator(device) else launch)
+    copies, disk = _copies(device), _disk()
+    return Rates(flops, reached, bandwidth, launch, copies, disk, time.perf_counter() - began, time.time())
 
 
-def learn(device: torch.device, dtype: torch.dtype, on_host: int, found: Learned) -> None:
-    """Keeps `found` for the next prediction, in place of what was learned before."""
-    _write({**_read(), _learned_key(device, dtype, on_host): asdict(found)})
+def _format(dtype: torch.dtype) -> str:
+    return FORMATS.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _learned_key(device: torch.device, dtype: torch.dtype, on_host: int) -> str:
-    threads = torch.get_num_threads() if is_accelerator(device) else threads_of(on_host)
-    return f"learned {hardware_name(device) or os.uname().nodename} {dtype} {threads} {on_host} {torch.__version__}"
-
-
-def threads_of(on_host: int) -> int:
-    """Threads of each of so many ranks of this host, at most as many as this process has."""
-    return min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // on_host))
+def _shares(
+    rows: Sequence[tuple[float, float]], peak: float, itemsize: int, bandwidth: float, launch: float
+) -> tuple[tuple[float, float], ...]:
+    """The share of `peak` that products reach, beside reading and writing their matrices and the launch: a smaller one
+    reaches no more."""
+    found: list[tuple[float, float]] = []
+    for operations, seconds in reversed(rows):
+        operands = 3 * (operations / 2) ** (2 / 3) * itemsize / bandwidth
+        alone = max(seconds - operands - launch, 0.2 * seconds)
+        share = min(1.0, operations / alone / peak)
+        found.append((operations, min(share, found[-1][1] if found else 1.0)))
+    return tuple(reversed(found))
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -123,69 +138,140 @@ def _launch(device: torch.device) -> float:
     return best / (3 * TINY)  # forward counts once, backward twice
 
 
+def _copies(device: torch.device) -> float:
+    """Bytes a second to the host and back; without an accelerator from memory to memory."""
+    there = torch.ones(COPIED // 4, device=device)
+    host, best = torch.ones(COPIED // 4, pin_memory=is_accelerator(device)), float("inf")
+    for _ in range(3):
+        synchronize(device)
+        began = time.perf_counter()
+        host.copy_(there, non_blocking=True)
+        there.copy_(host, non_blocking=True)
+        synchronize(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * COPIED / best
+
+
+def _disk() -> float:
+    """Bytes a second that are written to the disk of the folder where this is kept, and read from it; 0 where nothing
+    can be written."""
+    data = os.urandom(2**20) * (WRITTEN // 2**20)
+    with suppress(OSError, RuntimeError):
+        folder().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder(), buffering=0) as file:
+            began = time.perf_counter()
+            file.write(data)
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory would be read
+            file.seek(0)
+            while file.read(2**20):
+                pass
+            return 2 * WRITTEN / (time.perf_counter() - began)
+    return 0.0
+
+
+def groups_of(world: World, fresh: bool = False) -> Reaches | None:
+    """What the groups of a world reach, as measured before for as many ranks on the same hosts, or now; None for a
+    single rank. A collective call: rank 0 reads, and keeps."""
+    if world.size == 1:
+        return None
+    hosts, own = hosts_of(world)
+    key = _groups_key(world.device, world.size, own, hosts)
+    known = read(key) if world.rank == 0 and not fresh else None
+    known = world.everyone.broadcast_object(known)
+    if known is not None and known.get("carrier") == world.everyone.transports[kind_of(world.device)].carrier:
+        with suppress(KeyError, TypeError):
+            return Reaches.from_wire(known)
+    log.info("measuring what groups of these ranks reach, once a month: it takes about a second")
+    found = measure_reaches(world)
+    if world.rank == 0:
+        keep(key, found.to_wire())
+    return found
+
+
+def known_groups(device: torch.device, ranks: int, on_host: int, hosts: Sequence[str]) -> Reaches | None:
+    """What groups of so many ranks of these hosts reach, if that was measured."""
+    known = read(_groups_key(device, ranks, on_host, hosts))
+    with suppress(KeyError, TypeError):
+        return None if known is None else Reaches.from_wire(known)
+    return None
+
+
+def _groups_key(device: torch.device, ranks: int, on_host: int, hosts: Sequence[str]) -> str:
+    threads = 0 if is_accelerator(device) else torch.get_num_threads()
+    return key_of("groups", device, ranks, on_host, threads, *hosts)
+
+
 def here(
-    ranks: int, on_host: int, dtype: torch.dtype, device: torch.device = CPU, link: Measured | None = None,
-    fresh: bool = False,
+    ranks: int, on_host: int, dtype: torch.dtype, device: torch.device = CPU, groups: Reaches | None = None,
+    fresh: bool = False, hosts: Sequence[str] = (),
 ) -> Cluster:  # fmt: skip
-    """This machine as a cluster of `ranks` ranks, `on_host` of them on each host. `link`: of all ranks, where it was
-    measured."""
-    own, before = is_accelerator(device), torch.get_num_threads()
-    torch.set_num_threads(before if own else threads_of(min(on_host, ranks)))
+    """This machine as a cluster of `ranks` ranks, `on_host` of them on each host. `groups`: what these reach, where it
+    was measured; else, for what was measured or learned before, `hosts` has their names, where this is not all."""
+    on_host, own, before = min(on_host, ranks), is_accelerator(device), torch.get_num_threads()
+    torch.set_num_threads(threads_of(device, on_host))
     try:
-        found = rates(device, dtype, fresh)
+        found, crowd = rates(device, dtype, fresh), crowding(device, on_host)
+        hosts = groups.hosts if groups is not None else hosts or (os.uname().nodename,) * (ranks == on_host)
+        groups = groups or (known_groups(device, ranks, on_host, hosts) if ranks > 1 and hosts else None)
+        known = learned(device, dtype, ranks, on_host, hosts) if hosts else None
     finally:
         torch.set_num_threads(before)
     memory = int(psutil.virtual_memory().available)
-    known = learned(device, dtype, min(on_host, ranks))
-    slower = 1.0 if known is None else known.slower
-    peak = {FORMATS.get(dtype, str(dtype).removeprefix("torch.")): found.flops / slower}
+    forward, backward, update = (1.0, 1.0, 1.0) if known is None else (known.forward, known.backward, known.update)
+    slower = crowd * forward
     what = Device(
         hardware_name(device) or "this host's cores",
-        peak,
+        {name: rate / slower for name, rate in found.flops.items()},
         free_memory(device) or memory,
         found.bandwidth / slower,
-        REACHES,
+        found.reached[-1][1],
         1.0,
         found.launch * slower,
         "measured",
         not own,
+        found.reached,
+        backward / forward,
+        update / forward,
     )
-    between = USUAL if link is None or link.ranks < 2 else ring_of(link)
-    host = Host(what, min(on_host, ranks), between, memory, found.bandwidth / 2, update=found.bandwidth * on_host)
-    overlap = 0.8 if own else 0.3
-    hosts = (host,) * max(1, ranks // host.count)
+    told = sorted((each for each in (groups, known) if each is not None), key=lambda each: each.at)
+    inside = newest(reach for each in told for reach in each.inside)
+    across = newest(reach for each in told for reach in each.across)
+    update_rate = found.bandwidth * on_host
+    host = Host(what, on_host, _link(inside), memory, found.to_host, found.disk, update_rate)
     return Cluster(
         "here",
-        hosts,
-        between,
-        overlap,
-        said=(f"measured {found.age:.0f} s ago", *([] if known is None else [str(known)])),
+        (host,) * max(1, ranks // on_host),
+        _link(across) if across else host.inside,
+        0.8 if own else 0.3,
+        0.5 if groups is None else groups.contention,
+        0.0 if known is None else known.other,
+        0.0 if known is None else known.data,
+        said=(_said(found, groups, ranks), *([] if known is None else [str(known)])),
     )
 
 
-def ring_of(link: Measured) -> Link:
-    """The link whose ring would take what was measured of all-reduces."""
-    rounds, share = 2 * (link.ranks - 1), 2 * (link.ranks - 1) / link.ranks
-    return Link(link.latency / rounds, share * link.bandwidth)
+def _said(found: Rates, groups: Reaches | None, ranks: int) -> str:
+    """What was measured, and when, in one line."""
+    said = f"measured {_ago(found.age)} in {found.took:.1f} s: {found}"
+    if ranks == 1:
+        return said
+    if groups is None:
+        return f"{said}; links assumed, none was measured (shoal plan --measure FILE measures them)"
+    return f"{said}; {_ago(groups.age)} in {groups.took:.1f} s: {groups}"
 
 
-def _file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "shoal" / "machine.json"
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s ago"
+    return f"{seconds / 3600:.1f} hours ago" if seconds < 172800 else f"{seconds / 86400:.0f} days ago"
 
 
-def _read() -> dict[str, Any]:
-    with suppress(OSError, ValueError, RuntimeError):
-        content = json.loads(_file().read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    return {}
-
-
-def _write(content: dict[str, Any]) -> None:
-    """Keeps what was measured; where no file can be written it is measured again next time."""
-    with suppress(OSError, RuntimeError):
-        path = _file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f"{path.name}.{os.getpid()}")
-        fresh.write_text(json.dumps(content, indent=1), encoding="utf-8")
-        fresh.replace(path)
+def _link(reached: Sequence[Reach]) -> Link:
+    """The link whose ring would take what the largest all-reduce took, with what others reach."""
+    whole = [each for each in reached if each.operation == "all_reduce"]
+    if not whole:
+        return Link(USUAL.latency, USUAL.bandwidth, tuple(reached))
+    most = max(whole, key=lambda each: each.ranks)
+    rounds, share = 2 * (most.ranks - 1), 2 * (most.ranks - 1) / most.ranks
+    return Link(most.latency / rounds, share * most.bandwidth, tuple(reached))

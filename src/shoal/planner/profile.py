@@ -46,7 +46,7 @@ class PartProfile:
     """One part of a model. Quantities of one row, but `weights`, `trained` and `experts` (elements of parameters, of
     stacked experts) and `calls`, which does not depend on the rows. `boundary`: bytes of its inputs; `operands`: bytes
     that products and attention read and write; `spared`: the share of products that backward does not need again, as
-    they come after the last tensor that it asks for."""
+    they come after the last tensor that it asks for; `multiplied`: number of products, which depends on no degree."""
 
     name: str
     is_block: bool
@@ -64,6 +64,7 @@ class PartProfile:
     messages: tuple[Message, ...]
     operands: Cut = field(default_factory=lambda: Cut(0.0, {}))
     spared: float = 0.0
+    multiplied: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def _part(place: int, alone: Trace, halves: Mapping[str, Trace]) -> PartProfile:
         tuple(messages),
         quantities["operands"],
         seen.last / seen.products if seen.products else 0.0,
+        seen.multiplied,
     )
 
 

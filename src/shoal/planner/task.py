@@ -120,7 +120,8 @@ class Estimate:
     """A choice with what it costs: `terms` in seconds of a step, `memory` in bytes of the fullest rank by role, on the
     device, and `on_host` of it at home there; `wire`: bytes that a rank sends in a step, by what its ranks divide;
     `microbatches` of the replica that takes longest. Of each stage `again`: how many blocks are treated in each way,
-    and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two."""
+    and `stages`: seconds of a microbatch's forward and backward; `message`: of one between two. `forward`: the part of
+    computing that forwards are."""
 
     choice: Choice
     terms: Mapping[str, float]
@@ -131,6 +132,7 @@ class Estimate:
     again: tuple[Mapping[str, int], ...] = ()
     stages: tuple[tuple[float, float], ...] = ()
     message: float = 0.0
+    forward: float = 0.0
 
     @property
     def seconds(self) -> float:

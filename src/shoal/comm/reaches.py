@@ -1,0 +1,241 @@
+"""What collectives reach: by operation, over the kinds of groups that plans make of a world's ranks, all of which are
+busy at once; and what computing loses while they go on beside it. A second or so, once for a machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collectives import Group
+from shoal.comm.world import World
+from shoal.device import kind_of, synchronize
+
+SIZES = (2**12, 2**16, 2**20)
+"""Bytes of the tensors that are timed, in this order."""
+ENOUGH, REPEATS = 0.03, 5
+"""Seconds, and number, of calls of one kind after which no more are timed. After a call of so many seconds no larger
+tensor is tried."""
+WIDTH = 256
+"""Rows and columns of the products beside which ranks communicate."""
+BESIDE = 0.05
+"""Seconds of products beside which ranks communicate, about."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a collective reaches in groups of `ranks`: seconds of a short call, and bytes a second of the whole tensor
+    that is reduced, gathered, scattered or sent."""
+
+    operation: str
+    ranks: int
+    latency: float
+    bandwidth: float
+
+    def seconds(self, payload: float, calls: float = 1) -> float:
+        """Seconds of `calls` calls with `payload` bytes in all."""
+        return calls * self.latency + payload / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """What the groups of a world reach.
+
+    - `carrier`, `hosts`, `ranks`, `on_host`: of the world: its transport, the names of its hosts, and its ranks, in all
+      and on each host
+    - `inside`, `across`: of groups within a host, and across hosts
+    - `contention`: seconds by which computing takes longer for each second of communication beside it
+    - `took`, `at`: how long measuring took, and when it was, in Unix time
+    """
+
+    carrier: str
+    hosts: tuple[str, ...]
+    ranks: int
+    on_host: int
+    inside: tuple[Reach, ...]
+    across: tuple[Reach, ...]
+    contention: float
+    took: float
+    at: float
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was measured."""
+        return max(0.0, time.time() - self.at)
+
+    def __str__(self) -> str:
+        whole = max((each for each in self.across or self.inside if each.operation == "all_reduce"),
+                    key=lambda each: each.ranks)  # fmt: skip
+        rate = f"{whole.latency * 1e6:.0f} us + {whole.bandwidth / 1e9:.3g} GB/s"
+        return (
+            f"an all-reduce of {whole.ranks} ranks over {self.carrier} {rate}, beside which computing loses "
+            f"{self.contention:.0%} of its time"
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, said: Mapping[str, Any]) -> Reaches:
+        """Raises TypeError or KeyError for what was written by another version."""
+        own = {key: tuple(Reach(**each) for each in said[key]) for key in ("inside", "across")}
+        return cls(**{**said, **own, "hosts": tuple(said["hosts"])})
+
+
+def hosts_of(world: World) -> tuple[tuple[str, ...], int]:
+    """The names of the hosts of a world, and into how many ranks the ranks of each of them can be grouped. A collective
+    call."""
+    told = world.everyone.all_gather_object([world.host, world.local_size])
+    return tuple(sorted({host for host, _ in told})), math.gcd(*(number for _, number in told))
+
+
+def measure_reaches(world: World) -> Reaches:
+    """Measures. Every rank calls it and gets the same answer."""
+    began, everyone = time.perf_counter(), world.everyone
+    hosts, own = hosts_of(world)
+    found: dict[bool, list[Reach]] = {False: [], True: []}
+    serial = world.serial("measure")
+    for name, ranks, across in _groups(world, own):
+        group = world.group(f"measure{serial}-{name}", ranks) if len(ranks) < world.size else everyone
+        for operation, call in _calls(group).items():
+            found[across].append(_reach(operation, group.size, *_rows(everyone, world.device, call)))
+        if group is not everyone:
+            everyone.barrier()  # nobody is in it any more
+            group.close()
+    carrier = everyone.transports[kind_of(world.device)].carrier
+    contention = _contention(world)
+    inside, across_hosts = tuple(found[False]), tuple(found[True])
+    took, at = everyone.broadcast_object([time.perf_counter() - began, time.time()])
+    return Reaches(carrier, hosts, world.size, own, inside, across_hosts, contention, took, at)
+
+
+def _groups(world: World, own: int) -> list[tuple[str, list[int], bool]]:
+    """The groups of this rank that are measured, with a name, and whether they cross hosts: of neighbours in rank, and
+    of those at the same place on each host of `own` ranks."""
+    size, rank = world.size, world.rank
+    found = []
+    for number in sorted({2, own, size}):
+        if 1 < number <= size and size % number == 0:
+            first = rank - rank % number
+            found.append((f"{number}", list(range(first, first + number)), number > own or own % number > 0))
+    if 1 < own < size and size % own == 0:
+        found.append(("hosts", list(range(rank % own, size, own)), True))
+    return found
+
+
+def _calls(group: Group) -> dict[str, Callable[[Tensor], object]]:
+    """Each operation on a tensor, which is cut into as many parts as there are ranks."""
+    size, rank = group.size, group.rank
+    after, before = (rank + 1) % size, (rank - 1) % size
+
+    def of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+        whole = tensor[: tensor.numel() // size * size]
+        return whole, whole.view(size, -1)[rank].clone()
+
+    def gather(tensor: Tensor) -> object:
+        whole, part = of(tensor)
+        return group.all_gather(whole, part, "measure")
+
+    def scatter(tensor: Tensor) -> object:
+        whole, part = of(tensor)
+        return group.reduce_scatter(part, whole, "measure")
+
+    def swap(tensor: Tensor) -> object:
+        whole, _ = of(tensor)
+        return group.all_to_all(torch.empty_like(whole), whole, purpose="measure")
+
+    def send(tensor: Tensor) -> None:
+        if rank % 2:
+            group.recv(tensor, rank - 1, "measure")
+        elif rank + 1 < size:
+            group.send(tensor, rank + 1, "measure")
+
+    return {
+        "all_reduce": lambda tensor: group.all_reduce(tensor, purpose="measure"),
+        "reduce_scatter": scatter,
+        "all_gather": gather,
+        "all_to_all": swap,
+        "exchange": lambda tensor: group.exchange(torch.empty_like(tensor), before, tensor, after, "measure"),
+        "send": send,
+    }
+
+
+def _rows(
+    everyone: Group, device: torch.device, call: Callable[[Tensor], object]
+) -> tuple[tuple[int, float], tuple[int, float]]:
+    """Bytes and seconds of a call with the smallest and the largest tensor, on the slowest rank: all make it at
+    once."""
+    rows: list[tuple[int, float]] = []
+    for nbytes in SIZES:
+        tensor = torch.zeros(nbytes // 4, device=device)
+        taken = [_timed(everyone, device, call, tensor) for _ in range(2)][1:]  # the first one opens what it needs
+        while len(taken) < REPEATS and _slowest(everyone, sum(taken)) < ENOUGH:
+            taken.append(_timed(everyone, device, call, tensor))
+        rows.append((nbytes, _slowest(everyone, statistics.median(taken))))
+        if rows[-1][1] > ENOUGH:
+            break
+    return rows[0], rows[-1]
+
+
+def _reach(operation: str, ranks: int, short: tuple[int, float], long: tuple[int, float]) -> Reach:
+    """The line through two rows; where they are one, what that one says."""
+    more = long[1] - short[1]
+    rate = (long[0] - short[0]) / more if more > 0.01 * long[1] else long[0] / long[1]
+    return Reach(operation, ranks, max(short[1] - short[0] / rate, 0.05 * short[1]), rate)
+
+
+def _timed(everyone: Group, device: torch.device, call: Callable[[Tensor], object], tensor: Tensor) -> float:
+    everyone.barrier()
+    began = time.perf_counter()
+    call(tensor)
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+def _slowest(group: Group, seconds: float) -> float:
+    return float(group.all_reduce(torch.tensor(seconds, dtype=torch.float64), "max", purpose="measure"))
+
+
+def _contention(world: World) -> float:
+    """What computing loses to each second of all-reduces that a lane makes beside it, on the slowest rank, 0 to 1."""
+    group, device = world.everyone, world.device
+    if group.size == 1:
+        return 0.0
+    lane, tensor = world.lane(), torch.zeros(SIZES[-1] // 4, device=device)
+    one, other = (torch.randn(WIDTH, WIDTH, device=device) for _ in range(2))
+
+    def products(number: int) -> float:
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(number):
+            torch.mm(one, other)
+        synchronize(device)
+        return time.perf_counter() - began
+
+    def reduces(number: int) -> None:
+        for _ in range(number):
+            group.all_reduce(tensor, purpose="measure")
+
+    products(2)
+    many = max(8, int(BESIDE / max(_slowest(group, products(8)) / 8, 1e-6)))
+    group.barrier()
+    alone = products(many)
+    group.barrier()
+    began = time.perf_counter()
+    reduces(2)
+    synchronize(device)
+    each = _slowest(group, (time.perf_counter() - began) / 2)
+    calls = max(1, int(BESIDE / each))
+    group.barrier()
+    ticket = lane.submit(lambda: reduces(calls), "measure")
+    beside = products(many)
+    ticket.wait("measure")
+    lane.close()
+    lost = (beside - alone) / max(min(calls * each, beside), 1e-9)
+    return _slowest(group, min(1.0, max(0.0, lost)))

@@ -1,0 +1,202 @@
+"""Clusters by name, and in TOML files: how they are read, and how one that was measured is written.
+
+8xh100, h200x64             hosts of eight of that machine; x64 after the name counts devices too
+cluster.toml                [[hosts]] device = "h100", count = 8, number = 2, price = 24.0; [between] bandwidth = ...
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.comm import Reach
+from shoal.errors import UserError, check_names, did_you_mean
+from shoal.plan import nbytes
+from shoal.planner.cluster import Cluster, Device, Host, Link
+
+OTHERS = ("overlap", "contention", "step", "data")
+"""Keys of a file that are numbers of the whole cluster."""
+MEASURED = "measured"
+"""In the place of a machine's name: the file says all of it."""
+NEEDED = ("flops", "bandwidth", "device_memory", "count", "inside", "memory", "to_host")
+"""What it then has to say."""
+BLANK = Host(Device(MEASURED, {}, 0, 1.0), 1, Link(0.0, 1.0), 0, 1.0)
+"""A host of which nothing is known but the usual shares."""
+NAMED = re.compile(r"(?:(?P<number>\d+)x)?(?P<name>[a-z0-9]*?[a-z][a-z0-9]*?)(?:x(?P<total>\d+))?")
+
+
+def cluster_of(text: str, machines: Mapping[str, Host], between: Link) -> Cluster:
+    """Reads `text`: the path of a cluster file, or a name such as "8xh100", "h100x64". Raises UserError otherwise."""
+    if text.endswith(".toml"):
+        return read_cluster(Path(text), machines, between)
+    found = NAMED.fullmatch(text.lower())
+    known = [] if found is None else [name for name in machines if name == found["name"]]
+    if found is None or not known or (found["number"] and found["total"]):
+        name = "" if found is None else found["name"]
+        raise UserError(
+            f'"{text}" is no machine.{did_you_mean(name, list(machines))} Give 8xNAME or NAMEx64 (devices) with one of '
+            f"{', '.join(machines)}, or the path of a cluster file, *.toml"
+        )
+    host, devices = machines[known[0]], int(found["total"] or found["number"] or machines[known[0]].count)
+    if devices < 1 or (devices > host.count and devices % host.count):
+        raise UserError(f'"{text}": hosts of {known[0]} have {host.count} devices, so more are a multiple of that')
+    if devices <= host.count:
+        hosts: tuple[Host, ...] = (replace(host, count=devices, price=host.price * devices / host.count),)
+    else:
+        hosts = (host,) * (devices // host.count)
+    return Cluster(text, hosts, between)
+
+
+def read_cluster(path: Path, machines: Mapping[str, Host], between: Link) -> Cluster:
+    """Reads a cluster file. Raises UserError for an unknown key, or a value of another kind."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"no such cluster file: {path} (from {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"the cluster file {path} cannot be read: {error}") from error
+    check_names(f"{path} has no key", content, ["hosts", "between", *OTHERS, "currency"], "Keys")
+    tables = content.get("hosts")
+    if not isinstance(tables, list) or not tables or not all(isinstance(each, Mapping) for each in tables):
+        raise UserError(f'{path} describes no hosts: give [[hosts]] with device = "h100", count = 8, number = 2')
+    hosts = [host for table in tables for host in _hosts(dict(table), str(path), machines)]
+    others = {key: content[key] for key in OTHERS if key in content}
+    for key, value in others.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise UserError(f"{path}: {key} = {value!r}: give a number that is not negative")
+    link = _link(content.get("between", {}), f"{path}: between", between)
+    return Cluster(path.stem, tuple(hosts), link, currency=str(content.get("currency", "USD")), **others)
+
+
+def _hosts(table: dict[str, Any], where: str, machines: Mapping[str, Host]) -> list[Host]:
+    """The hosts of one [[hosts]] table: a machine by name, with what is said otherwise."""
+    own = [each.name for each in fields(Device) if each.name != "memory"]
+    keys = ["device", "number", "device_memory", *own, *(each.name for each in fields(Host) if each.name != "device")]
+    check_names(f"{where}: hosts has no key", table, keys, "Keys")
+    name, number = table.pop("device", None), table.pop("number", 1)
+    if name not in (*machines, MEASURED):
+        raise UserError(
+            f"{where}: hosts.device = {name!r}: give one of {', '.join(machines)}, the nearest to yours, and what "
+            f'differs beside it (flops, device_memory, bandwidth, ...), or "{MEASURED}" and all of it'
+        )
+    if name == MEASURED and (missing := [key for key in NEEDED if key not in table]):
+        raise UserError(f'{where}: hosts.device = "{MEASURED}": give {", ".join(missing)}, too')
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UserError(f"{where}: hosts.number = {number!r}: give a whole number of at least 1")
+    host = machines.get(name, BLANK)
+    changed = {key: table.pop(key) for key in own if key in table}
+    if "device_memory" in table:
+        changed["memory"] = nbytes(table.pop("device_memory"), f"{where}: hosts.device_memory")
+    if "inside" in table:
+        table["inside"] = _link(table["inside"], f"{where}: hosts.inside", host.inside)
+    if "memory" in table:
+        table["memory"] = nbytes(table["memory"], f"{where}: hosts.memory")
+    if "reached" in changed:
+        changed["reached"] = _shares(changed["reached"], f"{where}: hosts.reached")
+    if not isinstance(changed.get("on_host", False), bool):
+        raise UserError(f"{where}: hosts.on_host = {changed['on_host']!r}: give true or false")
+    for key, value in {**table, **changed}.items():
+        if key in ("inside", "name", "source", "flops", "reached", "on_host"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise UserError(f"{where}: hosts.{key} = {value!r}: give a number that is not negative")
+    if "flops" in changed and not isinstance(changed["flops"], Mapping):
+        raise UserError(
+            f"{where}: hosts.flops = {changed['flops']!r}: give a table by format, such as {{bf16 = 9.9e14}}"
+        )
+    changed.setdefault("name", name if not changed else f"{name}, changed by {where}")
+    return [replace(host, device=replace(host.device, **changed), **table)] * number
+
+
+def _link(table: Any, what: str, default: Link) -> Link:
+    if not isinstance(table, Mapping):
+        raise UserError(f"{what} = {table!r}: give a table with latency (s) and bandwidth (bytes/s each way)")
+    check_names(f"{what} has no key", table, ["latency", "bandwidth", "reached"], "Keys")
+    reached = _reached(table.get("reached", ()), f"{what}.reached")
+    given = {key: value for key, value in table.items() if key != "reached"}
+    values = {"latency": default.latency, "bandwidth": default.bandwidth, **given}
+    for key, value in values.items():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or value < 0
+            or (key == "bandwidth" and not value)
+        ):
+            raise UserError(f"{what}.{key} = {value!r}: give a number above 0")
+    return Link(float(values["latency"]), float(values["bandwidth"]), reached)
+
+
+def _reached(rows: Any, what: str) -> tuple[Reach, ...]:
+    try:
+        found = tuple(Reach(str(row["operation"]), int(row["ranks"]), float(row["latency"]), float(row["bandwidth"]))
+                      for row in rows)  # fmt: skip
+        if any(each.ranks < 2 or each.latency < 0 or each.bandwidth <= 0 for each in found):
+            raise ValueError
+    except (TypeError, KeyError, ValueError):
+        raise UserError(
+            f'{what} = {rows!r:.200}: give rows such as {{operation = "all_reduce", ranks = 2, latency = 3e-5, '
+            "bandwidth = 2e9}"
+        ) from None
+    return found
+
+
+def _shares(rows: Any, what: str) -> tuple[tuple[float, float], ...]:
+    try:
+        found = tuple((float(operations), float(share)) for operations, share in rows)
+        if list(found) != sorted(set(found)) or any(operations <= 0 or not share > 0 for operations, share in found):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UserError(
+            f"{what} = {rows!r:.200}: give pairs of operations of a product, ascending, and the share of the peak that "
+            "it reaches"
+        ) from None
+    return found
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    """Writes a cluster that was measured, for `read_cluster`. Raises UserError where the file cannot be written."""
+    said = "".join(f"# {each}\n" for each in cluster.said)
+    others = {key: getattr(cluster, key) for key in OTHERS}
+    text = said + "".join(f"{line}\n" for line in _lines(others))
+    for place, host in enumerate(cluster.hosts):
+        if host in cluster.hosts[:place]:
+            continue
+        values = {each.name: getattr(host, each.name) for each in fields(Host) if each.name not in ("device", "inside")}
+        own = {each.name: getattr(host.device, each.name) for each in fields(Device)}
+        own["device_memory"] = own.pop("memory")
+        table = {"device": MEASURED, "number": cluster.hosts.count(host), **own, **values}
+        text += "\n[[hosts]]\n" + "".join(f"{line}\n" for line in _lines(table))
+        text += "[hosts.inside]\n" + "".join(f"{line}\n" for line in _of_link(host.inside))
+    text += "\n[between]\n" + "".join(f"{line}\n" for line in _of_link(cluster.between))
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the cluster file {path} cannot be written: {error.strerror}") from error
+
+
+def _of_link(link: Link) -> Iterator[str]:
+    yield from _lines({"latency": link.latency, "bandwidth": link.bandwidth})
+    if link.reached:
+        rows = ",\n".join(f"    {_inline(vars(each))}" for each in link.reached)
+        yield f"reached = [\n{rows},\n]"
+
+
+def _lines(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        yield f"{key} = {_inline(value) if isinstance(value, Mapping) else _value(value)}"
+
+
+def _inline(values: Mapping[str, Any]) -> str:
+    return "{" + ", ".join(f"{key} = {_value(value)}" for key, value in values.items()) + "}"
+
+
+def _value(value: Any) -> str:
+    """A value as TOML has it: numbers, texts, truths and lists of them are written as in JSON."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(float(f"{value:.5g}") if isinstance(value, float) else value)

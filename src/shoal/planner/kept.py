@@ -1,0 +1,68 @@
+"""What is known of this machine from one run of Shoal to the next: `machine.json` in `~/.cache/shoal`, or below
+XDG_CACHE_HOME. Each entry says of what it is in its key, and when it was made in its value."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.device import hardware_name, is_accelerator
+
+STALE = 30 * 86400.0
+"""Seconds after which what is kept does not count any more."""
+
+
+def folder() -> Path:
+    """Where it is kept."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "shoal"
+
+
+def read(key: str) -> dict[str, Any] | None:
+    """What is kept under `key`; None where nothing is, or it is too old."""
+    found = _all().get(key)
+    if isinstance(found, dict) and isinstance(found.get("at"), int | float) and time.time() - found["at"] < STALE:
+        return found
+    return None
+
+
+def keep(key: str, value: dict[str, Any]) -> None:
+    """Keeps `value`, which has the time "at" which it was made, in place of what was kept under `key`. Where no file
+    can be written nothing is kept."""
+    with suppress(OSError, RuntimeError):
+        folder().mkdir(parents=True, exist_ok=True)
+        fresh = folder() / f"machine.json.{os.getpid()}"
+        fresh.write_text(json.dumps({**_all(), key: value}, indent=1), encoding="utf-8")
+        fresh.replace(folder() / "machine.json")
+
+
+def key_of(what: str, device: torch.device, *others: object) -> str:
+    """A key that no other machine, device or version of torch has."""
+    name = f"{os.uname().nodename} {hardware_name(device) or 'CPU'}"
+    return " ".join(map(str, (what, name, *others, torch.__version__)))
+
+
+def threads_of(device: torch.device, on_host: int) -> int:
+    """Threads of each of so many ranks of this host, at most as many as this process has; all where an accelerator
+    computes."""
+    own = torch.get_num_threads()
+    return own if is_accelerator(device) else min(own, max(1, (os.cpu_count() or 1) // on_host))
+
+
+def crowding(device: torch.device, on_host: int) -> float:
+    """How many threads of the ranks of this host share a core; 1 where each has one of its own, or is not on a core."""
+    shared = on_host * threads_of(device, on_host) / (os.cpu_count() or 1)
+    return 1.0 if is_accelerator(device) else max(1.0, shared)
+
+
+def _all() -> dict[str, Any]:
+    with suppress(OSError, ValueError, RuntimeError):
+        content = json.loads((folder() / "machine.json").read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
