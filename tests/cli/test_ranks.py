@@ -183,6 +183,28 @@ def test_the_doctor_brings_two_ranks_together(shoal):
     assert answer.code == 0
 
 
+@pytest.mark.matrix
+def test_this_machine_is_measured_planned_for_trained_on_and_compared(shoal, job_file, tmp_path):
+    """What was measured comes back from the file and from the cache; a run says what its steps were spent on, and the
+    next plan says what was learned of it."""
+    here = tmp_path / "here.toml"
+    answer = shoal("plan", "--measure", here, "--nproc", 2)
+    assert (answer.code, answer.err) == (0, "") and "an all-reduce of 2 ranks over shared memory" in answer.out
+    assert shoal("plan", job_file, "--on", here, "--json").code == 0
+    asked = ("plan", job_file, "--on", "here", "--set", "run.nproc=2", "--pin", "dp=2", "--json")
+    (said,) = json.loads(shoal(*asked).out)["cluster"]["said"]
+    assert "measured" in said and "an all-reduce of 2 ranks" in said
+    assert shoal("train", job_file, "--nproc", 2, "--set", "train.steps=12", "--set", "run.save_every=0").code == 0
+    told = json.loads(shoal("plan", "--compare", tmp_path / "run", "--json").out)
+    terms = {each["what"]: each for each in told["terms"]}
+    assert told["sampled"] == 6 and terms["time of a step: copies"]["measured"] > 0, told
+    assert terms["sent by a rank: copies"]["ratio"] == pytest.approx(1.0, rel=0.05)
+    assert told["learned"].startswith("kept for the next prediction"), told["learned"]
+    assert f"learned from {tmp_path / 'run'}" in " ".join(json.loads(shoal(*asked).out)["cluster"]["said"])
+    refused = shoal("plan", job_file, "--measure", here)
+    assert refused.code == 2 and "leave out all but --nproc" in refused.err
+
+
 def test_the_demo_learns_more_than_a_nat(job_file, tmp_path):
     """Its first eighth already does."""
     job, origins = load_job(DEMO, ["train.steps=60", "run.eval_every=0", f"run.dir={tmp_path / 'demo'}"])

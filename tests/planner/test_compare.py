@@ -15,15 +15,18 @@ from shoal.device import CPU, hardware_name
 from shoal.errors import UserError
 from shoal.jobs.compare import measured_steps
 from shoal.planner import measure
+from shoal.planner.learned import learned
 from shoal.report.metrics import read_metrics
 
 SECONDS = (9.0, 2.0, 2.0, 7.0, 2.5, 2.0)
+HOST = os.uname().nodename
+SPENT = {"forward": 0.6, "backward": 1.1, "optimizer": 0.01, "data": 0.08, "other": 0.21}
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    rates = measure.Rates(1e9, 1e9, 1e-6, measure.time.time())
+    rates = measure.Rates({"fp32": 1e8}, ((1.0, 0.8),), 1e9, 1e-6, 1e9, 0.0, 1.0, measure.time.time())
     monkeypatch.setattr(measure, "rates", lambda *_: rates)
     (tmp_path / "text.txt").write_text("one fish, two fish, red fish, blue fish. " * 40)
     (tmp_path / "resolved.toml").write_text(
@@ -31,17 +34,39 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'[data]\nsource = "{tmp_path}/text.txt"\nsequence = 16\nvalidation = 0.0\n'
         "[train]\nsteps = 6\nglobal_batch = 8\nmicrobatch = 8\n[plan]\ndp = 1\n[run]\nnproc = 1\n"
     )
-    write(tmp_path, os.uname().nodename)
+    write(tmp_path, HOST)
     return tmp_path
 
 
-def write(folder: Path, host: str) -> None:
-    run = {"kind": "run", "host": host, "device": hardware_name(CPU) or "CPU", "world": 1, "versions": {}}
+def terms(step: int, spent: dict[str, float] = SPENT) -> dict[str, Any]:
+    """The record of what a step was spent on."""
+    of = {
+        "kind": "terms",
+        "step": step,
+        "world": 1,
+        "hosts": [HOST],
+        "rank": 0,
+        "seconds": 2.0,
+        "terms": spent,
+        "sent": {"copies": 7},
+    }
+    return {**of, "means": spent, "calls": []}
+
+
+def append(folder: Path, *lines: dict[str, Any]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(each) + "\n" for each in lines))
+
+
+def write(folder: Path, host: str, **more: Any) -> None:
+    run = {"kind": "run", "host": host, "device": hardware_name(CPU) or "CPU", "world": 1, "versions": {}, **more}
     lines: list[dict[str, Any]] = [{**run, "parameters": 1, "peak_flops": 1e9, "config": {}, "total": 6}]
     for step, seconds in enumerate(SECONDS, 1):
         one = {"kind": "step", "step": step, "epoch": 0, "loss": 1.0, "grad_norm": None, "lr": 0.1, "tokens": 128}
         rest = {"tokens_per_second": 1.0, "mfu": None, "memory_bytes": 1, "time": float(step)}
         lines.append({**one, "seconds": seconds, **rest})
+        if step > 1:
+            lines.append(terms(step))
     lines.append({"kind": "checkpoint", "step": 4, "path": "checkpoints/x", "seconds": 1.0})
     lines.append({"kind": "end", "reason": "done", "seconds": 30.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
@@ -54,37 +79,73 @@ def shown(run_dir: Path, capsys: Any, keep: bool = True) -> tuple[dict[str, Any]
 
 
 def test_a_run_beside_its_prediction_and_what_is_learned(run_dir: Path, capsys: Any) -> None:
-    told, terms = shown(run_dir, capsys, keep=False)
-    step = terms["time of a step"]
+    told, found = shown(run_dir, capsys, keep=False)
+    step = found["time of a step"]
     assert told["steps"] == 4 and step["measured"] == 2.0  # without the first step and the one with a checkpoint
-    assert step["ratio"] == pytest.approx(2.0 / step["predicted"]) and step["ratio"] > 1.1
-    assert terms["tokens or samples a second"]["measured"] == 64
-    assert terms["total time"]["measured"] == 30.0
-    assert terms["memory of the fullest rank"]["why"] == "not recorded"
-    assert measure.learned(CPU, torch.float32, 1) is None
+    assert step["ratio"] == pytest.approx(2.0 / step["predicted"]) and not 0.9 < step["ratio"] < 1.1
+    assert told["sampled"] == 5 and found["time of a step: compute"]["measured"] == pytest.approx(1.7)
+    parts = [each["measured"] for what, each in found.items() if what.startswith("time of a step: ")]
+    assert sum(parts) == pytest.approx(2.0 + 1.7)  # computing is there as a whole, and as forward and backward
+    assert found["sent by a rank: copies"]["measured"] == 7
+    assert found["tokens or samples a second"]["measured"] == 64
+    assert found["total time"]["measured"] == 30.0
+    assert found["memory of the fullest rank"]["why"] == "not recorded"
+    assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
     told, _ = shown(run_dir, capsys)
-    assert str(run_dir) in told["learned"]
+    assert str(run_dir) in told["learned"] and "left as it was" not in told["learned"]
+    kept = learned(CPU, torch.float32, 1, 1, [HOST])
+    assert kept is not None and kept.other == pytest.approx(0.21) and kept.data == pytest.approx(0.01)  # of 8 rows
     trace = {"step": 3, "at": [0.0, 1.0], "budgets": {}, "counts_all": False}
     ranks = [{**trace, "rank": rank, "levels": {"host": {"weights": [4, 9 + rank]}}} for rank in range(2)]
     (run_dir / "memory.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ranks))
-    told, terms = shown(run_dir, capsys, keep=False)
-    assert terms["memory of the fullest rank: state and weights in use"]["measured"] == 10
-    assert terms["time of a step"]["ratio"] == pytest.approx(1.0)
+    told, found = shown(run_dir, capsys)
+    assert found["memory of the fullest rank: state and weights in use"]["measured"] == 10
+    ratios = {what: each["ratio"] for what, each in found.items() if what.startswith("time of a step")}
+    assert len(ratios) == 7 and all(each == pytest.approx(1.0) for each in ratios.values()), ratios
     assert any(str(run_dir) in each for each in told["said"])
+    again = learned(CPU, torch.float32, 1, 1, [HOST])
+    assert again is not None and again.forward == pytest.approx(kept.forward), "a second look changes nothing"
 
 
-def test_a_run_whose_plans_were_tried_is_compared_under_the_one_that_stayed(run_dir: Path) -> None:
+def test_what_is_not_plausible_is_left_as_it_was(run_dir: Path, capsys: Any) -> None:
+    append(run_dir, *(terms(step, {**SPENT, "backward": 900.0, "other": 1200.0}) for step in (4, 5, 6)))
+    told, _ = shown(run_dir, capsys)
+    assert "backward took" in told["learned"] and "60000% of a step are in no term" in told["learned"]
+    kept = learned(CPU, torch.float32, 1, 1, [HOST])
+    assert kept is not None and kept.backward == 1.0 and kept.other == 0.0 and kept.forward != 1.0
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [({"versions": {"torch": "1.0"}}, "the run was of torch 1.0"), ({"threads": 99}, "99 threads each")],
+)
+def test_runs_under_other_conditions_teach_nothing(more: dict[str, Any], why: str, run_dir: Path, capsys: Any) -> None:
+    write(run_dir, HOST, **more)
+    assert why in shown(run_dir, capsys)[0]["learned"]
+    assert learned(CPU, torch.float32, 1, 1, [HOST]) is None
+
+
+def test_a_run_whose_plans_were_tried_is_compared_under_the_one_that_stayed(run_dir: Path, capsys: Any) -> None:
     def changed(step: int, plan: dict[str, Any]) -> None:
-        with (run_dir / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"kind": "plan", "step": step, "plan": plan, "seconds": 0.1}) + "\n")
+        append(run_dir, {"kind": "plan", "step": step, "plan": plan, "seconds": 0.1})
 
     changed(1, {"recompute": "full"})
-    with pytest.raises(UserError, match="its plan or ranks changed"):
+    with pytest.raises(UserError, match="its plan was changed"):
         show_compared(run_dir, False, True)
     changed(3, {})
     records = read_metrics(run_dir / "metrics.jsonl")
     assert measured_steps(records) == [2.5, 2.0], "neither those of other plans, nor the first of this one"
-    show_compared(run_dir, False, True)
+    told, _ = shown(run_dir, capsys)
+    assert told["sampled"] == 2 and "of 2 steps is known" in told["learned"]
+
+
+def test_of_an_elastic_run_the_last_generation_counts(run_dir: Path, capsys: Any) -> None:
+    of = {"kind": "membership", "nodes": 1, "lost": 0, "why": "", "events": []}
+    append(run_dir, {**of, "step": 0, "generation": 1, "world": 2},
+           {"kind": "plan", "step": 2, "plan": {"dp": 2, "zero": 1}, "seconds": 0.1},
+           {**of, "step": 3, "generation": 2, "world": 1})  # fmt: skip
+    told, _ = shown(run_dir, capsys)
+    assert (told["steps"], told["sampled"]) == (2, 2)
 
 
 def test_what_is_no_run_of_this_machine(run_dir: Path, tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def show_compared(run_dir: Path, keep: bool, as_json: bool) -> None:
 
 def table(found: Comparison) -> Table:
     """Makes a table of the terms."""
-    made = Table(title=f"median of {found.steps} steps", title_justify="left", box=None, pad_edge=False)
+    title = f"median of {found.steps} steps; what they were spent on, of {found.sampled}"
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for heading in ("term", "predicted", "measured", "ratio"):
         made.add_column(heading, justify="left" if heading == "term" else "right", no_wrap=heading != "term")
     for each in found.terms:

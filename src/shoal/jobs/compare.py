@@ -1,36 +1,36 @@
-"""A run beside what the planner predicts of it on this machine, and what that says of the machine's computing."""
+"""A run beside what the planner predicts of it on this machine, term by term, and what that says of the machine (see
+learning)."""
 
 from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
 from shoal.device import any_device, hardware_name
-from shoal.errors import UserError, in_section
+from shoal.errors import UserError
 from shoal.jobs.answer import task_of
 from shoal.jobs.automatic import cluster_of_ranks
 from shoal.jobs.choose import Settled, Sizes, opened
+from shoal.jobs.learning import learn_from, spent_on
 from shoal.jobs.read import load_job
 from shoal.plan import Plan
 from shoal.planner.cluster import Cluster
-from shoal.planner.measure import Learned, learn, learned
 from shoal.planner.search import search
-from shoal.planner.task import Estimate
-from shoal.precision import precision
+from shoal.planner.task import TERMS, Estimate
+from shoal.report.changes import TermsRecord
 from shoal.report.levels import read_memory_traces
 from shoal.report.metrics import RunRecords, read_metrics
+from shoal.report.terms import WAITING
 
-FEWEST = 3
-"""Steps that a comparison needs at least to learn from."""
 STATE = ("weights", "gradients", "masters", "optimizer state", "weights in use")
 """Roles that a run counts without a GPU."""
-MOSTLY = 0.8
-"""Share of a predicted step that has to be computing, for the rest of a measured one to be told apart."""
+PARTS = ("parts", "tokens", "experts", "copies", WAITING, "offload", "optimizer", "data", "other")
+SAID = {WAITING: "bubble, with messages between stages"}
+NOT_SAMPLED = "no step was sampled"
 
 
 @dataclass(frozen=True)
@@ -51,43 +51,57 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All terms of a run, over `steps` of its steps, the assumptions of the prediction, and what was `learned` of the
-    machine, or why nothing was."""
+    """All terms of a run, over `steps` of its steps, of which `sampled` say what they were spent on; the assumptions of
+    the prediction, and what was `learned` of the machine, or why nothing was."""
 
     terms: tuple[Compared, ...]
     steps: int
+    sampled: int
     said: tuple[str, ...]
     learned: str
 
 
 def compare(run_dir: Path, keep: bool = True) -> Comparison:
-    """Compares the run in `run_dir`, which may still go on; what it says of computing is kept unless `keep` is False.
+    """Compares the run in `run_dir`, which may still go on; what it says of this machine is kept if `keep` says so.
     Raises UserError for a folder that is no run, a run without a step to compare, or one of another machine."""
     records = read_metrics(run_dir / "metrics.jsonl")
-    steps = measured_steps(records)
+    steps, sampled = measured_steps(records), sampled_steps(records)
     settled = _settled(run_dir, records)
     assert records.run is not None
-    cluster = _cluster(settled, records)
+    cluster = _cluster(settled, records, sampled)
     pins = {each.name: getattr(settled.job.plan, each.name) for each in fields(Plan)}
     task = replace(task_of(settled, cluster, pins), limit=math.inf)
     estimate = search(task).best[0]
-    seconds = median(steps)
-    said = _learn(run_dir, settled, cluster, estimate, steps, keep)
-    return Comparison(tuple(_terms(run_dir, records, settled, estimate, seconds)), len(steps), cluster.said, said)
+    terms = tuple(_terms(run_dir, records, settled, estimate, median(steps), sampled))
+    said = (
+        learn_from(run_dir, settled, records.run, cluster, estimate, sampled) if keep else "nothing learned, as asked"
+    )
+    return Comparison(terms, len(steps), len(sampled), cluster.said, said)
 
 
 def measured_steps(records: RunRecords) -> list[float]:
     """Seconds of the steps of the run's present world and plan that nothing else was done in: without the first of an
-    attempt or a plan, and without those with an evaluation or a checkpoint."""
-    began = records.steps[0].step if records.steps else 0
-    left = {began, *(each + 1 for each in records.resumed)}
-    left |= {each.step for each in records.evals} | {each.step for each in records.checkpoints}
-    since = records.plans[-1].step + 1 if records.plans else 0
-    found = [each.seconds for each in records.steps if each.step not in left and each.step > since]
+    attempt, a generation or a plan, and without those with an evaluation or a checkpoint."""
+    left = {each.step for each in records.evals} | {each.step for each in records.checkpoints}
+    left |= {each + 1 for each in records.resumed}
+    first = _first(records)
+    found = [each.seconds for each in records.steps if each.step not in left and each.step > first]
     if not found:
         raise UserError("the run has no step to compare: the first and those with an evaluation or a checkpoint do not "
                         "count. Wait until it has trained a few more")  # fmt: skip
     return found
+
+
+def sampled_steps(records: RunRecords) -> list[TermsRecord]:
+    """What steps of the run's present world and plan were spent on, but for the first of them."""
+    return [each for each in records.terms if each.step > _first(records)]
+
+
+def _first(records: RunRecords) -> int:
+    """The first step of the run's present world and plan."""
+    changed = [each.step + 1 for each in records.plans]
+    changed += [each.step + 1 for each in records.memberships if each.step]
+    return max([records.steps[0].step if records.steps else 0, *changed])
 
 
 def _settled(run_dir: Path, records: RunRecords) -> Settled:
@@ -95,10 +109,12 @@ def _settled(run_dir: Path, records: RunRecords) -> Settled:
     if records.run is None or not path.is_file():
         raise UserError(f"{run_dir} has no record of a job: give the directory of a run of `shoal train`")
     job, origins = load_job(path)
-    other = records.plans and records.plans[-1].plan != job.plan.to_dict()  # plans were tried, and one stayed
-    if other or any(each.generation > 1 for each in records.memberships):
+    began = max((each.step for each in records.memberships), default=0)
+    plans = [each.plan for each in records.plans if each.step > began]  # a generation begins with the plan of the file
+    if plans and plans[-1] != job.plan.to_dict():  # plans were tried, and one stayed
         raise UserError(
-            f"{run_dir}: its plan or ranks changed while it ran, so its steps are not of one plan. Compare another run"
+            f"{run_dir}: its plan was changed while it ran, so its steps are not of the plan of {path.name}. Compare "
+            "another run"
         )
     if job.plan.size != records.run.world:
         raise UserError(
@@ -107,7 +123,7 @@ def _settled(run_dir: Path, records: RunRecords) -> Settled:
     return opened(job, origins)
 
 
-def _cluster(settled: Settled, records: RunRecords) -> Cluster:
+def _cluster(settled: Settled, records: RunRecords, sampled: Sequence[TermsRecord]) -> Cluster:
     """This machine with the ranks of the run. Raises UserError if the run was on another."""
     run, device = records.run, any_device()
     assert run is not None
@@ -118,19 +134,22 @@ def _cluster(settled: Settled, records: RunRecords) -> Cluster:
     name = hardware_name(device)
     if name is not None and name not in run.device:
         raise UserError(f"the run was on {run.device}, this machine has {name}: compare it where it ran")
-    return cluster_of_ranks(settled, Sizes(run.world, settled.job.run.nproc or run.world))
+    hosts = sampled[-1].hosts if sampled else ()
+    return cluster_of_ranks(settled, Sizes(run.world, settled.job.run.nproc or run.world), hosts=hosts)
 
 
 def _terms(
-    run_dir: Path, records: RunRecords, settled: Settled, estimate: Estimate, seconds: float
-) -> Iterator[Compared]:
+    run_dir: Path, records: RunRecords, settled: Settled, estimate: Estimate, seconds: float,
+    sampled: Sequence[TermsRecord],
+) -> Iterator[Compared]:  # fmt: skip
     yield Compared("time of a step", "s", estimate.seconds, seconds)
-    for what, each in estimate.terms.items():
-        if each:
-            yield Compared(f"time of a step: {what}", "s", each, None, "not recorded")
+    yield from _parts(estimate, sampled)
     yield _memory(run_dir, estimate)
-    for what, each in estimate.wire.items():
-        yield Compared(f"sent by a rank: {what}", "bytes", each, None, "not recorded")
+    sent = {what for each in sampled for what in each.sent}
+    for what in [each for each in TERMS if estimate.wire.get(each) or each in sent]:
+        measured = median(each.sent.get(what, 0) for each in sampled) if sampled else None
+        why = "" if sampled else NOT_SAMPLED
+        yield Compared(f"sent by a rank: {what}", "bytes", estimate.wire.get(what, 0.0), measured, why)
     tokens = median(each.tokens for each in records.steps)
     yield Compared("tokens or samples a second", "1/s", tokens / estimate.seconds, tokens / seconds)
     if settled.total is not None:
@@ -138,6 +157,23 @@ def _terms(
         whole = records.end.seconds if records.end is not None and ended else None
         why = "" if ended else "not in one attempt"
         yield Compared("total time", "s", settled.total * estimate.seconds, whole, why)
+
+
+def _parts(estimate: Estimate, sampled: Sequence[TermsRecord]) -> Iterator[Compared]:
+    """What a step is spent on: as predicted of the rank that others wait for, and as that one recorded."""
+    predicted = dict(estimate.terms)
+    predicted[WAITING] = predicted.get(WAITING, 0.0) + predicted.pop("stages", 0.0)
+    compute = predicted.pop("compute")
+    rows = [
+        ("compute", compute, ("forward", "backward")),
+        ("compute: forward", estimate.forward, ("forward",)),
+        ("compute: backward", compute - estimate.forward, ("backward",)),
+        *((SAID.get(what, what), predicted.get(what, 0.0), (what,)) for what in TERMS if what in PARTS),
+    ]
+    for what, each, own in rows:
+        measured = math.fsum(spent_on(sampled, part) for part in own) if sampled else None
+        if each or measured:
+            yield Compared(f"time of a step: {what}", "s", each, measured, "" if sampled else NOT_SAMPLED)
 
 
 def _memory(run_dir: Path, estimate: Estimate) -> Compared:
@@ -150,28 +186,3 @@ def _memory(run_dir: Path, estimate: Estimate) -> Compared:
         return Compared(what, "bytes", estimate.bytes, fullest.most)
     held = sum(estimate.memory.get(role, 0.0) for role in STATE)
     return Compared(f"{what}: state and weights in use", "bytes", held, fullest.most)
-
-
-def _learn(
-    run_dir: Path, settled: Settled, cluster: Cluster, estimate: Estimate, steps: list[float], keep: bool
-) -> str:  # fmt: skip
-    """Keeps what the run says of computing, where that can be told apart, and says so, or why not."""
-    away = settled.job.plan.memory is not None  # the host updates
-    computing = estimate.terms["compute"] + (0.0 if away else estimate.terms["optimizer"])
-    rest = estimate.seconds - computing
-    took = median(steps) - rest
-    if len(steps) < FEWEST:
-        return f"nothing learned: {len(steps)} steps to compare, {FEWEST} are needed"
-    if computing < MOSTLY * estimate.seconds or took <= 0:
-        share = computing / estimate.seconds
-        return f"nothing learned: computing is {share:.0%} of the predicted step and cannot be told from the rest"
-    if not keep:
-        return "nothing learned, as asked"
-    with in_section("train"):
-        dtype = precision(settled.job.train.precision).model
-    device, on_host = any_device(), cluster.hosts[0].count
-    before = learned(device, dtype, on_host)
-    slower = took / computing * (1.0 if before is None else before.slower)
-    found = Learned(slower, str(run_dir.resolve()), time.time())
-    learn(device, dtype, on_host, found)
-    return f"kept for the next prediction: {found}"
