@@ -17,7 +17,6 @@ from shoal.planner.cluster import Link
 from shoal.planner.learned import Learned, learn, learned, newest, reaches_of
 from tests.pool import run_ranks
 
-pytestmark = pytest.mark.fast
 HOST = os.uname().nodename
 
 
@@ -33,6 +32,7 @@ def age(cache: Path, seconds: float) -> None:
     cache.write_text(json.dumps({key: {**each, "at": each["at"] - seconds} for key, each in content.items()}))
 
 
+@pytest.mark.fast
 def test_rates_are_measured_once_a_month_and_say_how_long_that_took(cache: Path, monkeypatch: Any) -> None:
     first = measure.rates(CPU, torch.float32)
     assert 0 < first.took < 60 and first.flops["fp32"] > 1e8 and first.bandwidth > 1e8 and first.to_host > 1e7
@@ -53,6 +53,7 @@ def test_rates_are_measured_once_a_month_and_say_how_long_that_took(cache: Path,
     assert len(calls) == 6, "another machine's do not count"
 
 
+@pytest.mark.fast
 def test_what_was_learned_is_of_as_many_ranks_and_not_for_ever(cache: Path) -> None:
     one = Learned(2.0, 2.5, 1.5, 0.01, 1e-4, (Reach("all_reduce", 2, 1e-4, 1e9),), (), "run", measure.time.time())
     learn(CPU, torch.float32, 2, 2, [HOST], one)
@@ -64,6 +65,7 @@ def test_what_was_learned_is_of_as_many_ranks_and_not_for_ever(cache: Path) -> N
     assert learned(CPU, torch.float32, 2, 2, [HOST]) is None
 
 
+@pytest.mark.fast
 def test_predictions_take_what_was_learned(cache: Path, monkeypatch: Any) -> None:
     now = measure.time.time()
     rates = measure.Rates({"fp32": 1e9}, ((1e6, 0.5), (1e9, 0.8)), 2e9, 1e-6, 1e9, 5e8, 2.0, now)
@@ -92,6 +94,7 @@ def row(operation: str, payload: int, seconds: float, across: bool = False, rank
             "calls": 3, "seconds": seconds}  # fmt: skip
 
 
+@pytest.mark.fast
 def test_links_come_from_calls_of_large_tensors() -> None:
     link = Link(1e-4, 1e9)
     steps = [[
