@@ -103,7 +103,7 @@ class Trials:
             for number in range(self._in_a_row):
                 while left and self._hopeless(name, left[0]):
                     left.pop(0)
-                if not left:
+                if not left or faults.over:
                     break
                 if faults.ready(left[0]):
                     found = faults.trial(left[0])
@@ -166,12 +166,7 @@ def show(contenders: Mapping[str, Any]) -> None:
     Console(width=180).print(table)
 
 
-def _trials(able: Mapping[str, Contender], arguments: argparse.Namespace, folder: Path, say: Say) -> dict[str, Any]:
-    trials = Trials(able, arguments, folder, say)
-    try:
-        trials.measure()
-    except KeyboardInterrupt:
-        say("interrupted: the record has what was measured until now")
+def _trials(trials: Trials) -> dict[str, Any]:
     contenders = trials.results()
     show(contenders)
     return {"scenarios": SCENARIOS, "contenders": contenders, "targets": judge(TARGETS, figures(contenders))}
@@ -231,7 +226,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if arguments.trials:
-            record("recovery", _trials(able, arguments, folder, say))
+            trials = Trials(able, arguments, folder, say)
+            try:
+                trials.measure()
+            finally:  # also what was measured until it was interrupted, or something failed
+                record("recovery", _trials(trials))
         if arguments.goodput:
             record("recovery_goodput", _goodput(able, arguments, folder, say))
         if arguments.steady:

@@ -195,6 +195,8 @@ class TorchFTTuned(TorchFT):
 class RayTrain(Running):
     """Ray Train's TorchTrainer with max_failures=-1, on a Ray of one node: it has no second one to lose here."""
 
+    comes_back = False
+
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.start(str(PEERS / "python"), "-m", "benchmarks.recovery_worker", "ray", str(folder))

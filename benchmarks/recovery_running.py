@@ -80,6 +80,9 @@ class Running:
         """The process that coordinates, with those that live and die with it on its node."""
         raise NotImplementedError
 
+    comes_back = True
+    """Whether `come_back` can bring back what coordinates: else no fault comes after its loss."""
+
     def come_back(self) -> None:
         """Starts the node again that was lost."""
         raise NotImplementedError

@@ -49,6 +49,11 @@ class Faults:
         self._lost: str | None = None  # since the last fault: a worker or a node
         self._first = True
 
+    @property
+    def over(self) -> bool:
+        """Whether the job has lost what cannot come back."""
+        return self._lost == "node" and not self._job.comes_back
+
     def ready(self, scenario: str) -> bool:
         """Brings back what the last fault took, unless `scenario` is about that; returns whether all workers train."""
         if scenario == "rejoin" and self._lost == "node":
