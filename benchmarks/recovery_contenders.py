@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import ClassVar
 
 import psutil
 
-from benchmarks.recovery_running import WORKERS, Commit, Running, family
+from benchmarks.recovery_running import WORKERS, Commit, Running, family, kill
 from benchmarks.recovery_worker import (
     GLOBAL_BATCH,
     HEADS,
@@ -244,7 +245,11 @@ CONTENDERS = {
 def running(contender: Contender, folder: Path) -> Iterator[Running]:
     """A contender that has been started; nothing of it is left afterwards."""
     folder.mkdir(parents=True)
-    job = contender.start(folder)
+    try:
+        job = contender.start(folder)
+    except BaseException:  # also what interrupts the benchmark
+        kill(family(os.getpid())[1:])
+        raise
     try:
         yield job
     finally:
