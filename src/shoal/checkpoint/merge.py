@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,18 @@ from shoal.errors import CheckpointError
 from shoal.optim.tiers.disk import sync
 from shoal.parallel.layout import Box
 
+Move = Callable[[dcp.Stored], dcp.Stored | None]
+"""Says as which box of which tensor of the whole a part's box counts; None: as none."""
 
-def merge(parts: Sequence[Path], path: Path, keep: int) -> None:
+
+def merge(parts: Sequence[Path], path: Path, keep: int, moves: Sequence[Move | None] = ()) -> None:
     """Writes the checkpoint `path` with the tensors of all `parts`, checkpoints of one step with different tensors.
 
     Its JSON state is that of the first, with the optimizer's groups of all. Where links cannot be made files are
-    copied. `keep`: the newest checkpoints that are kept beside it. Raises CheckpointError.
+    copied. `keep`: the newest checkpoints that are kept beside it. `moves`: of each part whose tensors are not those of
+    the whole; None: they are. Raises CheckpointError.
     """
+    moves = moves or [None] * len(parts)
     manifests = [read_manifest(part) for part in parts]
     tmp, step = directory.tmp_of(path), manifests[0].step
     if any(each.step != step for each in manifests):
@@ -35,13 +40,14 @@ def merge(parts: Sequence[Path], path: Path, keep: int) -> None:
         shutil.rmtree(tmp, ignore_errors=True)
         tmp.mkdir(parents=True)
         written = [
-            _linked(part, each, tmp, number) for number, (part, each) in enumerate(zip(parts, manifests, strict=True))
+            _linked(part, each, tmp, number, move)
+            for number, (part, each, move) in enumerate(zip(parts, manifests, moves, strict=True))
         ]
         files = dcp.write_index(tmp, written)
         for each in written:
             files.update(each.files)
         extra = _together([each.extra for each in manifests])
-        write_manifest(tmp, Manifest(step, len(parts), time.time(), files, extra))
+        write_manifest(tmp, Manifest(step, moves.count(None), time.time(), files, extra))
         directory.publish(path)
         retire(path.parent, step, keep)
     except (OSError, ValueError) as error:
@@ -49,8 +55,8 @@ def merge(parts: Sequence[Path], path: Path, keep: int) -> None:
         raise CheckpointError(f"saving the checkpoint of step {step} in {path.parent} failed: {error}") from error
 
 
-def _linked(part: Path, manifest: Manifest, tmp: Path, number: int) -> dcp.Written:
-    """Links the files of a part into `tmp` under names of its own; returns what lies in them."""
+def _linked(part: Path, manifest: Manifest, tmp: Path, number: int, move: Move | None) -> dcp.Written:
+    """Links the files of a part into `tmp` under names of its own; returns what lies in them, as `move` says."""
     index = read_index(part)
     new: dict[str, str] = {}
     boxes = []
@@ -61,7 +67,9 @@ def _linked(part: Path, manifest: Manifest, tmp: Path, number: int) -> dcp.Writt
             file = new.setdefault(at.relative_path, f"__{number}_{len(new)}.distcp")
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             dtype = entry.properties.dtype
-            boxes.append(dcp.Stored(name, tuple(entry.size), box, dtype, file, at.offset, at.length))
+            stored = dcp.Stored(name, tuple(entry.size), box, dtype, file, at.offset, at.length)
+            moved = stored if move is None else move(stored)
+            boxes += [] if moved is None else [moved]
     records: dict[str, FileRecord] = {}
     for old, file in new.items():
         try:

@@ -110,6 +110,23 @@ def kept_for(factory: OptimizerFactory, options: Mapping[str, Any], dims: int) -
     return set(optimizer.state[trial])
 
 
+def moves_untouched(factory: OptimizerFactory, options: Mapping[str, Any]) -> bool:
+    """Whether the optimizer changes rows of a matrix, or what it keeps of them, whose gradient is zero: by momentum,
+    moments that decay, or weight decay. Seen by updating a small one, of which the second row has a gradient at first
+    alone."""
+    trial = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer(factory, [{**options, "params": [trial]}])
+    seen: list[list[Tensor]] = []
+    for second in (1.0, 0.0, 0.0):
+        trial.grad = torch.tensor([[1.0, 1.0], [second, second]])
+        optimizer.step()
+        state = [value for value in optimizer.state[trial].values() if isinstance(value, Tensor) and value.dim()]
+        if any(value.shape != trial.shape for value in state):
+            return True
+        seen.append([value[1].clone() for value in (trial.detach(), *state)])
+    return not all(torch.equal(one, other) for one, other in zip(seen[0], seen[-1], strict=True))
+
+
 def updates_on_host(factory: OptimizerFactory, options: Sequence[Mapping[str, Any]]) -> bool:
     """Whether our own kernel does the optimizer's work on the host, with fp32 masters."""
     optimizer = small_optimizer(factory, options)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from shoal.errors import UserError
 from shoal.module.batchnorm import RunningStatistics
 from shoal.server.held import Given, named
-from shoal.server.link import About, Link
+from shoal.server.link import About, Link, TableForm
 from shoal.server.messages import Taken, Work
+from shoal.server.served_table import Pushed
 from shoal.server.sessions import Address, key_of_token
 from shoal.server.shares import Rows
 from shoal.server.table import summed
@@ -71,10 +72,10 @@ class Client:
         self._links, self.rank = links, rank
         self._threads = ThreadPoolExecutor(len(links), "shoal-client") if len(links) > 1 else None
         self._following: tuple[nn.Module, RunningStatistics] | None = None
-        self.tables: dict[str, tuple[Rows, int]] = {}
-        """Each table's rows among the servers, and their width."""
-        for name, (count, width) in links[0].tables.items():
-            self.tables[name] = Rows(count, len(links)), width
+        self.tables: dict[str, tuple[Rows, TableForm]] = {}
+        """Each table's rows among the servers, and their form."""
+        for name, form in links[0].tables.items():
+            self.tables[name] = Rows(form.rows, len(links), form.block), form
 
     def pull(self, model: Given) -> Version:
         """Copies the servers' weights into `model`, or a dict of tensors by name; returns their version. A model also
@@ -119,13 +120,37 @@ class Client:
         return self._links[0].ask(seconds, found)
 
     def push_work(
-        self, gradients: Mapping[str, Tensor | None], version: int, about: About, term: Tensor | None = None
+        self,
+        gradients: Mapping[str, Tensor | None],
+        version: int,
+        about: About,
+        term: Tensor | None = None,
+        rows: Mapping[str, Pushed] | None = None,
     ) -> Taken:
         """Brings the gradients of work that the first server has given, by name; None for those that are untouched.
-        `term`: see Link.push. The other servers are its followers: they get theirs before it decides."""
+        `term`: see Link.push. `rows`: of tables that are joined, those that have gradients. The other servers are its
+        followers: they get theirs before it decides."""
+        of = self._dealt(rows or {})
         if self._threads is not None:
-            list(self._threads.map(lambda link: link.push(gradients, version, About(about.count)), self._links[1:]))
-        return self._links[0].push(gradients, version, about, term)
+            others = self._threads.map(
+                lambda link: link.push(gradients, version, About(about.count), rows=of[link]), self._links[1:]
+            )
+            list(others)
+        first = self._links[0]
+        return first.push(gradients, version, about, term, of[first])
+
+    def _dealt(self, rows: Mapping[str, Pushed]) -> dict[Link, list[Tensor]]:
+        """Returns what each server gets of all joined tables, in their order."""
+        found: dict[Link, list[Tensor]] = {link: [] for link in self._links}
+        for name, (places, form) in self.tables.items():
+            if not form.joined:
+                continue
+            once, total = rows.get(name, (torch.empty(0, dtype=torch.int64), form.empty(0)))
+            server, _ = places.place(once)
+            for index, link in enumerate(self._links):
+                mine = server == index
+                found[link] += [once[mine], total[mine].to(form.empty(0).dtype)]
+        return found
 
     def pull_work(self, parameters: Mapping[str, Tensor]) -> int:
         """Copies the weights into `parameters` for such work; returns the first server's version. What its followers
@@ -137,24 +162,25 @@ class Client:
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[Tensor, Version]:
         """Returns the values of `rows` (integers [...], also repeated) as [..., width], and the version."""
-        places, width = self._table(table)
+        places, form = self._table(table)
         once, back = torch.unique(rows.to("cpu", torch.int64), return_inverse=True)
         _check_rows(once, places.count, table)
-        found = torch.empty(len(once), width)
+        found = form.empty(len(once))
         server, _ = places.place(once)
         chosen = {link: torch.nonzero(server == index)[:, 0] for index, link in enumerate(self._links)}
 
         def some(link: Link) -> int:
             version, values = link.pull_rows(table, once[chosen[link]])
-            found[chosen[link]] = values.view(-1, width)
+            found[chosen[link]] = values
             return version
 
         versions = self._each(some)
-        return found[back.view(-1)].view(*rows.shape, width), _version(versions)
+        return found[back.view(-1)].view(*rows.shape, form.width), _version(versions)
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: Version) -> list[Taken]:
         """Brings gradients [..., width] of `rows` [...]; those of a repeated row are summed."""
-        places, width = self._table(table)
+        places, form = self._table(table)
+        width = form.width
         if gradients.shape != (*rows.shape, width):
             raise UserError(
                 f"push_rows: gradients {tuple(gradients.shape)} for rows {tuple(rows.shape)} of width {width}: give "
@@ -206,7 +232,7 @@ class Client:
             raise UserError(f"version {version!r} is not what pull returned from {len(self._links)} servers")
         return dict(zip(self._links, versions, strict=True))
 
-    def _table(self, name: str) -> tuple[Rows, int]:
+    def _table(self, name: str) -> tuple[Rows, TableForm]:
         if name not in self.tables:
             raise UserError(f"the servers have no table {name!r}: they have {', '.join(self.tables) or 'none'}")
         return self.tables[name]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -73,8 +73,12 @@ class Follower:
 
     def pull(self, rank: int, asked: Sequence[Tensor], seconds: float, into: list[Tensor]) -> tuple[int, list[Tensor]]:
         """Returns version and values."""
+        return self.read(lambda: self.values.read(asked, into), seconds)
+
+    def read(self, values: Callable[[], list[Tensor]], seconds: float) -> tuple[int, list[Tensor]]:
+        """Returns the version, and what `values` gives, between two updates."""
         with self._begun(seconds):
-            return self.ledger.version, self.values.read(asked, into)
+            return self.ledger.version, values()
 
     def push(self, rank: int, incarnation: str, push: Push, raw: list[Tensor]) -> Taken:
         """Keeps a push, in memory and in the journal, until it is decided upon."""
@@ -150,7 +154,7 @@ class Follower:
                 f"that back; or remove {self._directory.parent}, and go on from the newest checkpoint without them"
             )
         if order.source:
-            self.values.engine.load(order.source)
+            self.values.resume(Path(order.source))
         self.ledger, self._rows, self._held = Ledger(Async()), {}, {}
         self.ledger.version = order.version
         self._line = order.line
@@ -228,7 +232,7 @@ class Follower:
                 journal.append(about, raw)
             rows = {str(number): row for number, row in self._rows.items()}
             state = {**self.ledger.state(), "line": self._line, "journal": name, "rows": rows}
-            self.values.save(self._directory, {"server": state})
+            self.values.save_part(self._directory, {"server": state})
         except BaseException:
             journal.close()
             journal.path.unlink()

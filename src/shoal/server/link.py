@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -51,12 +51,36 @@ class About:
     note: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TableForm:
+    """A table as clients see it: `rows` of `width` numbers of `dtype`, in blocks of `block` among the servers (see
+    shares.Rows). joined: its gradients come with those of the weights. here: how many of its numbers a server has,
+    where it says so."""
+
+    rows: int
+    width: int
+    block: int = 1
+    dtype: str = "float32"
+    joined: bool = False
+    here: int = 0
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> TableForm:
+        """Reads what a server has told."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in table.items() if key in known})
+
+    def empty(self, rows: int) -> Tensor:
+        """Returns memory for the values of some rows."""
+        return torch.empty(rows, self.width, dtype=getattr(torch, self.dtype))
+
+
 class Link:
     """The way to the server at `address`. For `timeout` seconds it tries to reach a server that was lost; `incarnation`
     is this client's name. `join` is to be called first.
 
     shapes: of the parameters that the server has, by name.
-    tables: rows and width of its tables, by name.
+    tables: its tables, by name.
     statistics: those of BatchNorm that were pulled last (fp64, flat); None where the server has none.
     """
 
@@ -67,7 +91,7 @@ class Link:
         self._rank = -1
         self._about: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.tables: dict[str, tuple[int, int]] = {}
+        self.tables: dict[str, TableForm] = {}
         self.statistics: Tensor | None = None
         self._sequence: Counter[str] = Counter()
 
@@ -75,7 +99,7 @@ class Link:
         """Joins the server, -1 for any rank; returns the rank."""
         self._rank = rank
         self._ask(lambda session: None)
-        self.tables = {name: (each["rows"], each["width"]) for name, each in self._about.items() if name != WEIGHTS}
+        self.tables = {name: TableForm.from_json(each) for name, each in self._about.items() if name != WEIGHTS}
         if WEIGHTS in self._about:
             self._layout = Layout.from_json(self._about[WEIGHTS])
             self._weights = [torch.empty(form.numel, dtype=form.dtype) for form in self._layout.pulled()]
@@ -106,10 +130,15 @@ class Link:
         return self._ask(asked)
 
     def push(
-        self, gradients: Mapping[str, Tensor | None], version: int, about: About, term: Tensor | None = None
+        self,
+        gradients: Mapping[str, Tensor | None],
+        version: int,
+        about: About,
+        term: Tensor | None = None,
+        rows: Sequence[Tensor] = (),
     ) -> Taken:
         """Brings the gradients of the parameters that the server has. `term`: what their forwards add to its
-        statistics, None for nothing."""
+        statistics, None for nothing. `rows`: of each table that is joined the rows and their gradients."""
         if not self.shapes:
             return Taken(version, 0, 1.0)
         untouched: list[str] = []
@@ -128,11 +157,11 @@ class Link:
                 codec.encode(flat, encoded)
         if self.statistics is not None:
             raw = [*raw, torch.zeros_like(self.statistics) if term is None else term]
-        return self._push(WEIGHTS, version, untouched, about, *raw)
+        return self._push(WEIGHTS, version, untouched, about, *raw, *rows)
 
     def pull_rows(self, table: str, rows: Tensor) -> tuple[int, Tensor]:
         """Returns version and values of rows that this server has."""
-        values = torch.empty(len(rows), self.tables[table][1])
+        values = self.tables[table].empty(len(rows))
         return self._ask(lambda session: self._pulled(session, table, [values], rows)), values
 
     def push_rows(self, table: str, rows: Tensor, gradients: Tensor, version: int) -> Taken:

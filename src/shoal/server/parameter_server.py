@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -36,11 +37,13 @@ from shoal.server.messages import (
 from shoal.server.options import Options
 from shoal.server.part import Part
 from shoal.server.policies import Policy
+from shoal.server.reading import Reading
 from shoal.server.serving import Serving
 from shoal.server.sessions import Session, SessionLost
 from shoal.server.table import TableRows
 from shoal.server.weights import Weights
 
+Served = Part | Follower | Reading
 _JOIN_SECONDS = 10.0
 _LEAVING_SECONDS = 1.0
 _MOST_WAIT = 3600.0  # seconds that a client may ask a pull to wait
@@ -87,7 +90,7 @@ class ParameterServer(Serving):
         super().__init__(token)
         options = options or Options()
         keeping = Keeping(Path(directory) if directory else None, options.save_every, options.durable, options.grace)
-        parts: dict[str, Part | Follower] = {}
+        parts: dict[str, Part] = {}
         if mine := options.names_of(params):
             held = Held(params, mine, buffers=options.share.index == 0)
             weights = Weights.of(held, optimizer, codec or "fp32", options.schedule, options.param_groups)
@@ -104,13 +107,15 @@ class ParameterServer(Serving):
     def of(
         cls, part: Part | Follower, address: str, token: str | None, seconds: float = 60.0, say: Say = to_stderr
     ) -> Self:
-        """Serves weights that are made already. token: None for the user's secret."""
+        """Serves weights that are made already, with their tables. token: None for the user's secret."""
         server = cls.__new__(cls)
         Serving.__init__(server, token or find_secret().decode())
-        server._serve_parts({WEIGHTS: part}, address, seconds, say)
+        tables = part.values.tables if isinstance(part.values, Weights) else ()
+        read = {each.name: Reading(part, each) for each in tables}
+        server._serve_parts({WEIGHTS: part, **read}, address, seconds, say)
         return server
 
-    def _serve_parts(self, parts: dict[str, Part | Follower], address: str, seconds: float, say: Say) -> None:
+    def _serve_parts(self, parts: Mapping[str, Served], address: str, seconds: float, say: Say) -> None:
         self._parts = parts
         self._guard = threading.Lock()
         self._here: dict[int, tuple[str, Session]] = {}

@@ -6,7 +6,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,11 @@ class Part:
                 self._changed.wait(min(left, _LOOK_SECONDS))
             self.ledger.pulled(rank, active)
             return self.ledger.version, self.values.read(asked, into)
+
+    def read(self, values: Callable[[], list[Tensor]], seconds: float) -> tuple[int, list[Tensor]]:
+        """Returns the version, and what `values` gives, between two updates."""
+        with self._changed:
+            return self.ledger.version, values()
 
     def push(self, rank: int, incarnation: str, push: Push, raw: list[Tensor]) -> Taken:
         """Enters a push in the journal and the accounts, and makes the update that it completes. Raises NotDone for one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,33 +35,48 @@ def balanced(num_bytes: Mapping[str, int], count: int) -> list[list[str]]:
 
 
 class Rows:
-    """The rows 0 to `count` - 1 of a table among `servers`.
+    """The rows 0 to `count` - 1 of a table among `servers`, in blocks of `block` neighbours.
 
-    Row r has the place r * step mod count, a permutation that mixes; server place mod servers has it, at place //
-    servers. So neighbours lie on different servers, and each has its rows without gaps.
+    Block b has the place b * step mod `blocks`, a permutation that mixes; server place mod servers has it, as its block
+    place // servers. So neighbouring blocks lie on different servers, and each has its blocks one behind the other. The
+    last block may be short: where it lies, numbers from `count` on have no row.
     """
 
-    def __init__(self, count: int, servers: int) -> None:
+    def __init__(self, count: int, servers: int, block: int = 1) -> None:
         if not 0 < count < 1 << 31:
             raise UserError(f"a table of {count:,} rows: give from 1 to {(1 << 31) - 1:,}")
-        self.count, self.servers = count, servers
-        step = 1 if servers == 1 else max(1, int(count * 0.6180339887))  # golden section: spreads neighbours evenly
-        while math.gcd(step, count) != 1:
+        self.count, self.servers, self.block, self.blocks = count, servers, block, -(-count // block)
+        step = 1 if servers == 1 else max(1, int(self.blocks * 0.6180339887))  # golden section: spreads neighbours
+        while math.gcd(step, self.blocks) != 1:
             step += 1
         self._step = step
+        self._back = pow(step, -1, self.blocks) if self.blocks > 1 else 0
 
     def size(self, server: int) -> int:
-        """Returns how many rows a server has."""
-        return len(range(server, self.count, self.servers))
+        """Returns for how many rows a server has room."""
+        return len(range(server, self.blocks, self.servers)) * self.block
 
     def place(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns for each of `rows` (int64) its server and its index there."""
         if self.servers == 1:
             return torch.zeros_like(rows), rows
-        place = rows * self._step % self.count
-        return place % self.servers, place // self.servers
+        place = rows // self.block * self._step % self.blocks
+        return place % self.servers, place // self.servers * self.block + rows % self.block
 
     def of(self, server: int, some: slice) -> Tensor:
         """Returns the rows of a server whose indices there are in `some`."""
-        back = pow(self._step, -1, self.count) if self.count > 1 else 0
-        return torch.arange(server, self.count, self.servers)[some] * back % self.count
+        index = torch.arange(self.size(server))[some]
+        block = (server + index // self.block * self.servers) * self._back % self.blocks
+        return block * self.block + index % self.block
+
+    def row(self, server: int, index: int) -> int:
+        """Returns the row of a server at an index."""
+        block = (server + index // self.block * self.servers) * self._back % self.blocks
+        return block * self.block + index % self.block
+
+    def stretches(self, server: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the blocks of a server: the index of its first row there, the number of that row, and how many rows
+        it has."""
+        for index in range(0, self.size(server), self.block):
+            first = self.row(server, index)
+            yield index, first, min(self.block, self.count - first)

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.directory import step_path
-from shoal.checkpoint.merge import merge
 from shoal.engine import Engine
 from shoal.errors import CheckpointError, LaunchError, UserError
 from shoal.plan import Option
 from shoal.server.ledger import Gradient, Update
 from shoal.server.link import Link
 from shoal.server.messages import Apply, Begin, Done, Finish, Keep, Order, Sum
+from shoal.server.served_table import ServedTable, gather
 from shoal.server.sessions import Address, key_of_token
 from shoal.server.sharing import KEPT
 from shoal.server.weights import Weights
@@ -48,7 +47,10 @@ class Followers:
     @property
     def parameters(self) -> list[int]:
         """How many numbers each has."""
-        return [sum(math.prod(shape) for shape in link.shapes.values()) for link in self._links]
+        return [
+            sum(math.prod(shape) for shape in link.shapes.values()) + sum(table.here for table in link.tables.values())
+            for link in self._links
+        ]
 
     def each(self, order: Order) -> list[Done]:
         """Has all of them do something, at the same time. Raises UserError or LaunchError where one does not."""
@@ -69,7 +71,7 @@ class Followers:
 
 
 class Spread(Weights):
-    """Weights of which the `followers` have the rest; `begin`: from where they all go on.
+    """Weights of which the `followers` have the rest, and go on from where those begin.
 
     parts: the folder of this server's own checkpoints, and those of the followers, in which each writes its part of a
         checkpoint. kept: checkpoints that are kept of all together.
@@ -83,12 +85,12 @@ class Spread(Weights):
         kept: int,
         about: Callable[[], Mapping[str, Any]],
         followers: Followers,
-        begin: Begin,
         parts: Sequence[Path],
+        tables: Sequence[ServedTable] = (),
     ) -> None:
-        super().__init__(engine, option, clip, KEPT, about)
-        self._followers, self._line, self._parts = followers, begin.line, parts
-        self._keep, self._since = kept, begin.version
+        super().__init__(engine, option, clip, KEPT, about, tables)
+        self._followers, self._line, self._parts = followers, followers.begin.line, parts
+        self._keep, self._since = kept, followers.begin.version
         self._dropped: list[list[Any]] = []
 
     @torch.no_grad()
@@ -123,8 +125,8 @@ class Spread(Weights):
         except (UserError, LaunchError) as error:
             raise CheckpointError(f"the checkpoint of step {version} cannot be written: {error}") from error
         state = {**state, "line": self._line, "servers": len(self._parts)}
-        super().save(self._parts[0], {**extra, "server": state})
-        merge([step_path(part, version) for part in self._parts], step_path(directory, version), self._keep)
+        self.save_part(self._parts[0], {**extra, "server": state})
+        gather(self.tables, self._parts, version, directory, self._keep)
         self._since = version
 
     @property

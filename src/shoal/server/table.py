@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.pieces import Piece, Want
@@ -21,6 +21,7 @@ from shoal.errors import CheckpointError, UserError
 from shoal.optim.fused.optimizer import OptimizerFactory
 from shoal.parallel.layout import Box
 from shoal.server.ledger import Gradient, Update
+from shoal.server.row_store import RowStore
 from shoal.server.scaled import at_rate
 from shoal.server.sessions import Form
 from shoal.server.shares import Rows, Share
@@ -49,26 +50,17 @@ class Table:
 
 
 class TableRows:
-    """The rows of `table` that the server `share` has, fp32, under `optimizer`.
-
-    An update touches the rows of its gradients alone: the optimizer runs over them and their state, as torch's lazy
-    optimizers do. Its counters are the table's.
-    """
+    """The rows of `table` that the server `share` has, fp32, under `optimizer` (see RowStore)."""
 
     def __init__(self, table: Table, optimizer: OptimizerFactory, share: Share) -> None:
         self._table, self._share = table, share
         self._rows = Rows(table.rows, share.count)
-        self._values = torch.zeros(self._rows.size(share.index), table.width)
-        for start in range(0, len(self._values) if table.fill else 0, _FILLED_AT_ONCE):
+        values = torch.zeros(self._rows.size(share.index), table.width)
+        for start in range(0, len(values) if table.fill else 0, _FILLED_AT_ONCE):
             assert table.fill is not None
             some = slice(start, start + _FILLED_AT_ONCE)
-            self._values[some] = table.fill(self._rows.of(share.index, some))
-        self._touched = nn.Parameter(torch.zeros(1, table.width))
-        self._optimizer = optimizer([{"params": [self._touched]}])
-        self._state: dict[str, Tensor] = {}
-        for key, value in self._optimizer.state.get(self._touched, {}).items():
-            if isinstance(value, Tensor) and value.shape == self._touched.shape:  # what the optimizer begins with
-                self._state[key] = value[0, 0].expand_as(self._values).clone()
+            values[some] = table.fill(self._rows.of(share.index, some))
+        self._store = RowStore(values, optimizer)
 
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for the gradients of some rows. Raises Malformed where `forms` are none."""
@@ -84,9 +76,7 @@ class TableRows:
     def problem(self, gradients: Sequence[Tensor]) -> str:
         """Returns why no update can be made of these gradients, or ""."""
         rows, values = gradients
-        if len(rows) and bool((rows[1:] <= rows[:-1]).any()):
-            return "rows that are not each there once, in ascending order"
-        if why := self._not_here(rows):
+        if why := not_once(rows) or self._not_here(rows):
             return why
         finite = not len(rows) or bool(torch.isfinite(torch.linalg.vector_norm(values, float("inf"))))
         return "" if finite else "a gradient that is not finite"
@@ -99,16 +89,8 @@ class TableRows:
         if not len(rows):
             return
         _, index = self._rows.place(rows)
-        touched, state = self._touched, self._optimizer.state[self._touched]
-        touched.data, touched.grad = self._values[index], total / len(parts) if len(parts) > 1 else total
-        state.update({key: values[index] for key, values in self._state.items()})
-        with at_rate(self._optimizer, update.weight):
-            self._optimizer.step()
-        self._values[index] = touched.data
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == touched.shape:
-                self._state.setdefault(key, torch.zeros_like(self._values))[index] = value
-        touched.grad = None
+        with at_rate(self._store.optimizer, update.weight):
+            self._store.step(index, total / len(parts) if len(parts) > 1 else total)
 
     def dropped(self, push: Gradient) -> None:
         """Does nothing: a push that no update is made of is nowhere else."""
@@ -122,7 +104,7 @@ class TableRows:
     def read(self, asked: Sequence[Tensor], into: list[Tensor]) -> list[Tensor]:
         """Returns the values of rows, whose numbers have been found right."""
         _, index = self._rows.place(asked[0])
-        return [self._values[index]]
+        return [self._store.values[index]]
 
     def wrong(self, asked: Sequence[Tensor]) -> str:
         """Returns why these rows cannot be read, or ""."""
@@ -130,9 +112,10 @@ class TableRows:
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint of these rows."""
-        plain = {key: value for key, value in self._counters().items() if not isinstance(value, Tensor)}
-        tensors = {"rows": self._values, **{f"optim.{key}": value for key, value in self._state.items()}}
-        tensors |= {f"count.{key}": value for key, value in self._counters().items() if isinstance(value, Tensor)}
+        store = self._store
+        plain = {key: value for key, value in store.counters.items() if not isinstance(value, Tensor)}
+        tensors = {"rows": store.values, **{f"optim.{key}": value for key, value in store.state.items()}}
+        tensors |= {f"count.{key}": value for key, value in store.counters.items() if isinstance(value, Tensor)}
         pieces = [Piece(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in tensors.items()]
         about = {**extra, "count": plain, "table": [self._table.rows, self._table.width], "share": self._index()}
         writer = Writer(directory, World.single(), KEPT)
@@ -145,30 +128,31 @@ class TableRows:
         path = newest(directory, lambda bad, why: None)
         if path is None:
             raise CheckpointError(f"no checkpoint to load in {directory}")
-        state, into = self._optimizer.state[self._touched], {"rows": self._values}
+        counters: dict[str, Any] = {}
+        into = {"rows": self._store.values}
         for name, shape in tensor_shapes(path).items():
             kind, _, key = name.partition(".")
             if kind != "rows":
                 into[name] = torch.zeros(shape)
-                (self._state if kind == "optim" else state)[key] = into[name]
+                (self._store.state if kind == "optim" else counters)[key] = into[name]
         extra = load(
             path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()]
         )
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != self._index():
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
-        state.update(extra["count"])
+        self._store.count_on({**counters, **extra["count"]})
         return extra
 
     def load_parts(self, parts: Sequence[Path]) -> dict[str, Any]:
         """Reads this server's rows from the checkpoints of other servers, however many; returns the `extra` of the
         first."""
         extras = [self._load_share(path, index, len(parts)) for index, path in enumerate(parts)]
-        self._optimizer.state[self._touched].update(extras[0]["count"])
+        self._store.count_on(extras[0]["count"])
         return extras[0]
 
     def _load_share(self, path: Path, index: int, count: int) -> dict[str, Any]:
         """Reads what is here of the rows that server `index` of `count` had."""
-        extra, rows = dict(read_manifest(path).extra), Rows(self._table.rows, count)
+        extra, rows, store = dict(read_manifest(path).extra), Rows(self._table.rows, count), self._store
         if extra["table"] != [self._table.rows, self._table.width] or extra["share"] != [index, count]:
             raise CheckpointError(f"{path} holds rows of another table, or of another server's share")
         shapes = tensor_shapes(path)
@@ -176,11 +160,10 @@ class TableRows:
         load(
             path, [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in counters.items()]
         )
-        for name, value in counters.items():
-            self._optimizer.state[self._touched][name.removeprefix("count.")] = value
+        store.count_on({name.removeprefix("count."): value for name, value in counters.items()})
         for key in (name.removeprefix("optim.") for name in shapes if name.startswith("optim.")):
-            self._state.setdefault(key, torch.zeros_like(self._values))
-        into = {"rows": self._values, **{f"optim.{key}": value for key, value in self._state.items()}}
+            store.state.setdefault(key, torch.zeros_like(store.values))
+        into = {"rows": store.values, **{f"optim.{key}": value for key, value in store.state.items()}}
         for start in range(0, rows.size(index), _FILLED_AT_ONCE):
             ids = rows.of(index, slice(start, start + _FILLED_AT_ONCE))
             server, place = self._rows.place(ids)
@@ -207,17 +190,22 @@ class TableRows:
         return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
 
     def _not_here(self, rows: Tensor) -> str:
-        if not len(rows):
-            return ""
-        if int(rows.min()) < 0 or int(rows.max()) >= self._table.rows:
-            return f"rows {int(rows.min())} to {int(rows.max())} of a table of {self._table.rows:,}"
-        if bool((self._rows.place(rows)[0] != self._share.index).any()):
-            return "rows of another server"
-        return ""
+        return not_here(rows, self._rows, self._share.index)
 
-    def _counters(self) -> dict[str, Any]:
-        state = self._optimizer.state.get(self._touched, {})
-        return {key: value for key, value in state.items() if key not in self._state}
+
+def not_here(rows: Tensor, places: Rows, server: int) -> str:
+    """Returns why `server` has not all of these rows, or ""."""
+    if not len(rows):
+        return ""
+    if int(rows.min()) < 0 or int(rows.max()) >= places.count:
+        return f"rows {int(rows.min())} to {int(rows.max())} of a table of {places.count:,}"
+    return "rows of another server" if bool((places.place(rows)[0] != server).any()) else ""
+
+
+def not_once(rows: Tensor) -> str:
+    """Returns why a push has not each of its rows once, or ""."""
+    ascend = not len(rows) or bool((rows[1:] > rows[:-1]).all())
+    return "" if ascend else "rows that are not each there once, in ascending order"
 
 
 @torch.no_grad()

@@ -18,10 +18,15 @@ class Tickets:
     shares: of a step.
     gated: a step is dealt once the weights are those of the step before.
     eval_every: updates from one evaluation to the next, 0 for none but the last; None for none.
+    rests: no step is dealt while an evaluation is due, which so sees the weights of one step though it reads them
+        little by little.
     """
 
-    def __init__(self, total: int | None, shares: int, gated: bool, eval_every: int | None) -> None:
+    def __init__(
+        self, total: int | None, shares: int, gated: bool, eval_every: int | None, rests: bool = False
+    ) -> None:
         self._total, self.shares, self._gated, self._every = total, shares, gated, eval_every
+        self._rests = rests
         self._below = 0
         self._beyond: set[int] = set()
         self._out: dict[int, int] = {}
@@ -53,7 +58,7 @@ class Tickets:
         if ticket is None and self._due and (self._evaluates in (None, rank) or self._evaluates not in active):
             self._evaluates = rank
             return Work(EVALUATE, 0)
-        if ticket is None:
+        if ticket is None and not (self._rests and self._due):
             ticket = self._first(version, active)
         if ticket is not None:
             self._out[ticket] = rank

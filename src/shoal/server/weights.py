@@ -1,6 +1,7 @@
 """The weights of a parameter server: an engine of one rank, whose gradients come from clients.
 
-They lie in the engine's chunks, its optimizer updates them, and its checkpoints are those that any plan reads.
+They lie in the engine's chunks, its optimizer updates them, and its checkpoints are those that any plan reads. Beside
+them a job may have tables, of which clients have some rows at a time (see served_table).
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shoal.checkpoint.optimizer_state import optimizer_extra
 from shoal.chunks import sum_of_squares
 from shoal.chunks.exact import value_of
 from shoal.comm import World
@@ -27,8 +29,11 @@ from shoal.plan import Option, Plan
 from shoal.server.layout import Layout
 from shoal.server.ledger import Gradient, Update
 from shoal.server.scaled import at_rate
+from shoal.server.served_table import Pushed, ServedTable, gather
 from shoal.server.sessions import Form
 from shoal.server.sharing import KEPT, shared_checkpoint
+
+T = TypeVar("T")
 
 
 class Weights:
@@ -36,6 +41,8 @@ class Weights:
 
     clip: the largest norm of an update's gradient.
     kept: checkpoints that are kept. about: returns what they record beside the server's state.
+    tables: the parameters that are served by rows, which the engine has not. part: the folder of what this server
+        writes of a checkpoint by itself, where there are tables.
     """
 
     def __init__(
@@ -45,8 +52,11 @@ class Weights:
         clip: float | None = None,
         kept: int = KEPT,
         about: Callable[[], Mapping[str, Any]] = dict,
+        tables: Sequence[ServedTable] = (),
+        part: Path | None = None,
     ) -> None:
         self.engine, self._clip, self._kept, self._about = engine, clip, kept, about
+        self.tables, self._part = tables, part
         self._chunks = engine.parts.chunks
         self._statistics = RunningStatistics(engine.module)
         self.layout = Layout.of(self._chunks, option, self._statistics.numel)
@@ -82,17 +92,21 @@ class Weights:
 
     def room(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for a push of these forms. Raises Malformed where no push has them."""
-        if list(forms) != self._pushed:
+        whole, pairs = list(forms[: len(self._pushed)]), _pairs(forms[len(self._pushed) :])
+        if whole != self._pushed or len(forms) != len(whole) + 2 * len(self.tables):
             raise Malformed(f"a gradient in {len(forms)} tensors that do not fit these weights")
+        rows = [each for table, pair in zip(self.tables, pairs, strict=True) for each in table.room(pair)]
         try:
-            return self._free.pop()  # several threads may ask
+            return [*self._free.pop(), *rows]  # several threads may ask
         except IndexError:
-            return [torch.empty(form.numel, dtype=form.dtype) for form in forms]
+            return [*(torch.empty(form.numel, dtype=form.dtype) for form in whole), *rows]
 
     def decoded(self, raw: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the gradients of a push, flat as the chunks, and what it adds to statistics; without a codec they are
-        views of it."""
-        beside = [each.view(torch.float64) for each in raw[len(self.layout.trained) :]]
+        """Returns the gradients of a push, flat as the chunks, what it adds to statistics, and of each table rows and
+        their gradients; without a codec they are views of it."""
+        beside = [each.view(torch.float64) for each in raw[len(self.layout.trained) : len(self._pushed)]]
+        pushed = zip(self.tables, _pairs(raw[len(self._pushed) :]), strict=True)
+        beside += [each for table, pair in pushed for each in table.decoded(pair)]
         pairs = list(zip(self.layout.trained, raw, strict=False))
         if self._codec.lossless:
             return [data.view(stretch.grad_form.dtype) for stretch, data in pairs] + beside
@@ -103,8 +117,14 @@ class Weights:
 
     def problem(self, gradients: Sequence[Tensor]) -> str:
         """Returns why no update can be made of these gradients, or ""."""
-        largest = [torch.linalg.vector_norm(each, float("inf")) for each in gradients]
-        return "" if all(map(torch.isfinite, largest)) else "a gradient that is not finite"
+        largest = [torch.linalg.vector_norm(each, float("inf")) for each in gradients[: len(self._pushed)]]
+        if not all(map(torch.isfinite, largest)):
+            return "a gradient that is not finite"
+        wrong = [table.problem(pushed) for table, pushed in zip(self.tables, self._of_tables(gradients), strict=True)]
+        return next(filter(None, wrong), "")
+
+    def _of_tables(self, gradients: Sequence[Tensor]) -> list[Pushed]:
+        return [(rows, values) for rows, values in _pairs(gradients[len(self._pushed) :])]
 
     @torch.no_grad()
     def update(self, update: Update) -> None:
@@ -121,11 +141,15 @@ class Weights:
         counts = [each.count for each in update.gradients]
         for index, chunk in enumerate(chunk for chunk in self._chunks if chunk.trainable):
             _mean(chunk.gradient, [each.tensors[index] for each in update.gradients], counts)
+        pushes = [self._of_tables(each.tensors) for each in update.gradients]
+        for index, table in enumerate(self.tables):
+            table.mean([each[index] for each in pushes], counts)
 
     def squares(self) -> Tensor:
         """Returns the squared norm of the mean, as an exact sum (see chunks.exact)."""
         pieces = [piece for chunk in self._chunks if chunk.trainable for piece in chunk.norm_pieces()]
-        return sum_of_squares(pieces, self.engine.device)
+        whole = sum_of_squares(pieces, self.engine.device)
+        return torch.stack([whole, *(table.squares() for table in self.tables)]).sum(0)
 
     @property
     def clips(self) -> bool:
@@ -144,7 +168,7 @@ class Weights:
         engine, first, rest = self.engine, update.gradients[0], update.gradients[1:]
         for each in update.gradients if self.layout.statistics else ():  # as if their forwards had come one by one
             self._statistics.begin()
-            self._statistics.commit(each.tensors[-1])
+            self._statistics.commit(each.tensors[len(self.layout.trained)])
         self.rate = float(engine.optimizer.torch.param_groups[0]["lr"]) * update.weight
         untouched = first.untouched.intersection(*(each.untouched for each in rest))
         if any(each.count for each in update.gradients):
@@ -152,11 +176,13 @@ class Weights:
                 engine.optimizer.turn = engine.step_index
                 engine.optimizer.apply(factor, None, sorted(untouched & engine.optimizer.known.keys()))
                 engine.optimizer.settle()
+            for table in self.tables:
+                table.apply(factor, self.rate)
         if engine.scheduler is not None:
             engine.scheduler.step()
         engine.step_index += 1
         if self._codec.lossless:  # the gradients are the memory in which they came
-            self._free += [each.tensors for each in update.gradients]
+            self._free += [each.tensors[: len(self._pushed)] for each in update.gradients]
 
     def asked(self, forms: Sequence[Form]) -> list[Tensor]:
         """Returns memory for what a pull of weights brings, which is nothing. Raises Malformed for anything else."""
@@ -179,11 +205,32 @@ class Weights:
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Writes a checkpoint."""
-        self.engine.save(directory, keep=self._kept, extra={**self._about(), **extra})
+        if not self.tables:
+            self.engine.save(directory, keep=self._kept, extra={**self._about(), **extra})
+            return
+        assert self._part is not None
+        self.save_part(self._part, extra)
+        gather(self.tables, [self._part], self.engine.step_index, directory, self._kept)
+
+    def save_part(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Writes what this server has of a checkpoint, the tables first: weights are there once all is."""
+        (group,) = optimizer_extra(self.engine.optimizer, None)["groups"][:1]
+        for table in self.tables:
+            table.save(folder, self.engine.step_index, group)
+        self.engine.save(folder, keep=KEPT, extra={**self._about(), **extra})
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Reads the newest checkpoint; returns its `extra`."""
-        return self.engine.load(directory)
+        """Reads the newest checkpoint that this server has written by itself; returns its `extra`."""
+        extra = self.engine.load(directory)
+        for table in self.tables:
+            table.load_own(directory, self.engine.step_index)
+        return extra
+
+    def resume(self, path: Path) -> None:
+        """Reads the checkpoint of a run, whoever wrote it."""
+        self.engine.load(path)
+        for table in self.tables:
+            table.load(path)
 
     def load_parts(self, parts: Sequence[Path]) -> dict[str, Any]:
         """Reads the checkpoints of several servers that have all parameters between them; returns the `extra` of the
@@ -197,10 +244,15 @@ class Weights:
     @property
     def shares(self) -> list[int]:
         """How many parameters each server has."""
-        return [sum(math.prod(layout.shape) for layout in self.engine.layouts.values())]
+        whole = sum(math.prod(layout.shape) for layout in self.engine.layouts.values())
+        return [whole + sum(table.numel for table in self.tables)]
 
     def close(self) -> None:
         self.engine.close()
+
+
+def _pairs(tensors: Sequence[T]) -> list[Sequence[T]]:
+    return [tensors[index : index + 2] for index in range(0, len(tensors), 2)]
 
 
 def _mean(into: Tensor, gradients: Sequence[Tensor], counts: Sequence[float]) -> None:

@@ -43,6 +43,7 @@ class StepResult:
     _experts: Sequence[Tensor] = ()
     _waits: Sequence[Callable[[], object]] = ()  # return once the numbers can be read
     norms: Mapping[str, float] = field(default_factory=dict)
+    _expected: float = 1.0  # what sums were divided by before backward
 
     def __repr__(self) -> str:
         """The numbers that a person asks for, which waits for them."""
@@ -106,6 +107,12 @@ class StepResult:
     def loss(self) -> float:
         count = float(self._sums[1])
         return float(self._sums[0]) / count if count else math.nan
+
+    @property
+    def to_mean(self) -> float:
+        """What turns a gradient that backward has left beside the engine's parameters into that of the mean loss."""
+        count = float(self._sums[1])
+        return self._expected / (count * (self.loss_scale or 1.0)) if count else 0.0
 
     @property
     def loss_scale(self) -> float | None:

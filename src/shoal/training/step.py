@@ -140,7 +140,7 @@ class StepRunner:
             self._reduce.every_row()
         self.gradients = clipped.gradients
         about = (answer.totals, clipped.norm, totals.names or (), share, totals.scale, answer.experts)
-        result = StepResult(step, epoch, trained.lr, 0.0, *about, norms=clipped.norms)
+        result = StepResult(step, epoch, trained.lr, 0.0, *about, norms=clipped.norms, _expected=totals.expected)
         self._phase = _Phase.UPDATING
         with self.forward.ledger.span("compute", "optimizer"), torch.no_grad():
             try:

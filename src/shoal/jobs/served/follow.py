@@ -15,10 +15,12 @@ from shoal.jobs.choose import Sizes, settle
 from shoal.jobs.config import Job, Origins
 from shoal.jobs.served.settings import check_served
 from shoal.jobs.served.several import line_of, part_path, share_of, timeout_of
+from shoal.jobs.served.tables import tables_of
 from shoal.launch.identity import Identity
 from shoal.launch.local import signals
 from shoal.server import ParameterServer
 from shoal.server.follower import Follower
+from shoal.server.shares import Share
 from shoal.server.weights import Weights
 
 _LOOK_SECONDS = 0.05
@@ -31,9 +33,10 @@ def follow(job: Job, origins: Origins, place: Identity) -> int:
     check_served(job, place.size)
     assert place.serves
     settled, run_dir = settle(job, origins, Sizes(1, 1)), Path(job.run.dir)
-    model = share_of(settled, place.serves, len(place.servers))
+    tables, share = tables_of(settled), Share(place.serves, len(place.servers))
+    model = share_of(settled, share.index, share.count, tables)
     engine = make_engine(settled.job, model, settled.total, World.single(torch.device("cpu")))
-    weights = Weights(engine, job.server.codec or "fp32")
+    weights = Weights(engine, job.server.codec or "fp32", tables=tables.served(share))
     follower = Follower(
         weights, part_path(run_dir, place.serves), bool(job.server.durable), line_of(run_dir, len(place.servers))
     )

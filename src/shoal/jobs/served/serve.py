@@ -6,7 +6,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from shoal.jobs.names import DIRECTORY
 from shoal.jobs.record import Recorder
 from shoal.jobs.served.policy import policy_of
 from shoal.jobs.served.settings import check_served, shares
-from shoal.jobs.served.several import JOURNALS, Line, share_of, spread_weights
+from shoal.jobs.served.several import JOURNALS, Line, part_path, share_of, spread_weights
+from shoal.jobs.served.tables import tables_of
 from shoal.jobs.served.watch import Recording
 from shoal.jobs.stop import STOPPED
 from shoal.jobs.train import about, make_directory
@@ -37,6 +38,8 @@ from shoal.report.metrics import RunRecord, last_recorded
 from shoal.server import ParameterServer
 from shoal.server.keeping import Dealt, Keeping
 from shoal.server.part import Part
+from shoal.server.served_table import ServedTable
+from shoal.server.shares import Share
 from shoal.server.spread import Spread
 from shoal.server.tickets import Tickets
 from shoal.server.weights import Weights
@@ -72,7 +75,8 @@ class _Serving:
         self._run_dir = Path(job.run.dir)
         remembered = about(settled)
         checkpoint, said = resume.find(job, remembered, world.everyone)
-        self._engine = engine = make_engine(job, share_of(settled, 0, len(place.servers)), settled.total, world)
+        share, tables = Share(0, len(place.servers)), tables_of(settled)
+        self._engine = engine = make_engine(job, share_of(settled, 0, share.count, tables), settled.total, world)
         make_directory(settled, world, engine)
         restored = resume.restore(job, engine, checkpoint)
         self._before, self._began = float(restored.user.get("seconds", 0.0)), time.monotonic()
@@ -80,8 +84,10 @@ class _Serving:
         def user() -> Mapping[str, Any]:
             return {"seconds": self._before + time.monotonic() - self._began, "job": remembered}
 
-        line = Line.found(job, restored, checkpoint, len(place.servers))
-        weights = self._make_weights(place, line, user)
+        line, served = Line.found(job, restored, checkpoint, len(place.servers)), tables.served(share)
+        for table in served if checkpoint is not None else ():
+            table.load(checkpoint)
+        weights = self._make_weights(place, line, user, served)
         self._recorder = Recorder(
             self._run_dir,
             job.run.trackers,
@@ -105,17 +111,21 @@ class _Serving:
             self._part.save()
         self._server = ParameterServer.of(self._part, place.servers[0], None, say=self._recorder.note)
 
-    def _make_weights(self, place: Identity, line: Line, user: Callable[[], Mapping[str, Any]]) -> Weights:
+    def _make_weights(
+        self, place: Identity, line: Line, user: Callable[[], Mapping[str, Any]], tables: Sequence[ServedTable]
+    ) -> Weights:
         if len(place.servers) > 1:
-            return spread_weights(self._job, self._engine, place, line, user)
-        job = self._job
-        return Weights(self._engine, job.server.codec or "fp32", job.train.clip or None, job.run.keep, user)
+            return spread_weights(self._job, self._engine, place, line, user, tables)
+        job, part = self._job, part_path(self._run_dir, 0)
+        clip, codec = job.train.clip or None, job.server.codec or "fp32"
+        return Weights(self._engine, codec, clip, job.run.keep, user, tables, part)
 
     def _make_part(self, weights: Weights, restored: resume.Restored) -> Part:
         job, engine = self._job, self._engine
         policy, number = policy_of(job, self._workers), shares(job, self._workers)
         every = job.run.eval_every if self._settled.data.validation is not None else None
-        tickets = Tickets(self._settled.total, number, policy.ordered, every)
+        rests = policy.ordered and bool(weights.tables)
+        tickets = Tickets(self._settled.total, number, policy.ordered, every, rests)
         nbytes = sum(chunk.nbytes for chunk in engine.parts.chunks)
         keeping = Keeping(
             self._run_dir / DIRECTORY,

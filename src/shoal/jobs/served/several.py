@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from shoal.jobs.choose import Settled
 from shoal.jobs.config import Job
 from shoal.jobs.names import DIRECTORY
 from shoal.jobs.resume import Restored
+from shoal.jobs.served.tables import Tables
 from shoal.launch.identity import Identity
 from shoal.models import ModelSpec
 from shoal.server.held import Held
 from shoal.server.journal import Journal
 from shoal.server.keeping import Keeping
 from shoal.server.messages import Begin
+from shoal.server.served_table import ServedTable
 from shoal.server.shares import balanced
 from shoal.server.spread import Followers, Spread
 
@@ -33,13 +35,15 @@ JOURNALS = "server"
 TIMEOUT = 300.0
 
 
-def share_of(settled: Settled, index: int, count: int) -> ModelSpec:
-    """Returns the model of server `index` of `count`: its parameters, divided by bytes; the first one also has the
-    buffers. Raises UserError for more servers than parameters."""
+def share_of(settled: Settled, index: int, count: int, tables: Tables | None = None) -> ModelSpec:
+    """Returns the model of server `index` of `count`: its parameters but the `tables`, divided by bytes; the first one
+    also has the buffers. Raises UserError for more servers than parameters."""
+    model = settled.model if tables is None else tables.left_out(settled.model)
     if count == 1:
-        return settled.model
-    whole, factory = without_values(settled), settled.model.factory
-    sizes = {name: each.nbytes for name, each in (whole or factory()).named_parameters()}
+        return model
+    whole, factory = without_values(settled), model.factory
+    left_out = set() if tables is None else tables.names
+    sizes = {name: each.nbytes for name, each in (whole or factory()).named_parameters() if name not in left_out}
     if count > len(sizes):
         raise UserError(f"ps={count}: the model has {len(sizes)} parameters to divide among servers. Give ps=1")
     names = balanced(sizes, count)[index]
@@ -47,7 +51,7 @@ def share_of(settled: Settled, index: int, count: int) -> ModelSpec:
     def held() -> nn.Module:
         return Held(factory(), names, buffers=index == 0)
 
-    return replace(settled.model, factory=held)
+    return replace(model, factory=held)
 
 
 def part_path(run_dir: Path, index: int) -> Path:
@@ -110,10 +114,15 @@ def _has_pushes(job: Job, state: Mapping[str, Any]) -> bool:
 
 
 def spread_weights(
-    job: Job, engine: Engine, place: Identity, line: Line, about: Callable[[], Mapping[str, Any]]
+    job: Job,
+    engine: Engine,
+    place: Identity,
+    line: Line,
+    about: Callable[[], Mapping[str, Any]],
+    tables: Sequence[ServedTable],
 ) -> Spread:
     """Returns the weights of a job's first server, once all others have what they go on with."""
     followers = Followers(place.servers[1:], place.size, timeout_of(job), line.begin)
     parts = [part_path(Path(job.run.dir), index) for index in range(len(place.servers))]
     clip, codec = job.train.clip or None, job.server.codec or "fp32"
-    return Spread(engine, codec, clip, job.run.keep, about, followers, line.begin, parts)
+    return Spread(engine, codec, clip, job.run.keep, about, followers, parts, tables)

@@ -22,6 +22,7 @@ class Server:
     timeout: seconds for which a worker tries to reach the server; 300.
     restarts: how often the launcher starts a server, or each worker, again that was killed or has crashed; 3.
     durable: wait for the disk before a gradient is acknowledged, so that it also survives the host; false.
+    tables: weights of embeddings that are served by rows, by name; those of sparse gradients.
     """
 
     policy: str | None = None
@@ -32,6 +33,7 @@ class Server:
     timeout: float | None = None
     restarts: int | None = None
     durable: bool | None = None
+    tables: list[str] | None = None
 
     def __post_init__(self) -> None:
         kind, _ = self.kind

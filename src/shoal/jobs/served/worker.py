@@ -24,10 +24,12 @@ from shoal.jobs.evaluate import Subsample, can_write, measure_of, write_on
 from shoal.jobs.served.policy import samples_of
 from shoal.jobs.served.settings import check_served, shares
 from shoal.jobs.served.table import SYNC
+from shoal.jobs.served.tables import tables_of
 from shoal.launch.identity import Identity
 from shoal.launch.local import signals
 from shoal.module.batchnorm import RunningStatistics
 from shoal.server import Client, connect
+from shoal.server.embeddings import RowsInUse
 from shoal.server.link import About
 from shoal.server.messages import END, EVALUATE, TRAIN
 
@@ -66,8 +68,9 @@ class _Worker:
         self._gated = settled.job.server.kind[0] == SYNC
         self._data = settled.model.prepare_data(settled.data.train)
         self._cursor = Cursor(len(self._data), settled.job.train.global_batch, settled.job.train.seed)
-        world = World.single(device)
-        self.engine = make_engine(settled.job, settled.model, settled.total, world, optimizer=Still)
+        world, self._rows = World.single(device), RowsInUse()
+        model = tables_of(settled).left_out(settled.model, self._rows)
+        self.engine = make_engine(settled.job, model, settled.total, world, optimizer=Still)
         self.engine.optimizer.torch.register_step_pre_hook(self._keep)
         self._gradients: dict[str, Tensor | None] = {}
         self._statistics = RunningStatistics(self.engine.module)
@@ -81,6 +84,7 @@ class _Worker:
     def to_the_end(self, client: Client, received: list[int]) -> None:
         """Does what the server says, until it has no more or a signal has come."""
         found: Mapping[str, Any] = {}
+        self._rows.client = client
         while not received:
             given = client.ask(ASK_SECONDS, found)
             found = {}
@@ -104,6 +108,7 @@ class _Worker:
         batch = Batch(step, self._cursor.epoch(step), ids, load)
         self._statistics.begin()
         while True:
+            self._rows.begin()
             self.engine.step_index = step
             result = self.engine.step(batch)
             if not result.skipped:  # under a loss scale that was too large
@@ -114,7 +119,8 @@ class _Worker:
         term = self._statistics.term(1, after=0).cpu()
         self._statistics.restore()  # the server has what was pulled, and adds the term
         loss = result.loss if result.tokens else 0.0
-        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}), term)
+        rows = self._rows.gradients(result.to_mean)
+        client.push_work(gradients, self._version, About(float(result.tokens), ticket, {"loss": loss}), term, rows)
 
     @torch.no_grad()
     def _pull(self, client: Client) -> None:
