@@ -34,6 +34,8 @@ class Federated:
     least: results without which a round leaves the model as it is.
     buffer: asynchronous: an update for so many results, whichever come first (FedBuff); 0: rounds.
     most_stale: asynchronous: results are dropped that are more than so many updates old; None: none are.
+    secure: the server learns the sum of a round's results and no single one (secure aggregation); the number is the
+        share of the round's clients whose results must come, above a half. None: it sees them all.
     eval_every: rounds between evaluations of the global model on what clients hold out; 0: only at the end.
     """
 
@@ -52,6 +54,7 @@ class Federated:
     least: int = 1
     buffer: int = 0
     most_stale: int | None = None
+    secure: float | None = None
     eval_every: int = 1
 
     def __post_init__(self) -> None:
@@ -73,6 +76,8 @@ class Federated:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.secure is not None and not 0.5 < self.secure <= 1:
+            raise UserError(f"federated.secure = {self.secure}: give a share above 0.5, at most 1, such as 0.6")
         if self.least > self.asked:
             raise UserError(
                 f"federated.least = {self.least}, but a round asks {self.asked} of the {self.clients} clients: no "
@@ -88,6 +93,8 @@ class Federated:
                     f"federated.buffer = {self.buffer}, but {self.asked} clients work at once: an update would wait "
                     "for clients that are asked after it. Give a smaller buffer, or a larger fraction"
                 )
+            if self.secure is not None:
+                raise UserError("federated.secure is of rounds, whose results are opened together: remove it or buffer")
         elif self.most_stale is not None:
             raise UserError("federated.most_stale is of asynchronous training: give federated.buffer too")
 

@@ -8,7 +8,7 @@ import pytest
 from shoal.errors import UserError
 from shoal.federated.flower import private
 from shoal.federated.flower.grid import FIRST, LocalGrid
-from shoal.federated.flower.secure_mod import SECURE, secure_mod
+from shoal.federated.flower.secure_mod import KEYS, SECURE, SHARES, UNMASK, secure_mod
 from shoal.federated.flower.secure_sum import SecureSum
 from shoal.federated.schedule import Rounds, crowd_of
 from shoal.federated.settings import Federated
@@ -19,6 +19,18 @@ from flwr.serverapp.strategy import FedAvg, FedAvgM, Krum  # isort: skip
 
 CLIENTS = 6
 START = {"first": np.arange(6.0).reshape(2, 3), "last": np.array([1.0, -2.0])}
+
+
+def leaves(client, last):
+    """A mod that has a client drop out at a stage."""
+
+    def mod(message, context, call_next):
+        told = message.content.config_records.get(SECURE)
+        if told is not None and told["stage"] == last and context.node_config["partition-id"] == client:
+            raise RuntimeError("no battery")
+        return call_next(message, context)
+
+    return mod
 
 
 def client_app(mods, fails=()):
@@ -68,9 +80,23 @@ def test_the_secure_sum_is_the_plain_one_though_clients_drop_out_while_they_trai
         assert secure.train_metrics_clientapp[number]["loss"] == pytest.approx(theirs, abs=1e-6)
 
 
+@pytest.mark.parametrize(("stage", "counts"), [(KEYS, False), (SHARES, False), (UNMASK, True)])
+def test_a_client_may_drop_out_at_any_stage(stage, counts):
+    """Who is gone before the training counts no more; who has sent its result does."""
+    private.quieten()
+    plain = strategy().start(grid([], () if counts else (3,)), start(), num_rounds=1)
+    secure = SecureSum(strategy())
+    found = secure.start(grid([leaves(3, stage), secure_mod]), start(), num_rounds=1)
+    assert (secure.asked, secure.why, len(secure.failures)) == (CLIENTS, "", 1)
+    for name in START:
+        np.testing.assert_allclose(found.arrays[name].numpy(), plain.arrays[name].numpy(), rtol=0, atol=1e-6)
+
+
 def test_too_few_results_open_nothing_and_leave_the_model():
-    result = SecureSum(strategy()).start(grid([secure_mod], fails=(1, 2, 4)), start(), num_rounds=1)
+    secure = SecureSum(strategy())
+    result = secure.start(grid([secure_mod], fails=(1, 2, 4)), start(), num_rounds=1)
     assert result.arrays is None or not result.arrays
+    assert secure.why == "3 of 6 clients have sent results, and the threshold is 4"
 
 
 def test_a_client_gives_no_result_without_a_mask_and_answers_no_stage_twice():
@@ -90,7 +116,11 @@ def test_a_client_gives_no_result_without_a_mask_and_answers_no_stage_twice():
     with pytest.raises(ValueError, match="above half"):
         told(stage="shares", threshold=1, **lone)
     boxes = told(stage="shares", threshold=2, **lone).content[SECURE]["boxes"]
-    reply = told(stage="train", boxes=[boxes[0], boxes[0]])
+    with pytest.raises(ValueError, match="1 clients with shares of 2 are too few"):
+        told(stage="train", nodes=[FIRST], boxes=[boxes[0]])
+    with pytest.raises(ValueError, match="or not of these"):
+        told(stage="train", nodes=[FIRST, 98], boxes=[boxes[0], boxes[0]])
+    reply = told(stage="train", nodes=[FIRST, 99], boxes=[boxes[0], boxes[0]])
     hidden = reply.content["arrays"][SECURE].numpy()
     assert hidden.dtype == np.uint64 and len(hidden) == 6 + 2 + 1 + 1
     assert reply.content["metrics"]["num-examples"] == 1 and reply.content["metrics"]["loss"] == 0

@@ -81,14 +81,19 @@ def test_nothing_is_read_of_who_has_not_signed(tmp_path):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("secure", [{}, {"secure": 0.6}], ids=["plain", "secure"])
 @pytest.mark.parametrize("plan", [[], ["plan.tp=2"], ["plan.dp=2", "plan.zero=3"]])
-def test_clients_and_one_that_is_a_mesh_come_to_the_weights_of_a_simulation(tmp_path, plan):
-    with Federation(tmp_path, 2, strategy={"name": "fedprox", "mu": 0.5}) as federation:
+def test_clients_and_one_that_is_a_mesh_come_to_the_weights_of_a_simulation(tmp_path, plan, secure):
+    """Under secure aggregation, too, whose sum is exact in multiples of 2**-24."""
+    with Federation(tmp_path, 2, strategy={"name": "fedprox", "mu": 0.5}, **secure) as federation:
         wanted = simulated(federation)
         server, single = federation.server(patience=30.0), federation.client(0)
         mesh = federation.client(1, *plan)
         assert [each.ends() for each in (server, single, mesh)] == [0, 0, 0]
         assert f"on {2 if plan else 1} ranks" in mesh.said()
+        assert [(each["asked"], each["results"]) for each in federation.rounds()] == [(2, 2)] * 3
+        assert all((each["accuracies"] is None) is bool(secure) for each in federation.rounds())
+        assert all(0 < each["loss"] < 3 and each["tokens"] > 0 for each in federation.records("step"))
         torch.testing.assert_close(federation.weights(), wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -120,6 +125,38 @@ def test_a_client_killed_in_a_round_is_missed_and_the_round_completes_twenty_tim
         for each in clients.values():
             each.kill(signal.SIGTERM)
             assert each.ends() == 128 + signal.SIGTERM
+
+
+@pytest.mark.matrix
+def test_a_masked_result_that_does_not_come_is_missed_and_below_the_threshold_nothing_is_opened(tmp_path):
+    with Federation(tmp_path, 3, rounds=1000, eval_every=0, secure=0.6) as federation:
+        server = federation.server()
+        for number in (0, 1):
+            federation.client(number)
+        for _ in range(3):
+            kill_one_in_a_round(federation)
+        rounds = federation.rounds()
+        assert all(each["applied"] and each["results"] >= 2 for each in rounds)
+        assert any(each["asked"] == 3 and each["dropped"] == 1 for each in rounds)
+        server.kill(signal.SIGTERM)
+        assert server.ends() == 128 + signal.SIGTERM
+        federation.job.write_text(federation.job.read_text().replace("secure = 0.6", "secure = 1.0"))
+        again = federation.server(at_first=2)
+        federation.until(lambda: len(federation.rounds()) > len(rounds) + 1)
+        kill_one_in_a_round(federation)
+        missed = [each for each in federation.rounds()[len(rounds) :] if not each["applied"]]
+        assert missed and all(each["results"] == 2 for each in missed)
+        assert "is not opened: 2 of 3 clients have sent results, and the threshold is 3" in again.said()
+
+
+@pytest.mark.matrix
+def test_a_client_gives_nothing_unmasked_to_a_server_that_asks_for_that(tmp_path):
+    with Federation(tmp_path, 2, rounds=2, eval_every=0) as federation:
+        server, plain = federation.server(), federation.client(0)
+        hidden = federation.client(1, "federated.secure=0.6")
+        assert [each.ends() for each in (server, plain, hidden)] == [0, 0, 0]
+        assert all((each["results"], each["broken"]) == (1, 1) for each in federation.rounds())
+        assert "this client answers only under secure aggregation" in server.said()
 
 
 @pytest.mark.matrix

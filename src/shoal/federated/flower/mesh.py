@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shoal.errors import UserError
 from shoal.federated.flower import private
 from shoal.federated.flower.clients import WEIGHTS, to_vector
 from shoal.federated.mesh import MeshClient
@@ -34,6 +35,8 @@ def client_app(mesh: MeshClient, steps: int, mods: list[Mod] | None = None) -> C
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
+        if not message.content.array_records:
+            raise UserError("the server asks for a masked result: give federated.secure to this client's job, too")
         (arrays,) = message.content.array_records.values()
         config = message.content["config"]
         weights, limit = to_vector(arrays, _like(mesh)), config.get(SECONDS)

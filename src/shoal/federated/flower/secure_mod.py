@@ -55,6 +55,7 @@ def secure_mod(message: Message, context: Context, call_next: ClientAppCallable)
     if stage == SHARES:
         return Message(RecordDict({SECURE: _shares(told, kept, context)}), reply_to=message)
     if stage == TRAIN:
+        _narrow(kept, list(told["nodes"]))
         kept["boxes"], kept["next"] = told["boxes"], UNMASK
         return _masked(call_next(message, context), message, kept)
     answer = _opened(told, kept)
@@ -84,6 +85,15 @@ def _shares(told: ConfigRecord, kept: ConfigRecord, context: Context) -> ConfigR
     return ConfigRecord({"boxes": boxes})
 
 
+def _narrow(kept: ConfigRecord, there: list[int]) -> None:
+    """Keeps of the clients of the round those that have given shares, between which masks are."""
+    nodes = list(kept["nodes"])
+    if kept["me"] not in there or not set(there) <= set(nodes) or len(set(there)) < int(kept["threshold"]):
+        raise ValueError(f"{len(there)} clients with shares of {len(nodes)} are too few, or not of these")
+    for name in ("masks", "keys", "nodes"):
+        kept[name] = [value for node, value in zip(nodes, list(kept[name]), strict=True) if node in there]
+
+
 def _box(kept: ConfigRecord, index: int) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(shared(_bytes(kept, "box"), list(kept["keys"])[index], "box")))
 
@@ -106,7 +116,7 @@ def _masked(reply: Message, asked: Message, kept: ConfigRecord) -> Message:
     words = masked(to_words(np.append(vector, weight)), _bytes(kept, "own"), me, pairs)
     content = RecordDict(
         {
-            "arrays": ArrayRecord({SECURE: private.Kept(words)}),
+            "arrays": ArrayRecord({SECURE: private.Array(words)}),
             "metrics": MetricRecord(dict.fromkeys(metrics, 0.0) | {"num-examples": 1}),
         }
     )

@@ -2,10 +2,10 @@
 mean of the clients' movements, and of no client its own.
 
 A round: clients give public keys (`keys`); each cuts its two secrets into shares that any `threshold` of them can put
-together, and sends one to each other client through the server, encrypted (`shares`); they train, and send masked
-results; those whose results came tell their shares of what is to be taken off the sum (`unmask`). So clients may drop
-out while they train. The server is trusted to hand on the clients' keys; a client that lies about its result is not
-found out.
+together, and sends one to each other client through the server, encrypted (`shares`); those that did train, and send
+results that are masked for each other; those whose results came tell their shares of what is to be taken off the sum
+(`unmask`). So clients may drop out at any time, as long as the threshold is left. The server is trusted to hand on the
+clients' keys; a client that lies about its result is not found out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class SecureSum(Strategy):
 
     threshold: share of the clients of a round whose results must come, above a half. timeout: seconds for a stage.
 
+    asked: how many clients the last round has begun with. failures: errors of clients in its stages. why: it has not
+    been opened; "" where it was.
+
     Raises UserError for a strategy that looks at single results.
     """
 
@@ -45,20 +48,23 @@ class SecureSum(Strategy):
             )
         if not 0.5 < threshold <= 1:
             raise UserError(f"threshold = {threshold}: give a share above 0.5, at most 1")
-        self._inner, self._share, self._timeout = strategy, threshold, timeout
+        self.inner, self._share, self._timeout = strategy, threshold, timeout
+        self.asked, self.why, self.failures = 0, "", list[Message]()
 
     def summary(self) -> None:
-        self._inner.summary()
+        self.inner.summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Has the clients of the round agree on masks; returns the messages of their training."""
         asked = {
-            each.metadata.dst_node_id: each for each in self._inner.configure_train(server_round, arrays, config, grid)
+            each.metadata.dst_node_id: each for each in self.inner.configure_train(server_round, arrays, config, grid)
         }
         self._grid, self._arrays, self._nodes, self._threshold = grid, arrays, list[int](), 0
+        self.asked, self.failures = len(asked), []
         keys = self._stage({node: {"stage": KEYS} for node in asked})
+        self.why = f"{len(keys)} of {len(asked)} clients have given keys: a sum of fewer than two hides nothing"
         if len(keys) < 2:
             return []
         nodes = sorted(keys)
@@ -72,12 +78,14 @@ class SecureSum(Strategy):
             "boxes": [keys[node]["box"] for node in nodes],
         }
         boxes = self._stage(dict.fromkeys(nodes, everyone))
-        if len(boxes) < len(nodes):  # a mask with them would stay
+        if self._too_few(len(boxes), len(nodes), threshold, "given shares"):
             return []
-        self._nodes, self._threshold = nodes, threshold
+        self._nodes, self._threshold = sorted(boxes), threshold
         told = []
-        for index, node in enumerate(nodes):
-            own = {"stage": TRAIN, "boxes": [list(boxes[sender]["boxes"])[index] for sender in nodes]}
+        for node in self._nodes:
+            index = nodes.index(node)
+            shares = [list(boxes[sender]["boxes"])[index] for sender in self._nodes]
+            own = {"stage": TRAIN, "nodes": self._nodes, "boxes": shares}
             content = RecordDict({**asked[node].content, SECURE: ConfigRecord(own)})
             told.append(Message(content, node, asked[node].metadata.message_type))
         return told
@@ -87,17 +95,24 @@ class SecureSum(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Opens the sum and gives its mean to the strategy; without enough results the model stays."""
         good = {reply.metadata.src_node_id: reply for reply in replies if not reply.has_error()}
-        if not self._nodes or len(good) < self._threshold:
+        if not self._nodes or self._too_few(len(good), len(self._nodes), self._threshold, "sent results"):
             return None, None
         results = [each.content["arrays"][SECURE].numpy() for each in good.values()]
         total: Words = np.sum(results, axis=0, dtype=np.uint64)
         opened = self._stage({node: {"stage": UNMASK, "there": sorted(good)} for node in good})
-        if len(opened) < self._threshold:
+        if self._too_few(len(opened), len(good), self._threshold, "told their shares of the masks"):
             return None, None
         sums = from_words(self._unmasked(total, sorted(good), opened))
         first = next(iter(good.values()))
         first.content = self._mean(sums, first)
-        return self._inner.aggregate_train(server_round, [first])
+        return self.inner.aggregate_train(server_round, [first])
+
+    def _too_few(self, number: int, of: int, threshold: int, what: str) -> bool:
+        """Returns whether fewer clients than the threshold have done something, and says so."""
+        self.why = (
+            f"{number} of {of} clients have {what}, and the threshold is {threshold}" if number < threshold else ""
+        )
+        return number < threshold
 
     def _unmasked(self, total: Words, there: list[int], opened: dict[int, ConfigRecord]) -> Words:
         own: dict[int, bytes] = {}
@@ -133,7 +148,8 @@ class SecureSum(Strategy):
             Message(RecordDict({SECURE: ConfigRecord(each)}), node, "train", group_id=BESIDE)
             for node, each in told.items()
         ]
-        replies = self._grid.send_and_receive(messages, timeout=self._timeout)
+        replies = list(self._grid.send_and_receive(messages, timeout=self._timeout))
+        self.failures += [each for each in replies if private.is_own_failure(each)]
         return {each.metadata.src_node_id: each.content[SECURE] for each in replies if not each.has_error()}
 
     def configure_evaluate(

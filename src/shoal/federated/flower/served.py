@@ -21,6 +21,7 @@ from shoal.federated.flower.clients import WEIGHTS, to_vector
 from shoal.federated.flower.link import LinkGrid
 from shoal.federated.flower.mesh import CUT, SECONDS
 from shoal.federated.flower.private.superlink import SuperLink
+from shoal.federated.flower.secure_sum import SecureSum
 from shoal.federated.flower.simulation import mean_loss, remember_in
 from shoal.federated.flower.strategies import flower_strategy
 from shoal.federated.recipe import Recipe
@@ -28,10 +29,13 @@ from shoal.federated.schedule import Round, Task
 from shoal.federated.settings import Federated
 from shoal.federated.simulation import Result
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict  # isort: skip
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict  # isort: skip
+from flwr.serverapp.strategy import Strategy  # isort: skip
 
 MEASURE_SECONDS = 600.0
 """The longest that a client may take to measure the weights."""
+STAGE_SECONDS = 600.0
+"""The longest that a client may take to answer a stage of secure aggregation, where a round has no deadline."""
 
 
 class Served:
@@ -41,7 +45,8 @@ class Served:
     "partial" clients end their local steps early. at_first: clients that are there before the first round.
     stopped: see LinkGrid. say: shows a line.
 
-    Of the settings it takes `rounds`, `clients`, `fraction`, `strategy`, `late`, `least`, `buffer` and `most_stale`.
+    Of the settings it takes `rounds`, `clients`, `fraction`, `strategy`, `late`, `least`, `buffer`, `most_stale` and
+    `secure`.
     """
 
     why = ""
@@ -59,10 +64,13 @@ class Served:
         self._at_first = at_first
         self.say: Callable[[str], None] = print
         self._grid = LinkGrid(link, stopped)
-        self._strategy = flower_strategy(replace(settings, deadline=None), settings.clients)
-        if not isinstance(self._strategy, FedBuff):  # who is there is asked, however few are left
+        self._inner: Strategy = flower_strategy(replace(settings, deadline=None), settings.clients)
+        self._strategy = self._inner
+        if not isinstance(self._inner, FedBuff):  # who is there is asked, however few are left
             for name in ("min_train_nodes", "min_available_nodes"):
-                setattr(self._strategy, name, settings.least)
+                setattr(self._inner, name, settings.least)
+        if settings.secure is not None:
+            self._strategy = SecureSum(self._inner, settings.secure, deadline or STAGE_SECONDS)  # type: ignore[arg-type]
         module = initial_module(recipe.model, recipe.seed)
         self.flat = Flat(module)
         self.weights = self.flat.vector(module.state_dict())
@@ -97,17 +105,24 @@ class Served:
         up, and the model is that of the round before."""
         self._gather()
         began, number = time.perf_counter(), self.number + 1
+        updated: ArrayRecord | None = None
+        means: MetricRecord | None = None
         if isinstance(self._strategy, FedBuff):
-            updated: ArrayRecord | None = self._strategy.update(
+            updated = self._strategy.update(
                 self._grid, number, self._record(), ConfigRecord(), self._deadline or float("inf")
             )
             plan, good = self._buffered(number, self._strategy), self._strategy.replies
+            loss = mean_loss(good)
         else:
             with private.drawn_by(derive_key("flower", self.recipe.seed, number)):
                 messages = list(self._strategy.configure_train(number, self._record(), self._config(), self._grid))
             replies = self._grid.send_and_receive(messages, timeout=self._deadline)
             plan, good = self._plan(number, len(messages), replies), [each for each in replies if not each.has_error()]
-            updated = self._strategy.aggregate_train(number, good)[0] if len(good) >= self.settings.least else None
+            loss = mean_loss(good)
+            if len(good) >= self.settings.least:
+                updated, means = self._strategy.aggregate_train(number, good)
+            if isinstance(self._strategy, SecureSum):
+                plan, loss = self._opened(plan, len(messages), self._strategy, means)
         broken = len(plan.tasks) - len(good)
         if updated is not None:
             new = to_vector(updated, self.weights)
@@ -120,7 +135,7 @@ class Served:
         self.number = number
         samples = sum(task.steps for task in plan.tasks) * self.recipe.batch
         taken = time.perf_counter() - began
-        return Result(plan, mean_loss(good), samples, broken, updated is not None, taken)
+        return Result(plan, loss, samples, broken, updated is not None, taken)
 
     def _config(self) -> ConfigRecord:
         partial = self._deadline is not None and self.settings.late == "partial"
@@ -144,6 +159,20 @@ class Served:
             seconds=None,
         )
 
+    def _opened(
+        self, plan: Round, asked: int, strategy: SecureSum, means: MetricRecord | None
+    ) -> tuple[Round, float | None]:
+        """Returns what has come of a round of which only means are known, and the mean loss. `asked`: how many clients
+        were to train; who was gone before that counts as dropped."""
+        for each in strategy.failures:
+            self.say(f"client {self._place(each.metadata.src_node_id)}: {each.error.reason}")
+        if strategy.why:
+            self.say(f"round {plan.number} is not opened: {strategy.why}")
+        known = {} if means is None else dict(means)
+        tasks = tuple(replace(each, steps=round(float(known.get("steps", 0)))) for each in plan.tasks)
+        gone = plan.dropped + strategy.asked - asked
+        return replace(plan, tasks=tasks, asked=strategy.asked, dropped=gone), known.get("loss")
+
     def _buffered(self, number: int, strategy: FedBuff) -> Round:
         stale = tuple(age for age, count in sorted(strategy.stale.items()) for _ in range(count))
         tasks = tuple(self._task(reply, number) for reply in strategy.replies)
@@ -154,8 +183,11 @@ class Served:
         return Task(self._place(reply.metadata.src_node_id), steps, number - 1, number)
 
     def evaluate(self) -> Measured | None:
-        """Has all clients that are there measure the global model on what they hold out; None where none does."""
+        """Has all clients that are there measure the global model on what they hold out; None where none does, and
+        under secure aggregation, since what one has measured would tell of it alone."""
         self._gather()
+        if isinstance(self._strategy, SecureSum):
+            return None
         content = RecordDict({"arrays": self._record(), "config": ConfigRecord({"server-round": self.number})})
         asked = [Message(content, node, "evaluate") for node in self._grid.get_node_ids()]
         replies = self._grid.send_and_receive(asked, timeout=self._deadline or MEASURE_SECONDS)
@@ -179,7 +211,7 @@ class Served:
         """Returns all that the next rounds depend on: tensors by name, and what JSON can hold."""
         memory = {
             f"strategy/{name}": torch.from_numpy(np.asarray(each))
-            for name, each in private.memory_of(self._strategy).items()
+            for name, each in private.memory_of(self._inner).items()
         }
         return {"weights": self.weights, **memory}, {"number": self.number}
 
@@ -188,7 +220,7 @@ class Served:
         self.number, self.weights = int(rest["number"]), tensors["weights"].clone()
         if self.weights.shape != (self.flat.size,):
             raise UserError("the saved weights are of another model: give that again, or another run.dir")
-        remember_in(self._strategy, tensors, self.weights)
+        remember_in(self._inner, tensors, self.weights)
 
     def dismiss(self) -> None:
         """Tells the clients that all is over."""

@@ -148,6 +148,7 @@ def _serve(mesh: MeshClient, dealt: Dealt, taking: Taking, number: int, stopped:
     from shoal.federated.flower import node, private
     from shoal.federated.flower.mesh import client_app
     from shoal.federated.flower.private.supernode import Node
+    from shoal.federated.flower.secure_mod import secure_mod
 
     private.quieten(private.CRITICAL)
     key, root = _key(taking), None if taking.certificates is None else Path(taking.certificates) / "ca.crt"
@@ -159,7 +160,8 @@ def _serve(mesh: MeshClient, dealt: Dealt, taking: Taking, number: int, stopped:
 
     link = Node(taking.server, None if key is None else key.read_bytes(), root)
     try:
-        return node.serve(link, client_app(mesh, steps), number, stopped, taking.wait, say)
+        mods = [] if dealt.federated.secure is None else [secure_mod]
+        return node.serve(link, client_app(mesh, steps, mods), number, stopped, taking.wait, say)
     finally:
         link.leave()
 
