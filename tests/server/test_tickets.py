@@ -47,6 +47,13 @@ def test_a_gated_step_waits_for_the_update_before_it():
     assert tickets.next(0, 1, BOTH) == Work(TRAIN, 2)
 
 
+def test_no_step_is_dealt_while_rows_are_evaluated():
+    tickets = Tickets(2, 1, gated=True, eval_every=1, rests=True)
+    assert tickets.next(0, 0, BOTH).what == EVALUATE and tickets.next(1, 0, BOTH).what == WAIT
+    assert tickets.next(1, 0, {1}).what == EVALUATE  # the first one is lost
+    assert tickets.evaluated(1, 0) and tickets.next(0, 0, BOTH) == Work(TRAIN, 0)
+
+
 def test_one_client_evaluates_first_every_n_updates_and_last():
     tickets = Tickets(3, 1, gated=False, eval_every=2)
     seen = []
