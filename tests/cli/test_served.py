@@ -14,6 +14,8 @@ import pytest
 from shoal.report.metrics import RunRecords, read_metrics
 
 SERVED = ("--roles", "ps=1,worker=2")
+TABLE = ("model.tied=false", 'server.tables=["token_embedding.weight"]')
+ROWS = tuple(word for value in (*TABLE, "train.optimizer=adagrad", "train.weight_decay=0") for word in ("--set", value))
 
 
 def read(run_dir: Path) -> RunRecords:
@@ -58,11 +60,11 @@ def processes(run_dir: Path, role: str) -> list[int]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("policy", ["sync", "async", "batch:3"])
-def test_servers_and_workers_of_a_job_that_are_killed_lose_nothing(policy, start, shoal, job_file, tmp_path):
+@pytest.mark.parametrize("policy, more", [("sync", ()), ("async", ()), ("batch:3", ()), ("sync", ROWS)])
+def test_servers_and_workers_of_a_job_that_are_killed_lose_nothing(policy, more, start, shoal, job_file, tmp_path):
     """Twenty kills of whichever of two servers and three workers: every step is there once, of all its samples."""
     run_dir, draw = tmp_path / "run", random.Random(1)
-    some = ("--set", "train.steps=3000", "--set", "run.save_every=100", "--set", "server.restarts=100")
+    some = (*more, "--set", "train.steps=3000", "--set", "run.save_every=100", "--set", "server.restarts=100")
     process = start("train", job_file, "--roles", "ps=2,worker=3", *some, "--set", f"server.policy={policy}")
     reached(run_dir, 5, process)
     for _ in range(20):
@@ -73,7 +75,7 @@ def test_servers_and_workers_of_a_job_that_are_killed_lose_nothing(policy, start
     assert process.returncode == 0, err
     seen = read(run_dir)
     assert [each.step for each in seen.steps] == list(range(1, 3001))
-    assert shoal("train", job_file, "--nproc", 1, "--set", "train.steps=3001").code == 0
+    assert shoal("train", job_file, "--nproc", 1, *more, "--set", "train.steps=3001").code == 0
 
 
 @pytest.mark.matrix

@@ -123,14 +123,17 @@ def same(one, other, exactly: bool) -> None:
 @pytest.mark.parametrize("ps, workers", [(1, 1), (3, 2)])
 @pytest.mark.parametrize("model", ["llama", "bags"])
 def test_rows_train_to_the_bit_as_one_process(request, tmp_path, model, ps, workers):
-    """Of shares whose counts are powers of two, where factors round nothing. The table is in no worker."""
+    """Of shares whose counts are powers of two, where factors round nothing. One process adds the sparse gradients of
+    two microbatches sample by sample, workers add their own first."""
     of, some = request.getfixturevalue(model), {**ROWS, "clip": 0.0}
     expected = alone(tmp_path / "alone", of, **some, microbatch=8 // workers)
     found = run(tmp_path / "served", workers, "sync", of, ps, **some)
-    assert [each.loss for each in found.steps] == [each.loss for each in expected.steps]
+    exactly = model == "llama" or workers == 1
+    for mine, theirs in zip(found.steps, expected.steps, strict=True):
+        assert mine.loss == theirs.loss if exactly else mine.loss == pytest.approx(theirs.loss, rel=1e-6)
     assert found.evals[-1].loss == pytest.approx(expected.evals[-1].loss, rel=1e-5)
     assert sum(found.servers[-1].servers) == expected.run.parameters and len(found.servers[-1].servers) == ps
-    same(tmp_path / "alone/checkpoints/step-00000004", tmp_path / "served/checkpoints/step-00000004", True)
+    same(tmp_path / "alone/checkpoints/step-00000004", tmp_path / "served/checkpoints/step-00000004", exactly)
 
 
 def test_a_worker_has_not_the_table(llama, tmp_path):

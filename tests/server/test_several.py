@@ -24,7 +24,8 @@ from shoal.server.keeping import Dealt, Keeping
 from shoal.server.link import About
 from shoal.server.messages import Begin
 from shoal.server.part import Part
-from shoal.server.shares import balanced
+from shoal.server.served_table import ServedTable
+from shoal.server.shares import Share, balanced
 from shoal.server.spread import Followers, Spread
 from shoal.server.tickets import Tickets
 from shoal.server.weights import Weights
@@ -32,6 +33,7 @@ from tests.server.common import SGD, gradients, model, same, together
 
 SECRET = "a secret of these tests"
 CLIENTS = 2
+ADAGRAD = partial(torch.optim.Adagrad, lr=0.1)
 FRESH = Begin("one", 0, "", True)
 
 
@@ -72,6 +74,7 @@ class Servers:
     clip: float | None = 0.5
     save_every: int = 1000
     codec: str = "fp32"
+    table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.addresses = local_cluster({"ps": self.count})["ps"]
@@ -80,16 +83,21 @@ class Servers:
     def start(self, index: int, begin: Begin | None = None) -> None:
         engine = engine_of(index, self.count)
         folder = self.folder / "parts" / str(index)
+        share = Share(index, self.count)
+        tables = [] if self.table is None else [ServedTable("t", self.table, ADAGRAD, share)]
         if index:
-            part = Follower(Weights(engine, self.codec), folder, False, "" if begin is None else begin.line)
+            weights = Weights(engine, self.codec, tables=tables)
+            part = Follower(weights, folder, False, "" if begin is None else begin.line)
         else:
             assert begin is not None
             saved = {}
             if begin.source:
                 saved = engine.load(begin.source)
+                for table in tables:
+                    table.load(Path(begin.source))
             parts = [self.folder / "parts" / str(each) for each in range(self.count)]
             followers = Followers(self.addresses[1:], CLIENTS, 30.0, begin)
-            weights = Spread(engine, self.codec, self.clip, 3, dict, followers, begin, parts)
+            weights = Spread(engine, self.codec, self.clip, 3, dict, followers, parts, tables)
             dealt = Dealt(Tickets(None, 1, False, None), Unwatched(), engine.step_index, saved)
             keeping = Keeping(self.folder / "all", self.save_every, False, 5.0, self.folder / "parts")
             part = Part(weights, self.policy, keeping, dealt)
@@ -188,6 +196,63 @@ def test_no_acknowledged_push_is_lost_whichever_server_is_killed(tmp_path, polic
         worker.pull_work(dict(mine.named_parameters()))
         assert some.running[0].version == some.running[1].version == 10 // batch
     close_to(mine, alone(10, batch))
+
+
+def rows_of(ticket: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some rows of a table of 20 x 3, and their gradients."""
+    draw = torch.Generator().manual_seed(ticket)
+    rows = torch.randperm(20, generator=draw)[: ticket % 5 + 1].sort().values
+    return rows, torch.randn(len(rows), 3, generator=draw)
+
+
+def push_rows(worker: Client, mine: nn.Module, ticket: int) -> None:
+    version = worker.pull_work(dict(mine.named_parameters()))
+    gradients(mine, 0, ticket)
+    of = {name: each.grad for name, each in mine.named_parameters()}
+    worker.push_work(of, version, About(1.0, ticket), rows={"t": rows_of(ticket)})
+
+
+def with_a_table(tickets: int, table: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    """The same training in one process, clipped by the norm of all."""
+    mine, rows = model(), nn.Parameter(table.clone())
+    optimizers = [SGD(mine.parameters()), ADAGRAD([rows])]
+    for ticket in range(tickets):
+        gradients(mine, 0, ticket)
+        rows.grad = torch.zeros_like(rows).index_add_(0, *rows_of(ticket))
+        torch.nn.utils.clip_grad_norm_([*mine.parameters(), rows], 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+    return mine, rows.detach()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_that_were_acknowledged_are_not_lost_whichever_server_is_killed(tmp_path, count):
+    """They come with the weights' gradients, are clipped with them, and any number of servers goes on with them."""
+    table = torch.randn(20, 3, generator=torch.Generator().manual_seed(5))
+    with servers(tmp_path, Async(), save_every=3, table=table, count=count) as some, client(some) as worker:
+        mine = model(seed=3)
+        for ticket, killed in enumerate([[], [1], [0], [], [1, 0], [0, 1], [], [1], [0], []]):
+            push_rows(worker, mine, ticket)
+            for index in killed:
+                some.kill(index)
+            for index in sorted(killed, reverse=True):
+                newest = max((tmp_path / "all").glob("step-*"))
+                some.start(index, Begin("one", int(newest.name[5:]), str(newest), False))
+        expected, rows = with_a_table(10, table)
+        worker.pull_work(dict(mine.named_parameters()))
+        found, version = worker.pull_rows("t", torch.arange(20))
+        assert version == (10,) * count
+        torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-6)
+        with pytest.raises(UserError, match="the gradients of t come with those of the weights"):
+            worker.push_rows("t", torch.tensor([1]), torch.ones(1, 3), version)
+        with pytest.raises(UserError, match="rows 0 to 20 of table 't': it has 0 to 19"):
+            worker.pull_rows("t", torch.tensor([0, 20]))
+    close_to(mine, expected)
+    source = tmp_path / "all/step-00000009"
+    begin, expected = Begin("two", 9, str(source), True), with_a_table(9, table)[1]
+    with servers(tmp_path / "more", Async(), begin, count=5 - count, table=table) as some, client(some) as worker:
+        found, _ = worker.pull_rows("t", torch.arange(20))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_push_that_only_a_follower_has_is_decided_upon_once(tmp_path):

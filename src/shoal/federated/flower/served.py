@@ -66,9 +66,10 @@ class Served:
         self._grid = LinkGrid(link, stopped)
         self._inner: Strategy = flower_strategy(replace(settings, deadline=None), settings.clients)
         self._strategy = self._inner
+        least = settings.least if settings.secure is None else max(2, settings.least)
         if not isinstance(self._inner, FedBuff):  # who is there is asked, however few are left
             for name in ("min_train_nodes", "min_available_nodes"):
-                setattr(self._inner, name, settings.least)
+                setattr(self._inner, name, least)
         if settings.secure is not None:
             self._strategy = SecureSum(self._inner, settings.secure, deadline or STAGE_SECONDS)  # type: ignore[arg-type]
         module = initial_module(recipe.model, recipe.seed)
