@@ -159,8 +159,8 @@ class ServedTable:
         """Reads what `save` wrote. Raises CheckpointError."""
         path = step_path(folder / FOLDER / self.name, step)
         into = {"rows": self._store.values, **{f"optim.{key}": each for key, each in self._store.state.items()}}
-        wants = [Want(name, tuple(each.shape), Box.whole(tuple(each.shape)), each) for name, each in into.items()]
-        load(path, wants)
+        whole = [(name, tuple(each.shape), each) for name, each in into.items() if len(each)]
+        load(path, [Want(name, shape, Box.whole(shape), each) for name, shape, each in whole])
         self._load_counters(path, "count")
 
     def load(self, path: Path) -> None:
