@@ -107,7 +107,7 @@ def test_sparse_embeddings_are_tables_and_those_that_are_named():
         ("normed.weight", "max_norm has a forward change its rows"),
         ("frozen.weight", "it is not trained"),
         ("other.weight", "its class Scaled computes otherwise"),
-        ("head.weight", "is no weight of an embedding. The model has again.weight, bag.weight"),
+        ("head.weight", "is no weight of an embedding. The model has bag.weight"),
     ],
 )
 def test_what_is_more_than_rows_is_refused(name, why):

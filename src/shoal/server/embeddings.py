@@ -29,6 +29,10 @@ class RowsInUse:
         self.client: Client | None = None
         self._taken: list[tuple[str, Tensor, Tensor]] = []
 
+    def keep_compilers_out(self) -> None:
+        """Has forwards that are compiled pull rows as they are; a client's sessions are nothing to trace."""
+        self.take = torch.compiler.disable(self.take)  # type: ignore[method-assign]
+
     def begin(self) -> None:
         """Forgets what was pulled."""
         self._taken.clear()
@@ -71,7 +75,6 @@ class ServedEmbedding(nn.Module):
         self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
         self._last_offset = isinstance(like, nn.EmbeddingBag) and like.include_last_offset
 
-    @torch.compiler.disable
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Computes the embedding of `input` (integers), as torch.nn.Embedding and EmbeddingBag do."""
         assert self._rows is not None
@@ -130,8 +133,9 @@ def _why_not(module: nn.Module, each: Embedding) -> str:
     weight, kind = each._parameters["weight"], type(each)
     assert weight is not None
     owners = [part for part in module.modules() if any(own is weight for own in part._parameters.values())]
-    if len(owners) > 1:
-        return f"it is tied to the weight of a {type(owners[1]).__name__}, which reads all of it"
+    others = [part for part in owners if part is not each]
+    if others:
+        return f"it is tied to the weight of a {type(others[0]).__name__}, which reads all of it"
     if kind.forward not in (nn.Embedding.forward, nn.EmbeddingBag.forward):
         return f"its class {kind.__name__} computes otherwise than torch's embedding"
     if each.max_norm is not None:

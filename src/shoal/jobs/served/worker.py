@@ -69,6 +69,8 @@ class _Worker:
         self._data = settled.model.prepare_data(settled.data.train)
         self._cursor = Cursor(len(self._data), settled.job.train.global_batch, settled.job.train.seed)
         world, self._rows = World.single(device), RowsInUse()
+        if settled.job.plan.compile:
+            self._rows.keep_compilers_out()
         model = tables_of(settled).left_out(settled.model, self._rows)
         self.engine = make_engine(settled.job, model, settled.total, world, optimizer=Still)
         self.engine.optimizer.torch.register_step_pre_hook(self._keep)
