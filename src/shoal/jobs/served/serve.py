@@ -85,8 +85,9 @@ class _Serving:
             return {"seconds": self._before + time.monotonic() - self._began, "job": remembered}
 
         line, served = Line.found(job, restored, checkpoint, len(place.servers)), tables.served(share)
-        for table in served if checkpoint is not None else ():
-            table.load(checkpoint)
+        if checkpoint is not None:
+            for table in served:
+                table.load(checkpoint)
         weights = self._make_weights(place, line, user, served)
         self._recorder = Recorder(
             self._run_dir,

@@ -42,7 +42,7 @@ def share_of(settled: Settled, index: int, count: int, tables: Tables | None = N
     if count == 1:
         return model
     whole, factory = without_values(settled), model.factory
-    left_out = set() if tables is None else tables.names
+    left_out = frozenset[str]() if tables is None else tables.names
     sizes = {name: each.nbytes for name, each in (whole or factory()).named_parameters() if name not in left_out}
     if count > len(sizes):
         raise UserError(f"ps={count}: the model has {len(sizes)} parameters to divide among servers. Give ps=1")
