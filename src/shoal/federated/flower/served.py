@@ -71,7 +71,7 @@ class Served:
             for name in ("min_train_nodes", "min_available_nodes"):
                 setattr(self._inner, name, least)
         if settings.secure is not None:
-            self._strategy = SecureSum(self._inner, settings.secure, deadline or STAGE_SECONDS)  # type: ignore[arg-type]
+            self._strategy = SecureSum(self._inner, settings.secure, deadline or STAGE_SECONDS)
         module = initial_module(recipe.model, recipe.seed)
         self.flat = Flat(module)
         self.weights = self.flat.vector(module.state_dict())
