@@ -120,8 +120,15 @@ def same(one, other, exactly: bool) -> None:
         torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("ps, workers", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("model", ["llama", "bags"])
+@pytest.mark.parametrize(
+    "model, ps, workers",
+    [
+        ("llama", 2, 2),
+        ("bags", 1, 1),
+        pytest.param("llama", 1, 1, marks=pytest.mark.matrix),
+        pytest.param("bags", 2, 2, marks=pytest.mark.matrix),
+    ],
+)
 def test_rows_train_to_the_bit_as_one_process(request, tmp_path, model, ps, workers):
     """Of shares whose counts are powers of two, where factors round nothing. One process adds the sparse gradients of
     two microbatches sample by sample, workers add their own first."""
@@ -146,6 +153,7 @@ def test_a_worker_has_not_the_table(llama, tmp_path):
     worker.engine.close()
 
 
+@pytest.mark.matrix
 def test_rows_are_clipped_by_the_norm_of_all_and_any_number_of_servers_goes_on(llama, tmp_path):
     """Resumed by ranks too, and by servers from the checkpoint of ranks."""
     some = {**ROWS, "optimizer": "sgd", "clip": 0.05, "precision": "bf16"}

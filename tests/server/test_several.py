@@ -225,7 +225,7 @@ def with_a_table(tickets: int, table: torch.Tensor) -> tuple[nn.Module, torch.Te
     return mine, rows.detach()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_rows_that_were_acknowledged_are_not_lost_whichever_server_is_killed(tmp_path, count):
     """They come with the weights' gradients, are clipped with them, and any number of servers goes on with them."""
     table = torch.randn(20, 3, generator=torch.Generator().manual_seed(5))

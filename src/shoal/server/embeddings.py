@@ -2,7 +2,8 @@
 gradients.
 
 A batch of ids 7 3 7 pulls rows 3 and 7, which stand in for the table: the embedding of 1 0 1 in these two. So repeated
-ids are pulled once, and autograd sums their gradients in the order of the batch, as in a table.
+ids are pulled once. Their gradients are summed as an engine sums those of a table: of sparse ones each is added by
+itself, of others those of one forward are added up first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RowsInUse:
 
     def __init__(self) -> None:
         self.client: Client | None = None
-        self._taken: list[tuple[str, Tensor, Tensor]] = []
+        self._taken: list[tuple[str, Tensor, Tensor, bool]] = []
 
     def keep_compilers_out(self) -> None:
         """Has forwards that are compiled pull rows as they are; a client's sessions are nothing to trace."""
@@ -37,23 +38,26 @@ class RowsInUse:
         """Forgets what was pulled."""
         self._taken.clear()
 
-    def take(self, table: str, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, table: str, ids: Tensor, sparse: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rows of a table [n, width], which autograd reaches; where each of `ids` is among them (int64, of its
-        shape); and the numbers of the rows [n]."""
+        shape); and the numbers of the rows [n]. `sparse`: its gradients are."""
         assert self.client is not None, "rows are pulled before there is a client"
         once, back = torch.unique(ids.detach().to("cpu", torch.int64), return_inverse=True)
         values, _ = self.client.pull_rows(table, once)
         values = values.to(ids.device)
         if torch.is_grad_enabled():
-            self._taken.append((table, once, values.requires_grad_()))
+            self._taken.append((table, once, values.requires_grad_(), sparse))
         return values, back.to(ids.device), once
 
     def gradients(self, factor: float) -> dict[str, Pushed]:
         """Returns the rows of each table that a backward has reached, with `factor` times their gradients."""
         found: dict[str, list[Pushed]] = {}
-        for table, once, values in self._taken:
-            if values.grad is not None:
-                found.setdefault(table, []).append((once, values.grad.cpu()))
+        for table, once, values, sparse in self._taken:
+            if (gradient := values.grad) is not None:
+                gradient = gradient if sparse or not gradient.is_sparse else gradient.coalesce()
+                rows = once[gradient._indices()[0].cpu()] if gradient.is_sparse else once
+                part = rows, (gradient._values() if gradient.is_sparse else gradient).cpu()
+                found.setdefault(table, []).append(part)
         return {table: _together(parts, factor) for table, parts in found.items()}
 
 
@@ -69,7 +73,7 @@ class ServedEmbedding(nn.Module):
 
     def __init__(self, table: str, like: Embedding, rows: RowsInUse | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self._table, self._rows, self._dtype = table, rows, dtype
+        self._table, self._rows, self._dtype, self._sparse = table, rows, dtype, like.sparse
         self.num_embeddings, self.embedding_dim = like.num_embeddings, like.embedding_dim
         self.padding_idx, self._by_frequency = like.padding_idx, like.scale_grad_by_freq
         self.mode = like.mode if isinstance(like, nn.EmbeddingBag) else ""
@@ -78,19 +82,23 @@ class ServedEmbedding(nn.Module):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Computes the embedding of `input` (integers), as torch.nn.Embedding and EmbeddingBag do."""
         assert self._rows is not None
-        values, index, once = self._rows.take(self._table, input)
+        values, index, once = self._rows.take(self._table, input, self._sparse)
         padding = None
         if self.padding_idx is not None:
             at = int(torch.searchsorted(once, self.padding_idx))
             padding = at if at < len(once) and int(once[at]) == self.padding_idx else None
         if not self.mode:
-            return F.embedding(index, values, padding, scale_grad_by_freq=self._by_frequency).to(self._dtype)
+            each = F.embedding(
+                index, values, padding, scale_grad_by_freq=self._by_frequency, sparse=not self._by_frequency
+            )
+            return each.to(self._dtype)
         return F.embedding_bag(
             index,
             values.to(self._dtype),
             offsets,
             scale_grad_by_freq=self._by_frequency,
             mode=self.mode,
+            sparse=not self._by_frequency and self.mode != "max",
             per_sample_weights=per_sample_weights,
             include_last_offset=self._last_offset,
             padding_idx=padding,
